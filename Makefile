@@ -1,0 +1,69 @@
+# GPU=cuda12 or GPU=cuda13 installs JAX for that CUDA; without it everything runs on the CPU.
+GPU ?=
+ifneq ($(filter-out cuda12 cuda13,$(GPU)),)
+$(error GPU must be cuda12 or cuda13, got $(GPU))
+endif
+
+BIN := .venv/bin
+ON_CPU := JAX_PLATFORMS=cpu
+PLATFORM := $(if $(GPU),,$(ON_CPU))
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+# A stamp says what .venv holds, so that a second run installs nothing.
+DEMO_STAMP := .venv/.installed-demo$(GPU:%=-%)
+DEV_STAMP := .venv/.installed-dev$(GPU:%=-%)
+$(DEMO_STAMP): EXTRAS := demo$(GPU:%=,%)
+$(DEMO_STAMP): STAMPS := $(DEMO_STAMP)
+# dev is test and the cuda12 plugin; with a GPU the plugin comes from its extra.
+$(DEV_STAMP): EXTRAS := $(if $(GPU),test$(GPU:%=,%),dev)
+$(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
+# Two CUDA plugins would clash, so the other one's goes when GPU changes.
+OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
+
+.PHONY: help demo test lint notebook venv clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo      train a small MoE model and write jgg-demo.png'
+	@echo 'make test      run the tests, with GPU=... those that need a GPU too'
+	@echo 'make lint      check style and formatting'
+	@echo 'make notebook  execute the notebooks in place'
+	@echo 'make venv      install everything for development into .venv'
+	@echo 'make clean     remove .venv, builds, caches and outputs of the demo'
+	@echo
+	@echo 'GPU=cuda12, GPU=cuda13  install JAX for that CUDA and use the GPU'
+	@echo 'PYTHON=/path/to/python  make .venv with this Python, 3.12 or newer'
+	@echo 'ARGS="..."              more arguments for jgg demo or pytest'
+
+demo: $(DEMO_STAMP)
+	$(PLATFORM) $(BIN)/jgg demo $(ARGS)
+
+# The tests that need no GPU stay on the CPU: two workers would compete for a GPU's memory.
+test: $(DEV_STAMP)
+	$(ON_CPU) $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(if $(GPU),$(BIN)/pytest -m gpu $(ARGS))
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+notebook: $(DEV_STAMP)
+	@test -n '$(NOTEBOOKS)' || { echo 'There is no notebook in notebooks/.'; exit 1; }
+	$(PLATFORM) $(BIN)/jupyter-execute --inplace $(NOTEBOOKS)
+
+venv: $(DEV_STAMP)
+
+$(DEMO_STAMP) $(DEV_STAMP): pyproject.toml $(BIN)/python
+	@echo 'Installing jgg[$(EXTRAS)] into .venv, which takes a few minutes.'
+	@rm -f .venv/.installed-*
+	@$(BIN)/python -m pip uninstall -qq -y jax-$(OTHER_CUDA)-plugin jax-$(OTHER_CUDA)-pjrt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $(STAMPS)
+
+$(BIN)/python:
+	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
+
+clean:
+	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
