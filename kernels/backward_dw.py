@@ -1,0 +1,106 @@
+"""Ragged-K main loop, the dW kernel: dw[group] = (left rows)^T @ (right rows), and the gradient of the bias."""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    add,
+    ceil_div,
+    load_rows,
+    row_pointers,
+    tile_coordinates,
+    token_positions,
+)
+
+
+@triton.jit
+def load_block(
+    matrix, start, group_end, positions, exists, column,
+    COLUMNS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on.
+
+    GATHER is 0 for rows start, start + 1, ... and d > 0 for rows positions // d.
+    """
+    if TMA:
+        block = load_rows(matrix, start, group_end, column, BLOCK_ROWS, BLOCK_COLUMNS)
+    else:
+        if GATHER == 0:
+            rows = start + tl.arange(0, BLOCK_ROWS)
+            in_rows = rows < group_end
+        else:
+            rows = positions // GATHER
+            in_rows = exists
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        mask = in_rows[:, None] & (columns < COLUMNS)[None, :]
+        # other=0: the reduction runs over rows, so a lane past the group's end must not count
+        block = tl.load(row_pointers(matrix, rows, columns, COLUMNS), mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def backward_dw_kernel(
+    left, right, topk_weights, gather_indices, group_starts, group_ends, dw, dbias, num_rows, num_groups,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DY_IS_LEFT: tl.constexpr,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """dw[g] = sum over the rows i of group g of topk_weights[i] * left[i] (outer) right[i].
+
+    Arrays: left [rows, LEFT], right [rows, RIGHT], topk_weights and gather_indices [num_rows], group_starts and
+    group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. topk_weights,
+    gather_indices and dbias [num_groups, LEFT or RIGHT] may be None; with TMA_LEFT and TMA_RIGHT, left and right are
+    TMA descriptors. A group without rows gets zeros.
+    """
+    left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
+    right_tiles: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
+    tiles = num_groups * left_tiles * right_tiles
+
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        group = tile // (left_tiles * right_tiles)
+        left_tile, right_tile = tile_coordinates(tile - group * left_tiles * right_tiles, left_tiles, right_tiles, BAND)
+        left_column = left_tile * BLOCK_LEFT
+        right_column = right_tile * BLOCK_RIGHT
+        group_start = tl.load(group_starts + group)
+        group_end = tl.load(group_ends + group)
+        # at least one step, on rows that all lie past the end: a flattened loop needs a body for an empty group
+        steps = tl.maximum(ceil_div(group_end - group_start, BLOCK_ROWS), 1)
+        acc = tl.full([BLOCK_LEFT, BLOCK_RIGHT], 0.0, tl.float32)
+        bias_acc = tl.full([BLOCK_LEFT if DY_IS_LEFT else BLOCK_RIGHT], 0.0, tl.float32)
+        for step in tl.range(0, steps):
+            start = group_start + step * BLOCK_ROWS
+            rows = start + tl.arange(0, BLOCK_ROWS)
+            positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+            left_block = load_block(
+                left, start, group_end, positions, exists, left_column, LEFT, TMA_LEFT, GATHER_LEFT,
+                BLOCK_ROWS, BLOCK_LEFT,
+            )  # fmt: skip
+            right_block = load_block(
+                right, start, group_end, positions, exists, right_column, RIGHT, TMA_RIGHT, GATHER_RIGHT,
+                BLOCK_ROWS, BLOCK_RIGHT,
+            )  # fmt: skip
+            if topk_weights is not None:
+                scale = tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
+                if DY_IS_LEFT:
+                    left_block = (left_block.to(tl.float32) * scale).to(left_block.dtype)
+                else:
+                    right_block = (right_block.to(tl.float32) * scale).to(right_block.dtype)
+            if dbias is not None:
+                dy_block = left_block if DY_IS_LEFT else right_block
+                bias_acc += tl.reduce(dy_block.to(tl.float32), 0, add)
+            acc = tl.dot(left_block.T, right_block, acc, input_precision=PRECISION)
+
+        left_columns = left_column + tl.arange(0, BLOCK_LEFT)
+        right_columns = right_column + tl.arange(0, BLOCK_RIGHT)
+        matrix = dw + group.to(tl.int64) * (LEFT * RIGHT)
+        dw_mask = (left_columns < LEFT)[:, None] & (right_columns < RIGHT)[None, :]
+        tl.store(row_pointers(matrix, left_columns, right_columns, RIGHT), acc.to(dw.dtype.element_ty), mask=dw_mask)
+        if dbias is not None:
+            BIAS: tl.constexpr = LEFT if DY_IS_LEFT else RIGHT
+            columns = left_columns if DY_IS_LEFT else right_columns
+            # the other axis's tiles all have the same sums: the first one stores them
+            bias_end = tl.where((right_tile if DY_IS_LEFT else left_tile) == 0, BIAS, 0)
+            bias_pointers = dbias + group.to(tl.int64) * BIAS + columns
+            tl.store(bias_pointers, bias_acc.to(dbias.dtype.element_ty), mask=columns < bias_end)

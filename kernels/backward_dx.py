@@ -1,0 +1,56 @@
+"""The dX kernel: forward's main loop on dy and w with the reduced axis N, the top-k weight gradient in its epilogue."""
+
+import triton
+import triton.language as tl
+
+from .forward import multiply_rows
+from .tiles import add, row_pointers, tile_coordinates, token_positions, zero_outside
+
+
+@triton.jit
+def backward_dx_kernel(
+    dy, w, x, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, dx, row_sums,
+    num_rows,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
+    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
+
+    Arrays as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. GATHER_DY reads row i of dy
+    from dy[gather_indices[i]], which undoes forward's scatter. With row_sums [column tiles, num_rows] float32, the
+    sums over each tile's columns of (dy[i] @ w) * x[i] are written there; their sum over the tiles is the gradient
+    of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
+    """
+    column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    row_tiles = tl.load(extent)
+
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = tile_coordinates(tile, row_tiles, column_tiles, BAND)
+        group = tl.load(tile_group + row_tile)
+        start = tl.load(tile_start + row_tile)
+        group_end = tl.load(tile_end + row_tile)
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        in_group = rows < group_end
+        positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+        column = column_tile * BLOCK_COLUMNS
+        acc = multiply_rows(
+            dy, w, group, start, positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
+            column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
+            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
+        )  # fmt: skip
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        if row_sums is not None:
+            x_pointers = row_pointers(x, positions // TOPK if GATHER_X else rows, columns, COLUMNS)
+            x_mask = (exists if GATHER_X else in_group)[:, None] & (columns < COLUMNS)[None, :]
+            product = acc * tl.load(x_pointers, mask=x_mask, other=0.0).to(tl.float32)
+            sums = row_sums + column_tile.to(tl.int64) * num_rows + rows
+            tl.store(sums, tl.reduce(product, 1, add), mask=in_group)
+        if topk_weights is not None:
+            acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
+        dx_mask = in_group[:, None] & (columns < COLUMNS)[None, :]
+        tl.store(row_pointers(dx, rows, columns, COLUMNS), acc.to(dx.dtype.element_ty), mask=dx_mask)
+    zero_outside(
+        dx, None, tl.load(extent + 1), tl.load(extent + 2), num_rows, COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS
+    )

@@ -1,0 +1,104 @@
+"""Ragged-M main loop and the forward kernel: y rows = x rows @ w[group]^T, scaled, biased, gathered and scattered."""
+
+import triton
+import triton.language as tl
+
+from .tiles import row_pointers, tile_coordinates, token_positions, zero_outside
+
+
+@triton.jit
+def load_weight(
+    w, group, k, column, REDUCED: tl.constexpr, COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A [BLOCK_REDUCED, BLOCK_COLUMNS] block of the group's weights, zero past their edges."""
+    if TMA:
+        if REDUCED_IS_MINOR:
+            block = w.load([group, column, k]).reshape(BLOCK_COLUMNS, BLOCK_REDUCED).T
+        else:
+            block = w.load([group, k, column]).reshape(BLOCK_REDUCED, BLOCK_COLUMNS)
+    else:
+        matrix = w + group.to(tl.int64) * (REDUCED * COLUMNS)
+        reduced = k + tl.arange(0, BLOCK_REDUCED)
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        if REDUCED_IS_MINOR:
+            mask = (columns < COLUMNS)[:, None] & (reduced < REDUCED)[None, :]
+            block = tl.load(row_pointers(matrix, columns, reduced, REDUCED), mask=mask, other=0.0).T
+        else:
+            mask = (reduced < REDUCED)[:, None] & (columns < COLUMNS)[None, :]
+            block = tl.load(row_pointers(matrix, reduced, columns, COLUMNS), mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def multiply_rows(
+    x, w, group, start, rows, exists, column,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The main loop: float32 x[rows] @ w[group] for one tile.
+
+    By TMA the rows are start, start + 1, ...; those past the group's end belong to others and are not stored. By
+    pointers they are `rows`, zero where they do not exist.
+    """
+    acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
+    for k in tl.range(0, REDUCED, BLOCK_REDUCED):
+        if TMA_X:
+            x_block = x.load([start, k])
+        else:
+            reduced = k + tl.arange(0, BLOCK_REDUCED)
+            mask = exists[:, None] & (reduced < REDUCED)[None, :]
+            x_block = tl.load(row_pointers(x, rows, reduced, REDUCED), mask=mask, other=0.0)
+        w_block = load_weight(
+            w, group, k, column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
+        )
+        acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def forward_kernel(
+    x, w, bias, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, y,
+    num_rows,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
+
+    Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
+    [groups, COLUMNS], topk_weights and gather_indices [num_rows], y [num_rows, COLUMNS]; the schedule's tile_group,
+    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x and w
+    are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
+    y[gather_indices[i]].
+    """
+    column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    row_tiles = tl.load(extent)
+
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = tile_coordinates(tile, row_tiles, column_tiles, BAND)
+        group = tl.load(tile_group + row_tile)
+        start = tl.load(tile_start + row_tile)
+        group_end = tl.load(tile_end + row_tile)
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+        column = column_tile * BLOCK_COLUMNS
+        acc = multiply_rows(
+            x, w, group, start, positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
+            column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
+            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
+        )  # fmt: skip
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        if bias is not None:
+            acc += tl.load(bias + group * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
+        if topk_weights is not None:
+            acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
+        y_pointers = row_pointers(y, positions if SCATTER else rows, columns, COLUMNS)
+        y_mask = (exists if SCATTER else rows < group_end)[:, None] & (columns < COLUMNS)[None, :]
+        tl.store(y_pointers, acc.to(y.dtype.element_ty), mask=y_mask)
+    zero_outside(
+        y, gather_indices, tl.load(extent + 1), tl.load(extent + 2), num_rows,
+        COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""What the kernels share: tile order, rows of a group, bounded loads and stores, zero fill.
+
+Only `tl` builtins are used (`tl.full`, not `tl.zeros`; `tl.reduce`, not `tl.sum`): the rest of `triton.language` is
+itself made of jitted functions, which Triton's interpreter cannot call once Triton was imported to compile.
+"""
+
+import triton
+import triton.language as tl
+
+# TMA descriptors are made on the host (`implementations.kernels`). That of rows bounded by their group has two leading
+# axes whose offsets cancel modulo 2**64 bytes and carry the row at which an access must end, so that one descriptor
+# serves every group: hardware checks coordinates on the third axis against ROW_LIMIT.
+# Source: the ragged descriptors of Triton's own kernels, triton.tools.ragged_tma.
+ROW_LIMIT = tl.constexpr(2**30)
+
+
+@triton.jit
+def ceil_div(numerator, denominator):
+    return (numerator + denominator - 1) // denominator
+
+
+@triton.jit
+def add(left, right):
+    return left + right
+
+
+@triton.jit
+def tile_coordinates(tile, row_tiles, column_tiles, BAND: tl.constexpr):
+    """Row and column of a tile; tiles run down a band of BAND row tiles, column after column, so that the L2 cache
+    serves the band's rows and a column's weights more than once."""
+    band = tile // (BAND * column_tiles)
+    within = tile - band * BAND * column_tiles
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def token_positions(gather_indices, rows, rows_end, num_rows):
+    """Position of each row in token order and whether it exists; a row past rows_end or a bad index does not."""
+    exists = rows < rows_end
+    positions = rows
+    if gather_indices is not None:
+        positions = tl.load(gather_indices + rows, mask=exists, other=-1)
+        exists = exists & (positions >= 0) & (positions < num_rows)
+    return positions, exists
+
+
+@triton.jit
+def load_rows(descriptor, row, rows_end, column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Rows [row, row + BLOCK_ROWS) as [BLOCK_ROWS, BLOCK_COLUMNS]; zero from rows_end on."""
+    block = descriptor.load([ROW_LIMIT, rows_end, row - rows_end + ROW_LIMIT, column])
+    return block.reshape(BLOCK_ROWS, BLOCK_COLUMNS)
+
+
+@triton.jit
+def row_pointers(pointer, rows, columns, COLUMNS: tl.constexpr):
+    """Pointers to [rows, columns] of a row-major matrix of COLUMNS columns."""
+    # int64: a matrix may hold more than 2**31 elements
+    return pointer + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+
+
+@triton.jit
+def zero_outside(
+    y, gather_indices, first_row, last_row, num_rows,
+    COLUMNS: tl.constexpr, SCATTER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros to the rows of y that belong to no group: those before first_row and from last_row on."""
+    column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    tiles_before = ceil_div(first_row, BLOCK_ROWS)
+    tiles = (tiles_before + ceil_div(num_rows - last_row, BLOCK_ROWS)) * column_tiles
+    zeros = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, y.dtype.element_ty)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row_tile = tile // column_tiles
+        is_before = row_tile < tiles_before
+        start = tl.where(is_before, row_tile * BLOCK_ROWS, last_row + (row_tile - tiles_before) * BLOCK_ROWS)
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        columns = (tile % column_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        rows_end = tl.where(is_before, first_row, num_rows)
+        if SCATTER:
+            rows, exists = token_positions(gather_indices, rows, rows_end, num_rows)
+        else:
+            exists = rows < rows_end
+        pointers = row_pointers(y, rows, columns, COLUMNS)
+        tl.store(pointers, zeros, mask=exists[:, None] & (columns < COLUMNS)[None, :])
