@@ -1,0 +1,134 @@
+"""Kernel configurations: tile sizes and TMA switches, given explicitly or chosen by the heuristic."""
+
+import dataclasses
+
+from jgg.problem import GroupedGemmProblem
+from jgg.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelConfig:
+    """What the three kernels' configurations share.
+
+    Attributes:
+      block_m, block_n, block_k: tile sizes along M, N and K, powers of two of at least 16. The kernel's output tile
+        has two of them, its main loop steps by the third.
+      num_warps: warps of a program, 4 or 8.
+      num_stages: blocks of each operand in flight in shared memory.
+      band: row tiles that one column of tiles runs over before the next column; larger bands reuse weights more.
+      programs_per_sm: persistent programs for each multiprocessor.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    band: int = 8
+    programs_per_sm: int = 1
+
+    def __post_init__(self):
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 16 or size & (size - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, got {size!r}.")
+        for name in ("num_warps", "num_stages", "band", "programs_per_sm"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfigForward(_KernelConfig):
+    """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
+
+    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather) and their length is a
+    multiple of 16 bytes; elsewhere that operand goes through pointers.
+
+    Attributes:
+      use_tma_load_x, use_tma_load_w: load x, load w by TMA.
+    """
+
+    use_tma_load_x: bool = True
+    use_tma_load_w: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfigDX(_KernelConfig):
+    """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
+
+    Attributes:
+      use_tma_load_dy, use_tma_load_w: load dy, load w by TMA, as in KernelConfigForward.
+    """
+
+    block_n: int = 64
+    block_k: int = 128
+    use_tma_load_dy: bool = True
+    use_tma_load_w: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfigDW(_KernelConfig):
+    """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.
+
+    Attributes:
+      use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
+    """
+
+    block_m: int = 64
+    block_k: int = 128
+    use_tma_load_x: bool = True
+    use_tma_load_dy: bool = True
+
+
+def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
+    """The heuristic: a configuration of `config_type` for a problem on a device.
+
+    Its reasons: a [128, 256] tile on 8 warps feeds Hopper's tensor cores best, given an axis long enough to fill it
+    and registers to spare: gathers by pointers together with a scaling, biasing or scattering epilogue would spill
+    there, and take [128, 128]. float32 takes twice the shared memory, so half the step. A device with less shared
+    memory gets fewer stages. Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste.
+    """
+    if config_type is KernelConfigDW:
+        return _choose_dw(problem, target)
+    if config_type is KernelConfigForward:
+        features, columns, reduced = problem.out_features, "n", "k"
+        gathers = problem.permute_x
+        spills = gathers and (problem.permute_y or problem.has_topk_weights or problem.has_bias)
+    else:
+        features, columns, reduced = problem.in_features, "k", "n"
+        spills = problem.permute_y or problem.has_topk_weights
+    rows_per_expert = -(-problem.num_rows // problem.num_experts)
+    block_rows = min(128, max(16, 1 << (rows_per_expert - 1).bit_length()))
+    wide = _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not spills
+    return config_type(
+        block_m=block_rows,
+        num_warps=8 if block_rows == 128 else 4,
+        num_stages=_stages(target),
+        **{f"block_{columns}": 256 if wide else 128, f"block_{reduced}": _step(problem)},
+    )
+
+
+def _choose_dw(problem, target):
+    # dw is stored as w is: the tile's left axis is N for "enk" and K for "ekn", and the right one is the wide one
+    left, right = ("n", "k") if problem.w_layout == "enk" else ("k", "n")
+    features = {"k": problem.in_features, "n": problem.out_features}
+    wide = _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64
+    return KernelConfigDW(
+        block_m=_step(problem),
+        num_warps=8,
+        num_stages=_stages(target),
+        **{f"block_{left}": 128, f"block_{right}": 256 if wide else 128},
+    )
+
+
+def _has_wide_tiles(problem, target):
+    return target.has_tma and problem.dtype.itemsize == 2
+
+
+def _step(problem):
+    return 64 if problem.dtype.itemsize == 2 else 32
+
+
+def _stages(target):
+    return 4 if target.shared_memory > 110_000 else 3

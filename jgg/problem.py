@@ -1,0 +1,246 @@
+"""What is to be computed: shapes, dtypes and options of one grouped GEMM. Every argument error is raised here."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+W_LAYOUTS = ("enk", "ekn")
+# Row numbers are int32 and a TMA coordinate's limit is 2**30.
+MAX_ROWS = 2**30 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGemmProblem:
+    """A grouped GEMM without its data: y [M, N] from x [M or T, K] and w of E experts.
+
+    Attributes:
+      num_rows: M, routed rows.
+      num_experts: E.
+      in_features: K.
+      out_features: N.
+      topk: k, rows of each token in token order.
+      dtype: of x, w and dy.
+      out_dtype: of y.
+      w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
+      permute_x: x is [T, K] in token order.
+      permute_y: y is in token order.
+      has_topk_weights: rows are scaled.
+      has_bias: a bias is added.
+      precision: how float32 operands are multiplied.
+    """
+
+    num_rows: int
+    num_experts: int
+    in_features: int
+    out_features: int
+    topk: int
+    dtype: Any
+    out_dtype: Any
+    w_layout: str
+    permute_x: bool
+    permute_y: bool
+    has_topk_weights: bool
+    has_bias: bool
+    precision: jax.lax.Precision
+
+    @property
+    def x_shape(self) -> tuple[int, int]:
+        """[M, K], or [T, K] with permute_x."""
+        return (self.num_rows // self.topk if self.permute_x else self.num_rows, self.in_features)
+
+    @property
+    def y_shape(self) -> tuple[int, int]:
+        """[M, N]."""
+        return (self.num_rows, self.out_features)
+
+    @property
+    def w_shape(self) -> tuple[int, int, int]:
+        """[E, N, K] or [E, K, N], by w_layout."""
+        minor = (self.out_features, self.in_features)
+        return (self.num_experts, *(minor if self.w_layout == "enk" else minor[::-1]))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some array has no element, so that there is nothing to launch a kernel for."""
+        return 0 in (self.num_rows, self.num_experts, self.in_features, self.out_features)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of each of forward, dX and dW when every row belongs to a group."""
+        return 2 * self.num_rows * self.in_features * self.out_features
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes of x, w and y, each counted once."""
+        sizes = [jax.ShapeDtypeStruct(s, self.dtype).size for s in (self.x_shape, self.w_shape, self.y_shape)]
+        return sum(sizes) * self.dtype.itemsize
+
+
+def check_problem(
+    *, x=None, dy=None, w=None, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias=None,
+    w_layout, precision, out_dtype=None, group_offset=None,
+) -> GroupedGemmProblem:  # fmt: skip
+    """The problem that the given arrays describe; those that an operation does not take are None.
+
+    Raises:
+      ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
+      TypeError: a dtype is wrong.
+    """
+    _check(w_layout in W_LAYOUTS, f"w_layout must be one of {W_LAYOUTS}, got {w_layout!r}.")
+    _check(isinstance(topk, int) and topk >= 1, f"topk must be a positive int, got {topk!r}.")
+    for name, array in (("x", x), ("dy", dy), ("w", w)):
+        if array is not None:
+            _check_float(name, array)
+            _check_rank(name, array, 3 if name == "w" else 2)
+    dtype = next(array.dtype for array in (x, dy, w) if array is not None)
+    for name, array in (("dy", dy), ("w", w)):
+        if array is not None and array.dtype != dtype:
+            raise TypeError(
+                f"{name} must have the dtype of {'x' if x is not None else 'dy'}, {dtype}, got {array.dtype}."
+            )
+
+    _check_integer("group_sizes", group_sizes)
+    _check_rank("group_sizes", group_sizes, 1)
+    num_experts = group_sizes.shape[0] if w is None else w.shape[0]
+    if group_offset is None:
+        _check(
+            group_sizes.shape[0] == num_experts,
+            f"group_sizes must be [E] with E equal to w's {num_experts}, got {list(group_sizes.shape)}.",
+        )
+    num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y)
+    in_features, out_features = _check_features(x, dy, w, w_layout)
+    _check_topk_weights(topk_weights, num_rows, topk)
+    if bias is not None:
+        _check_float("bias", bias)
+        expected = (num_experts, out_features)
+        _check(bias.shape == expected, f"bias must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
+    if out_dtype is not None:
+        out_dtype = jnp.dtype(out_dtype)
+        if out_dtype not in DTYPES:
+            raise TypeError(f"preferred_element_type must be one of {_names(DTYPES)}, got {out_dtype}.")
+    return GroupedGemmProblem(
+        num_rows=num_rows,
+        num_experts=num_experts,
+        in_features=in_features,
+        out_features=out_features,
+        topk=topk,
+        dtype=jnp.dtype(dtype),
+        out_dtype=out_dtype or jnp.dtype(dtype),
+        w_layout=w_layout,
+        permute_x=bool(permute_x),
+        permute_y=bool(permute_y),
+        has_topk_weights=topk_weights is not None,
+        has_bias=bias is not None,
+        precision=canonical_precision(precision),
+    )
+
+
+def canonical_precision(precision) -> jax.lax.Precision:
+    """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
+
+    A pair, one entry for each operand, counts as its more precise entry.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if isinstance(precision, tuple) and len(precision) == 2:
+        return max(map(canonical_precision, precision), key=lambda p: p.value)
+    if precision is None or isinstance(precision, jax.lax.Precision):
+        return precision or jax.lax.Precision.DEFAULT
+    canonical = _PRECISIONS.get(getattr(precision, "name", precision))
+    _check(
+        canonical is not None,
+        f"precision must be None, a jax.lax.Precision, a pair of them or one of {sorted(_PRECISIONS)}, "
+        f"got {precision!r}.",
+    )
+    return canonical
+
+
+_PRECISIONS = {
+    **dict.fromkeys(("default", "tensorfloat32", "TF32_TF32_F32"), jax.lax.Precision.DEFAULT),
+    **dict.fromkeys(("high", "bfloat16_3x", "TF32_TF32_F32_X3"), jax.lax.Precision.HIGH),
+    **dict.fromkeys(("highest", "float32", "F32_F32_F32"), jax.lax.Precision.HIGHEST),
+}
+
+
+def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y) -> int:
+    if gather_indices is not None:
+        _check_integer("gather_indices", gather_indices)
+        _check_rank("gather_indices", gather_indices, 1)
+    elif permute_x or permute_y:
+        raise ValueError("gather_indices must be given with permute_x or permute_y: int32 [M], got None.")
+    rows = {}
+    if x is not None:
+        rows["x"] = x.shape[0] * (topk if permute_x else 1)
+    if dy is not None:
+        rows["dy"] = dy.shape[0]
+    if gather_indices is not None:
+        rows["gather_indices"] = gather_indices.shape[0]
+    (first, num_rows), *others = rows.items()
+    of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
+    for name, count in others:
+        _check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
+    _check(num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    _check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
+    return num_rows
+
+
+def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
+    if w is None:
+        return x.shape[1], dy.shape[1]
+    in_axis, out_axis = (2, 1) if w_layout == "enk" else (1, 2)
+    layout = "[E, N, K]" if w_layout == "enk" else "[E, K, N]"
+    for name, array, axis, letter in (("x", x, in_axis, "K"), ("dy", dy, out_axis, "N")):
+        if array is not None:
+            _check(
+                w.shape[axis] == array.shape[1],
+                f"w must be {layout} with {letter} equal to {name}'s {array.shape[1]}, got w {list(w.shape)} "
+                f"(w_layout={w_layout!r}).",
+            )
+    return w.shape[in_axis], w.shape[out_axis]
+
+
+def _check_topk_weights(topk_weights, num_rows, topk):
+    if topk_weights is None:
+        return
+    _check_float("topk_weights", topk_weights)
+    shapes = [(num_rows,)] + ([(num_rows // topk, topk)] if num_rows % topk == 0 else [])
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    _check(
+        topk_weights.shape in shapes,
+        f"topk_weights must be [M] or [T, topk], here {expected}, got {list(topk_weights.shape)}.",
+    )
+
+
+def _check(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+_AXES = {
+    "x": "[M, K]",
+    "dy": "[M, N]",
+    "w": "[E, N, K] or [E, K, N]",
+    "group_sizes": "[E]",
+    "gather_indices": "[M]",
+}
+
+
+def _check_rank(name, array, rank):
+    _check(len(array.shape) == rank, f"{name} must be {_AXES[name]}, {rank}-dimensional, got {list(array.shape)}.")
+
+
+def _check_float(name, array):
+    if array.dtype not in DTYPES:
+        raise TypeError(f"{name} must be one of {_names(DTYPES)}, got {array.dtype}.")
+
+
+def _check_integer(name, array):
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be an integer array, got {array.dtype}.")
+
+
+def _names(dtypes):
+    return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)

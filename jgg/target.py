@@ -1,0 +1,74 @@
+"""The GPU that kernels are compiled and chosen for: the one at hand, or one named for ahead-of-time lowering."""
+
+import dataclasses
+from contextlib import AbstractContextManager
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A CUDA device as far as kernels depend on it.
+
+    Attributes:
+      compute_capability: 10 * major + minor, such as 90 for sm_90.
+      num_sms: multiprocessors, each of which runs one or more persistent programs.
+      name: as the driver gives it, such as "NVIDIA H200"; "" where no device was asked.
+    """
+
+    compute_capability: int
+    num_sms: int
+    name: str = ""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory one program can have."""
+        return _SHARED_MEMORY.get(self.compute_capability, 101_376)
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether the device has the tensor memory accelerator, which loads and stores tiles by descriptor."""
+        return self.compute_capability >= 90
+
+
+# Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", less 1 KB for the system.
+_SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
+_TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
+_MIN_COMPUTE_CAPABILITY = 80
+
+# Part of jit's cache key, so a function traced for one target is traced again for another.
+_context = jax.make_user_context(None)
+
+
+def target(compute_capability: int, num_sms: int | None = None) -> AbstractContextManager:
+    """Makes kernels traced inside `with jgg.target(90): ...` be for that GPU, whether or not one is present.
+
+    Without it they are for the first CUDA device, and where there is none for compute capability 8.0, whose code
+    runs on every later GPU too, though not at its full speed.
+
+    Args:
+      compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200).
+      num_sms: multiprocessors of the GPU; by default those of the largest common one of that capability.
+    """
+    if compute_capability < _MIN_COMPUTE_CAPABILITY:
+        raise ValueError(
+            f"compute_capability must be {_MIN_COMPUTE_CAPABILITY} or more (sm_80, Ampere), got {compute_capability}."
+        )
+    return _context(Target(compute_capability, num_sms or _TYPICAL_SMS.get(compute_capability, 108)))
+
+
+def current_target() -> Target:
+    """The target set by `target`, else the first CUDA device, else the portable one."""
+    if _context.value is not None:
+        return _context.value
+    return device_target() or Target(_MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[_MIN_COMPUTE_CAPABILITY])
+
+
+def device_target() -> Target | None:
+    """The first CUDA device of this process, or None."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # no such backend
+        return None
+    major, minor = device.compute_capability.split(".")
+    return Target(10 * int(major) + int(minor), device.core_count, device.device_kind)

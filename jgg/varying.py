@@ -1,0 +1,16 @@
+"""Under `jax.shard_map`, arrays carry the mesh axes over which they vary; a loop or a kernel wants them all alike."""
+
+import jax
+
+
+def varying_axes(*arrays) -> frozenset:
+    """The manual mesh axes over which any of the arrays (None counts as constant) varies."""
+    return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays if array is not None))
+
+
+def vary_over(axes: frozenset, array):
+    """`array` (or None) as varying over `axes` too. Its transpose sums the cotangents over the axes added."""
+    if array is None:
+        return None
+    added = tuple(axes - jax.typeof(array).manual_axis_type.varying)
+    return jax.lax.pcast(array, added, to="varying") if added else array
