@@ -1,0 +1,124 @@
+"""Runs the same kernels on the CPU by Triton's interpreter, under `jax.jit`, to check them where there is no GPU."""
+
+import functools
+import importlib
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgg.implementations import kernels
+from jgg.implementations.kernels import Launch
+from jgg.implementations.triton import load_kernel
+from jgg.target import Target
+from jgg.varying import vary_over, varying_axes
+
+# Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
+_TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
+_PACKAGE = "jgg.interpreted_kernels"
+
+
+def forward(problem, config, *arrays, **options):
+    """See `implementations.kernels.forward`."""
+    return kernels.forward(_call_for(problem), _TARGET, problem, config, *arrays, **options)
+
+
+def backward_dx(problem, config, *arrays, **options):
+    """See `implementations.kernels.backward_dx`."""
+    return kernels.backward_dx(_call_for(problem), _TARGET, problem, config, *arrays, **options)
+
+
+def backward_dw(problem, config, *arrays, **options):
+    """See `implementations.kernels.backward_dw`."""
+    return kernels.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
+
+
+def _call_for(problem):
+    if jnp.dtype(jnp.bfloat16) in (problem.dtype, problem.out_dtype):
+        raise TypeError(
+            "implementation='interpret' takes float32 and float16, got bfloat16, which Triton's interpreter gets wrong."
+        )
+    return call
+
+
+def call(name: str, launch: Launch) -> dict[str, jax.Array]:
+    """Interprets a kernel in a host callback; under `vmap`, once for each batch element."""
+    arrays = {key: value for key, value in launch.operands.items() if isinstance(value, jax.Array)}
+    constant = {key: value for key, value in launch.operands.items() if key not in arrays}
+
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    _load_package()
+    kernel = load_kernel(name, _PACKAGE)
+    axes = varying_axes(*arrays.values())
+
+    def run(arrays):
+        # NaN: an element that the kernel fails to write shows
+        outputs = {key: np.full(out.shape, np.nan, out.dtype) for key, out in launch.outputs.items()}
+        tensors = {key: _HostTensor(np.array(array)) for key, array in arrays.items()}
+        tensors |= {key: _HostTensor(array) for key, array in outputs.items()}
+        for key, tma in launch.descriptors.items():
+            tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
+        with np.errstate(all="ignore"):  # as on a GPU, Inf and NaN are values like any other
+            kernel[launch.grid](**tensors, **constant, **launch.constants)
+        return outputs
+
+    outputs = jax.pure_callback(run, launch.outputs, arrays, vmap_method="sequential")
+    return {key: vary_over(axes, output) for key, output in outputs.items()}
+
+
+@functools.cache
+def _load_package():
+    """Imports a second copy of the kernels whose `triton.jit` makes interpreted functions."""
+    import triton
+
+    origin = importlib.util.find_spec("jgg.kernels")
+    locations = list(origin.submodule_search_locations)
+    spec = importlib.util.spec_from_file_location(_PACKAGE, origin.origin, submodule_search_locations=locations)
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[_PACKAGE] = package
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(package)
+        for module in ("tiles", "forward", "backward_dx", "backward_dw", "combine"):
+            importlib.import_module(f"{_PACKAGE}.{module}")
+
+
+class _HostTensor:
+    """As much of a torch tensor as Triton's interpreter asks of one, around a NumPy array that it may write."""
+
+    def __init__(self, array=None):
+        self.array = array
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return self.array.strides
+
+    def new_empty(self, *_, **__):
+        return _HostTensor()
+
+    def set_(self, storage, *_):
+        self.array = storage.array
+
+    def copy_(self, storage):
+        pass  # the interpreter worked on this very memory

@@ -1,0 +1,294 @@
+"""What each kernel is launched with: operands, outputs, grid and constants, for any way of calling one.
+
+`call` is `triton.call` or `interpret.call`: it takes a kernel's name and a `Launch` and returns the outputs.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, choose_config
+from jgg.problem import GroupedGemmProblem
+from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
+from jgg.target import Target
+
+_PRECISIONS = {
+    jax.lax.Precision.DEFAULT: "tf32",
+    jax.lax.Precision.HIGH: "tf32x3",
+    jax.lax.Precision.HIGHEST: "ieee",
+}
+
+_AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
+
+
+@dataclasses.dataclass(frozen=True)
+class Tma:
+    """A TMA descriptor of an operand, made on the host: shape and strides in elements, and the block of an access.
+
+    (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch; the dictionaries' keys are the kernel's parameters.
+
+    Attributes:
+      operands: arrays and ints; None for an optional array, input or output, that this launch is without.
+      descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
+      outputs: shape and dtype of each array that the kernel writes, in the order of its parameters.
+      constants: compile-time parameters.
+      grid: number of programs, along up to three axes.
+      num_warps, num_stages: of each program.
+      flops, bytes_accessed: the cost that XLA and its profiler are told.
+    """
+
+    operands: dict[str, Any]
+    outputs: dict[str, jax.ShapeDtypeStruct]
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    flops: int = 0
+    bytes_accessed: int = 0
+
+
+def forward(
+    call, target: Target, problem: GroupedGemmProblem, config: KernelConfigForward | None,
+    x, w, bounds: GroupBounds, gather_indices, topk_weights, bias,
+):  # fmt: skip
+    """y [M, N]."""
+    config = config or choose_config(KernelConfigForward, problem, target)
+    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
+    column_tiles = math.ceil(problem.out_features / config.block_n)
+    tma_x = config.use_tma_load_x and _x_by_tma(target, problem)
+    tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
+    descriptors = {
+        **({"x": _matrix(x.shape, config.block_m, config.block_k)} if tma_x else {}),
+        **({"w": _weights(problem, config)} if tma_w else {}),
+    }
+    launch = Launch(
+        operands={
+            "x": x,
+            "w": w,
+            "bias": bias,
+            "topk_weights": _flat(topk_weights),
+            "gather_indices": gather_indices,
+            **_schedule_operands(schedule),
+            "num_rows": problem.num_rows,
+        },
+        descriptors=descriptors,
+        outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
+        constants={
+            "REDUCED": problem.in_features,
+            "COLUMNS": problem.out_features,
+            "TOPK": problem.topk,
+            "REDUCED_IS_MINOR": problem.w_layout == "enk",
+            "GATHER": problem.permute_x,
+            "SCATTER": problem.permute_y,
+            "PRECISION": _PRECISIONS[problem.precision],
+            "TMA_X": tma_x,
+            "TMA_W": tma_w,
+            "BAND": config.band,
+            "BLOCK_ROWS": config.block_m,
+            "BLOCK_REDUCED": config.block_k,
+            "BLOCK_COLUMNS": config.block_n,
+        },
+        **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
+    )
+    return call("forward_kernel", launch)["y"]
+
+
+def backward_dx(
+    call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDX | None,
+    dy, w, x, bounds: GroupBounds, gather_indices, topk_weights,
+):  # fmt: skip
+    """dx in the shape of x; and with x (else None) each row's sum of (dy @ w) * x in expert order, [M] float32."""
+    config = config or choose_config(KernelConfigDX, problem, target)
+    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
+    column_tiles = math.ceil(problem.in_features / config.block_k)
+    tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
+    tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
+    descriptors = {
+        **({"dy": _matrix(dy.shape, config.block_m, config.block_n)} if tma_dy else {}),
+        **({"w": _weights(problem, config)} if tma_w else {}),
+    }
+    outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
+    if x is not None:
+        outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
+    launch = Launch(
+        operands={
+            "dy": dy,
+            "w": w,
+            "x": x,
+            "topk_weights": _flat(topk_weights),
+            "gather_indices": gather_indices,
+            **_schedule_operands(schedule),
+            "num_rows": problem.num_rows,
+            **({} if x is not None else {"row_sums": None}),
+        },
+        descriptors=descriptors,
+        outputs=outputs,
+        constants={
+            "REDUCED": problem.out_features,
+            "COLUMNS": problem.in_features,
+            "TOPK": problem.topk,
+            "REDUCED_IS_MINOR": problem.w_layout == "ekn",
+            "GATHER_DY": problem.permute_y,
+            "GATHER_X": problem.permute_x,
+            "PRECISION": _PRECISIONS[problem.precision],
+            "TMA_DY": tma_dy,
+            "TMA_W": tma_w,
+            "BAND": config.band,
+            "BLOCK_ROWS": config.block_m,
+            "BLOCK_REDUCED": config.block_n,
+            "BLOCK_COLUMNS": config.block_k,
+        },
+        **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
+    )
+    results = call("backward_dx_kernel", launch)
+    dx = results["dx"]
+    if problem.permute_x:
+        dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
+    if x is None:
+        return dx, None
+    row = jnp.arange(problem.num_rows)
+    in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
+    # the kernel leaves the sums of rows outside every group unwritten
+    return dx, jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)
+
+
+def backward_dw(
+    call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDW | None,
+    x, dy, bounds: GroupBounds, gather_indices, topk_weights, with_bias: bool,
+):  # fmt: skip
+    """dw in the shape and layout of w; and with `with_bias` (else None) the gradient of the bias, [E, N] float32."""
+    config = config or choose_config(KernelConfigDW, problem, target)
+    x_side = {
+        "": problem.in_features,
+        "GATHER": problem.topk if problem.permute_x else 0,
+        "TMA": config.use_tma_load_x and _x_by_tma(target, problem),
+        "BLOCK": config.block_k,
+    }
+    dy_side = {
+        "": problem.out_features,
+        "GATHER": int(problem.permute_y),
+        "TMA": config.use_tma_load_dy and _dy_by_tma(target, problem),
+        "BLOCK": config.block_n,
+    }
+    dy_is_left = problem.w_layout == "enk"
+    sides = {"LEFT": dy_side, "RIGHT": x_side} if dy_is_left else {"LEFT": x_side, "RIGHT": dy_side}
+    tiles = problem.num_experts * math.prod(math.ceil(side[""] / side["BLOCK"]) for side in sides.values())
+    descriptors = {
+        side.lower(): _bounded_rows(values[""], config.block_m, values["BLOCK"])
+        for side, values in sides.items()
+        if values["TMA"]
+    }
+    outputs = {"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)}
+    if with_bias:
+        outputs["dbias"] = jax.ShapeDtypeStruct((problem.num_experts, problem.out_features), jnp.float32)
+    launch = Launch(
+        operands={
+            "left": dy if dy_is_left else x,
+            "right": x if dy_is_left else dy,
+            "topk_weights": _flat(topk_weights),
+            "gather_indices": gather_indices,
+            "group_starts": bounds.starts,
+            "group_ends": bounds.ends,
+            "num_rows": problem.num_rows,
+            "num_groups": problem.num_experts,
+            **({} if with_bias else {"dbias": None}),
+        },
+        descriptors=descriptors,
+        outputs=outputs,
+        constants={
+            **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
+            "DY_IS_LEFT": dy_is_left,
+            "PRECISION": _PRECISIONS[problem.precision],
+            "BAND": config.band,
+            "BLOCK_ROWS": config.block_m,
+        },
+        **_launch_options(target, problem, config, tiles),
+    )
+    results = call("backward_dw_kernel", launch)
+    return results["dw"], results.get("dbias")
+
+
+def combine(call, rows, positions, topk: int):
+    """The sum of each token's rows: rows [M, N] and positions int32 [T * topk] give [T, N] in the dtype of rows."""
+    num_tokens, columns = len(positions) // topk, rows.shape[1]
+    block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
+    launch = Launch(
+        operands={"rows": rows, "positions": positions, "num_tokens": num_tokens, "num_rows": rows.shape[0]},
+        outputs={"y": jax.ShapeDtypeStruct((num_tokens, columns), rows.dtype)},
+        constants={"COLUMNS": columns, "TOPK": topk, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
+        grid=(math.ceil(num_tokens / block_rows), math.ceil(columns / block_columns)),
+        flops=rows.size,
+        bytes_accessed=(rows.size + num_tokens * columns) * rows.dtype.itemsize,
+    )
+    return call("combine_kernel", launch)["y"]
+
+
+def _matrix(shape, block_rows, block_columns):
+    """Descriptor of a row-major matrix."""
+    return Tma(shape, (shape[1], 1), (block_rows, block_columns))
+
+
+def _weights(problem, config):
+    """Descriptor of w, one expert's block at a time."""
+    _, major, minor = problem.w_shape
+    block = (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
+    return Tma(problem.w_shape, (major * minor, minor, 1), (1, *block))
+
+
+def _bounded_rows(columns, block_rows, block_columns):
+    """Descriptor for `tiles.load_rows`, which explains the two leading axes."""
+    return Tma(
+        (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns),
+        (_WRAP_STRIDE - columns, columns, columns, 1),
+        (1, 1, block_rows, block_columns),
+    )
+
+
+def _schedule_operands(schedule):
+    names = ("tile_group", "tile_start", "tile_end", "extent")
+    return dict(zip(names, schedule, strict=True))
+
+
+def _launch_options(target, problem, config, tiles):
+    return {
+        "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "flops": problem.flops,
+        "bytes_accessed": problem.bytes_accessed,
+    }
+
+
+def _tma_can(target, dtype, row_length):
+    """Whether TMA can reach rows of that many elements: their stride must be a multiple of 16 bytes."""
+    return target.has_tma and row_length * dtype.itemsize % 16 == 0
+
+
+def _x_by_tma(target, problem):
+    return not problem.permute_x and _tma_can(target, problem.dtype, problem.in_features)
+
+
+def _dy_by_tma(target, problem):
+    return not problem.permute_y and _tma_can(target, problem.dtype, problem.out_features)
+
+
+def _w_by_tma(target, problem):
+    return _tma_can(target, problem.dtype, problem.w_shape[2])
+
+
+def _flat(topk_weights):
+    return None if topk_weights is None else topk_weights.reshape(-1)
