@@ -1,0 +1,31 @@
+"""jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs."""
+
+from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.grouped_gemm import (
+    check,
+    grouped_gemm,
+    grouped_gemm_dw,
+    grouped_gemm_dx,
+    grouped_gemm_forward,
+    ragged_dot,
+)
+from jgg.routing import Routing, route, sort_by_expert
+from jgg.target import target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KernelConfigDW",
+    "KernelConfigDX",
+    "KernelConfigForward",
+    "Routing",
+    "check",
+    "grouped_gemm",
+    "grouped_gemm_dw",
+    "grouped_gemm_dx",
+    "grouped_gemm_forward",
+    "ragged_dot",
+    "route",
+    "sort_by_expert",
+    "target",
+]

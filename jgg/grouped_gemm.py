@@ -1,0 +1,343 @@
+"""The public operations: grouped_gemm, ragged_dot, and the three products alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
+
+from jgg import implementations
+from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.implementations import xla
+from jgg.problem import GroupedGemmProblem, check_problem
+from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
+from jgg.varying import vary_over, varying_axes
+
+
+def grouped_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    topk: int = 1,
+    gather_indices: jax.Array | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    w_layout: str = "enk",
+    precision=None,
+    preferred_element_type=None,
+    kernel_config_fwd: KernelConfigForward | None = None,
+    kernel_config_bwd_dx: KernelConfigDX | None = None,
+    kernel_config_bwd_dw: KernelConfigDW | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies each expert's rows of `x` by that expert's matrix.
+
+    Computes `y[i] = (x[i] @ w[e]^T + bias[e]) * topk_weights[i]` for every row i of each expert e, accumulating in
+    float32. Differentiable in x, w, topk_weights and bias.
+
+    Shapes: T tokens, k experts per token, M = T * k routed rows, E experts, K in-features, N out-features. Rows are in
+    expert order (sorted by expert, as `sort_by_expert` sorts them) or in token order (row t * k + j is token t's j-th
+    choice).
+
+    Args:
+      x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`.
+      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case.
+      group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
+      topk: k.
+      gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
+        [0, M) reads as zero and writes nowhere; of indices that repeat, any one may write.
+      permute_x: read row i of x at token `gather_indices[i] // topk`.
+      permute_y: write row i of y at `gather_indices[i]`, so that y is in token order. Rows that no index names are
+        unspecified.
+      topk_weights: float [M] or [T, k] in token order; row i is scaled by `topk_weights[gather_indices[i]]`, or by
+        `topk_weights[i]` without gather_indices, in float32.
+      bias: float [E, N], added before the scaling.
+      w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
+      precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
+        and "highest" in IEEE float32.
+      preferred_element_type: dtype of the result; by default that of x.
+      kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
+        chosen from the shapes and the device.
+      implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; differentiable forwards and
+        to any order too) or "interpret" (the Triton kernels on the CPU, float32 and float16); by default "triton" where
+        the program is compiled for such a GPU and "xla" elsewhere.
+
+    Returns:
+      y [M, N]. Rows past `sum(group_sizes)` are zero, whatever such rows of x hold.
+
+    Raises:
+      ValueError: shapes disagree, or an option is none of those listed.
+      TypeError: a dtype is unsupported, or those of x and w differ.
+    """
+    configs = (kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
+    names = ("kernel_config_fwd", "kernel_config_bwd_dx", "kernel_config_bwd_dw")
+    for name, config, expected in zip(names, configs, _CONFIG_TYPES, strict=True):
+        _check_config(name, config, expected)
+    return _grouped_gemm(
+        configs, implementation, x, w, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias,
+        w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
+    )  # fmt: skip
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision=None,
+    preferred_element_type=None,
+    group_offset: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies each group of rows of `lhs` by that group's matrix, as `jax.lax.ragged_dot` does.
+
+    Computes `out[i] = lhs[i] @ rhs[g]` for every row i of group g, accumulating in float32.
+    Shapes: m rows, k contracted, n columns, g groups.
+
+    Args:
+      lhs: [m, k], the rows of each group contiguous and in order.
+      rhs: [g, k, n], in the dtype of lhs.
+      group_sizes: integer [g], rows of each group; their sum may be less than m. With `group_offset`, [G] for G >= g.
+      precision: as in `grouped_gemm`.
+      preferred_element_type: dtype of the result; by default that of lhs.
+      group_offset: integer scalar or [1]: rhs holds the matrices of the g groups from this one on. Rows of other
+        groups are zero in the result.
+      implementation: as in `grouped_gemm`.
+
+    Returns: [m, n]; rows of no group are zero.
+    Raises: ValueError: shapes disagree. TypeError: a dtype is unsupported.
+    """
+    return _grouped_gemm(
+        (None, None, None), implementation, lhs, rhs, group_sizes,
+        w_layout="ekn", precision=precision, out_dtype=preferred_element_type, group_offset=group_offset,
+    )  # fmt: skip
+
+
+def grouped_gemm_forward(
+    x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False, topk_weights=None, bias=None, *,
+    w_layout="enk", precision=None, preferred_element_type=None, kernel_config=None, implementation=None,
+):  # fmt: skip
+    """The forward product of `grouped_gemm` alone, without a derivative; same arguments, one `kernel_config`."""
+    _check_config("kernel_config", kernel_config, KernelConfigForward)
+    return _product(
+        "forward", kernel_config, implementation, ("x", "w", "bounds", "gather_indices", "topk_weights", "bias"),
+        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
+        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
+        out_dtype=preferred_element_type,
+    )  # fmt: skip
+
+
+def grouped_gemm_dx(
+    dy, w, gather_indices, group_sizes, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
+    w_layout="enk", precision=None, kernel_config=None, implementation=None,
+):  # fmt: skip
+    """The gradient of `grouped_gemm` in x alone, without a derivative of its own.
+
+    Computes `dx[i] = (dy[i] @ w[e]) * topk_weights[i]` for every row i of each expert e, and with `permute_x` the sum
+    of each token's rows.
+
+    Args:
+      dy: [M, N] in the order of y: in token order with `permute_y`, else in expert order.
+      w, gather_indices, group_sizes, topk, permute_x, permute_y, topk_weights, w_layout, precision, implementation: as
+        in `grouped_gemm`.
+      kernel_config: a KernelConfigDX; by default chosen from the shapes and the device.
+
+    Returns: dx in the shape of x, [M, K] or with `permute_x` [T, K], in the dtype of dy.
+    Raises: as `grouped_gemm`.
+    """
+    _check_config("kernel_config", kernel_config, KernelConfigDX)
+    dx, _ = _product(
+        "backward_dx", kernel_config, implementation, ("dy", "w", "x", "bounds", "gather_indices", "topk_weights"),
+        dy=dy, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
+        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+    )  # fmt: skip
+    return dx
+
+
+def grouped_gemm_dw(
+    x, dy, group_sizes, gather_indices=None, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
+    w_layout="enk", precision=None, kernel_config=None, implementation=None,
+):  # fmt: skip
+    """The gradient of `grouped_gemm` in w alone, without a derivative of its own.
+
+    Computes `dw[e] = sum of topk_weights[i] * dy[i]^T x[i]` over the rows i of each expert e; zero for an expert
+    without rows.
+
+    Args:
+      x: as in `grouped_gemm`.
+      dy: [M, N] in the order of y: in token order with `permute_y`, else in expert order.
+      group_sizes, gather_indices, topk, permute_x, permute_y, topk_weights, w_layout, precision, implementation: as in
+        `grouped_gemm`.
+      kernel_config: a KernelConfigDW; by default chosen from the shapes and the device.
+
+    Returns: dw [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x.
+    Raises: as `grouped_gemm`.
+    """
+    _check_config("kernel_config", kernel_config, KernelConfigDW)
+    dw, _ = _product(
+        "backward_dw", kernel_config, implementation, ("x", "dy", "bounds", "gather_indices", "topk_weights"),
+        options={"with_bias": False},
+        x=x, dy=dy, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
+        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+    )  # fmt: skip
+    return dw
+
+
+def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | None = None) -> None:
+    """Reports values that `grouped_gemm` would clamp or ignore, under `jax.experimental.checkify`.
+
+    Checks that no group size is negative, that their sum is at most `num_rows`, and that `gather_indices` names each
+    position of [0, num_rows) once.
+
+    Args:
+      group_sizes: integer [E].
+      num_rows: M.
+      gather_indices: integer [M].
+    """
+    group_sizes = jnp.asarray(group_sizes)
+    smallest, total = jnp.min(group_sizes, initial=0), jnp.sum(group_sizes)
+    checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
+    checkify.check(
+        total <= num_rows, "group_sizes must sum to at most M, {num_rows}, got {total}",
+        num_rows=jnp.int32(num_rows), total=total,
+    )  # fmt: skip
+    if gather_indices is not None:
+        gather_indices = saturated_int32(jnp.asarray(gather_indices))
+        missing = jnp.sum(inverse_permutation(gather_indices) == num_rows)
+        checkify.check(
+            missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
+            missing=missing,
+        )  # fmt: skip
+
+
+_CONFIG_TYPES = (KernelConfigForward, KernelConfigDX, KernelConfigDW)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """The static argument of the custom_vjp: what to compute and how."""
+
+    problem: GroupedGemmProblem
+    configs: tuple
+    implementation: str | None
+
+    def run(self, product, *arrays, **options):
+        config = self.configs[("forward", "backward_dx", "backward_dw").index(product)]
+        return implementations.run(product, self.implementation, self.problem, config, *arrays, **options)
+
+
+def _grouped_gemm(
+    configs, implementation, x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
+    topk_weights=None, bias=None, *, w_layout, precision, out_dtype, group_offset=None,
+):  # fmt: skip
+    """Checks, then computes y by the differentiable operation."""
+    implementations.check_implementation(implementation)
+    x, w, group_sizes, gather_indices, topk_weights, bias = _arrays(
+        x, w, group_sizes, gather_indices, topk_weights, bias
+    )
+    problem = check_problem(
+        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
+        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
+        out_dtype=out_dtype, group_offset=group_offset,
+    )  # fmt: skip
+    operation = _Operation(problem, configs, implementation)
+    return _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices):
+    problem = operation.problem
+    axes = varying_axes(x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
+    bounds = _bounds(problem, vary_over(axes, group_sizes), group_offset)
+    gather_indices = _indices(gather_indices)
+    x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
+    if problem.is_empty or implementations.is_plain_jax(operation.implementation):
+        return xla.grouped_gemm(problem, x, w, bounds, gather_indices, topk_weights, bias)
+    return _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices):
+    return operation.run("forward", x, w, bounds, gather_indices, topk_weights, bias)
+
+
+def _forward(operation, x, w, topk_weights, bias, bounds, gather_indices):
+    y = _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices)
+    x = checkpoint_name(x, "jgg_x")
+    return y, (x, w, topk_weights, bias, bounds, gather_indices)
+
+
+def _backward(operation, residuals, dy):
+    x, w, topk_weights, bias, bounds, gather_indices = residuals
+    problem = operation.problem
+    dy = dy.astype(problem.dtype)
+    x_if_weighted = None if topk_weights is None else x
+    dx, row_sums = operation.run("backward_dx", dy, w, x_if_weighted, bounds, gather_indices, topk_weights)
+    dw, dbias = operation.run("backward_dw", x, dy, bounds, gather_indices, topk_weights, with_bias=bias is not None)
+    d_topk_weights = None
+    if topk_weights is not None:
+        if bias is not None:
+            row_sums += _bias_row_sums(problem, dy, bias, bounds, gather_indices)
+        if gather_indices is not None:
+            row_sums = row_sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
+        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+    dbias = None if bias is None else dbias.astype(bias.dtype)
+    return dx, dw, d_topk_weights, dbias, None, None
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _bias_row_sums(problem, dy, bias, bounds, gather_indices):
+    """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
+    row = jnp.arange(problem.num_rows)
+    experts = jnp.searchsorted(bounds.ends, row, side="right", method="compare_all")
+    if problem.permute_y:
+        dy = xla.expert_order(problem, dy, gather_indices, True)
+    sums = jnp.sum(dy.astype(jnp.float32) * bias.at[experts].get(mode="clip").astype(jnp.float32), axis=1)
+    return jnp.where((row >= bounds.starts[0]) & (row < bounds.ends[-1]), sums, 0)
+
+
+def _product(product, config, implementation, order, options=None, **arguments):
+    """Checks, then computes one product of the arrays that `order` names."""
+    implementations.check_implementation(implementation)
+    names = ("x", "dy", "w", "group_sizes", "gather_indices", "topk_weights", "bias")
+    present = [name for name in names if name in arguments]
+    arguments |= dict(zip(present, _arrays(*(arguments[name] for name in present)), strict=True))
+    problem = check_problem(**arguments)
+    arrays = {name: arguments.get(name) for name in order if name != "bounds"}
+    configs = [config if product == p else None for p in ("forward", "backward_dx", "backward_dw")]
+    operation = _Operation(problem, tuple(configs), implementation)
+    return _run_product(operation, product, order, tuple((options or {}).items()), arrays, arguments["group_sizes"])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run_product(operation, product, order, options, arrays, group_sizes):
+    bounds = _bounds(operation.problem, group_sizes)
+    arrays = arrays | {"bounds": bounds, "gather_indices": _indices(arrays["gather_indices"])}
+    operands = [arrays[name] for name in order]
+    return operation.run(product, *operands, **dict(options))
+
+
+def _bounds(problem, group_sizes, group_offset=None) -> GroupBounds:
+    if group_offset is None:
+        return group_bounds(group_sizes, problem.num_rows)
+    return group_bounds(group_sizes, problem.num_rows, group_offset.reshape(()), problem.num_experts)
+
+
+def _indices(gather_indices):
+    return None if gather_indices is None else saturated_int32(gather_indices)
+
+
+def _arrays(*arguments):
+    return tuple(None if argument is None else jnp.asarray(argument) for argument in arguments)
+
+
+def _check_config(name, config, expected):
+    if config is not None and not isinstance(config, expected):
+        raise TypeError(f"{name} must be a {expected.__name__} or None, got {type(config).__name__}.")
