@@ -13,6 +13,7 @@ from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations import xla
 from jgg.problem import GroupedGemmProblem, check_problem
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
+from jgg.target import Target, current_target
 from jgg.varying import vary_over, varying_axes
 
 
@@ -124,12 +125,13 @@ def grouped_gemm_forward(
 ):  # fmt: skip
     """The forward product of `grouped_gemm` alone, without a derivative; same arguments, one `kernel_config`."""
     _check_config("kernel_config", kernel_config, KernelConfigForward)
-    return _product(
+    (y,) = _product(
         "forward", kernel_config, implementation, ("x", "w", "bounds", "gather_indices", "topk_weights", "bias"),
         x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
         permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
         out_dtype=preferred_element_type,
     )  # fmt: skip
+    return y
 
 
 def grouped_gemm_dx(
@@ -151,7 +153,7 @@ def grouped_gemm_dx(
     Raises: as `grouped_gemm`.
     """
     _check_config("kernel_config", kernel_config, KernelConfigDX)
-    dx, _ = _product(
+    (dx,) = _product(
         "backward_dx", kernel_config, implementation, ("dy", "w", "x", "bounds", "gather_indices", "topk_weights"),
         dy=dy, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
         permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
@@ -179,7 +181,7 @@ def grouped_gemm_dw(
     Raises: as `grouped_gemm`.
     """
     _check_config("kernel_config", kernel_config, KernelConfigDW)
-    dw, _ = _product(
+    (dw,) = _product(
         "backward_dw", kernel_config, implementation, ("x", "dy", "bounds", "gather_indices", "topk_weights"),
         options={"with_bias": False},
         x=x, dy=dy, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
@@ -215,6 +217,7 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
         )  # fmt: skip
 
 
+_PRODUCTS = ("forward", "backward_dx", "backward_dw")
 _CONFIG_TYPES = (KernelConfigForward, KernelConfigDX, KernelConfigDW)
 
 
@@ -225,10 +228,11 @@ class _Operation:
     problem: GroupedGemmProblem
     configs: tuple
     implementation: str | None
+    target: Target
 
     def run(self, product, *arrays, **options):
-        config = self.configs[("forward", "backward_dx", "backward_dw").index(product)]
-        return implementations.run(product, self.implementation, self.problem, config, *arrays, **options)
+        config = self.configs[_PRODUCTS.index(product)]
+        return implementations.run(product, self.implementation, self.target, self.problem, config, *arrays, **options)
 
 
 def _grouped_gemm(
@@ -245,7 +249,7 @@ def _grouped_gemm(
         permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
         out_dtype=out_dtype, group_offset=group_offset,
     )  # fmt: skip
-    operation = _Operation(problem, configs, implementation)
+    operation = _Operation(problem, configs, implementation, current_target())
     return _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
 
 
@@ -263,7 +267,7 @@ def _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gathe
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices):
-    return operation.run("forward", x, w, bounds, gather_indices, topk_weights, bias)
+    return operation.run("forward", x, w, bounds, gather_indices, topk_weights, bias)[0]
 
 
 def _forward(operation, x, w, topk_weights, bias, bounds, gather_indices):
@@ -277,16 +281,17 @@ def _backward(operation, residuals, dy):
     problem = operation.problem
     dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, row_sums = operation.run("backward_dx", dy, w, x_if_weighted, bounds, gather_indices, topk_weights)
-    dw, dbias = operation.run("backward_dw", x, dy, bounds, gather_indices, topk_weights, with_bias=bias is not None)
+    dx, *row_sums = operation.run("backward_dx", dy, w, x_if_weighted, bounds, gather_indices, topk_weights)
+    dw, *dbias = operation.run("backward_dw", x, dy, bounds, gather_indices, topk_weights, with_bias=bias is not None)
     d_topk_weights = None
     if topk_weights is not None:
+        (row_sums,) = row_sums
         if bias is not None:
             row_sums += _bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
             row_sums = row_sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
         d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    dbias = None if bias is None else dbias.astype(bias.dtype)
+    dbias = None if bias is None else dbias[0].astype(bias.dtype)
     return dx, dw, d_topk_weights, dbias, None, None
 
 
@@ -311,8 +316,8 @@ def _product(product, config, implementation, order, options=None, **arguments):
     arguments |= dict(zip(present, _arrays(*(arguments[name] for name in present)), strict=True))
     problem = check_problem(**arguments)
     arrays = {name: arguments.get(name) for name in order if name != "bounds"}
-    configs = [config if product == p else None for p in ("forward", "backward_dx", "backward_dw")]
-    operation = _Operation(problem, tuple(configs), implementation)
+    configs = [config if product == other else None for other in _PRODUCTS]
+    operation = _Operation(problem, tuple(configs), implementation, current_target())
     return _run_product(operation, product, order, tuple((options or {}).items()), arrays, arguments["group_sizes"])
 
 

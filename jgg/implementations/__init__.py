@@ -9,8 +9,12 @@ import importlib
 import importlib.util
 
 import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
 
-from jgg.target import device_target
+from jgg.implementations import kernels
+from jgg.implementations.primitive import define_primitive
+from jgg.target import Target, device_target
 
 NAMES = ("triton", "xla", "interpret")
 MIN_COMPUTE_CAPABILITY = 80
@@ -41,15 +45,58 @@ def has_triton() -> bool:
     return all(importlib.util.find_spec(package) is not None for package in ("triton", "jax_triton"))
 
 
-def run(product: str, implementation: str | None, problem, config, *arrays, **options):
-    """One product ("forward", "backward_dx" or "backward_dw") by an implementation, or by the platform's own."""
+def run(product: str, implementation: str | None, target: Target, problem, config, *arrays, **options):
+    """The results of one product ("forward", "backward_dx" or "backward_dw") of arrays, some of them None.
 
-    def of(name):
-        module = importlib.import_module(f"jgg.implementations.{name}")
-        return functools.partial(getattr(module, product), problem, config, **options)
+    It is a primitive, lowered to the implementation that was asked for or else to the platform's own, so that a
+    program traced once can be compiled for several platforms.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    return _bind(
+        *leaves,
+        product=product,
+        implementation="xla" if problem.is_empty else implementation,
+        target=target,
+        problem=problem,
+        config=config,
+        structure=structure,
+        options=tuple(options.items()),
+    )
 
-    if problem.is_empty or is_plain_jax(implementation):
-        return of("xla")(*arrays)
-    if implementation is not None:
-        return of(implementation)(*arrays)
-    return jax.lax.platform_dependent(*arrays, cuda=of("triton"), default=of("xla"))
+
+def _result_types(*leaves, product, problem, structure, options, **_):
+    arrays = structure.unflatten(leaves)
+    if product == "forward":
+        return [(problem.y_shape, problem.out_dtype)]
+    if product == "backward_dx":
+        row_sums = [((problem.num_rows,), jnp.float32)]
+        return [(problem.x_shape, problem.dtype)] + (row_sums if arrays[2] is not None else [])
+    dbias = [((problem.num_experts, problem.out_features), jnp.float32)]
+    return [(problem.w_shape, problem.dtype)] + (dbias if dict(options)["with_bias"] else [])
+
+
+def _compute(*leaves, own, product, implementation, target, problem, config, structure, options):
+    name = implementation or own
+    if name == "triton" and own != "triton":
+        raise NotImplementedError(
+            "implementation='triton' is for CUDA, and this program is compiled for another platform."
+        )
+    module = importlib.import_module(f"jgg.implementations.{name}")
+    return getattr(module, product)(target, problem, config, *structure.unflatten(leaves), **dict(options))
+
+
+_product, _bind = define_primitive(
+    "grouped_gemm",
+    ("product", "implementation", "target", "problem", "config", "structure", "options"),
+    _result_types,
+    functools.partial(_compute, own="xla"),
+)
+_lower_for_cuda = mlir.lower_fun(functools.partial(_compute, own="triton"), multiple_results=True)
+
+
+def _lower_alone(*args, **params):
+    with kernels.LANGUAGE_LOCK:
+        return _lower_for_cuda(*args, **params)
+
+
+mlir.register_lowering(_product, _lower_alone, platform="cuda")

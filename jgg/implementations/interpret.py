@@ -20,17 +20,17 @@ _TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
 _PACKAGE = "jgg.interpreted_kernels"
 
 
-def forward(problem, config, *arrays, **options):
+def forward(target, problem, config, *arrays, **options):
     """See `implementations.kernels.forward`."""
     return kernels.forward(_call_for(problem), _TARGET, problem, config, *arrays, **options)
 
 
-def backward_dx(problem, config, *arrays, **options):
+def backward_dx(target, problem, config, *arrays, **options):
     """See `implementations.kernels.backward_dx`."""
     return kernels.backward_dx(_call_for(problem), _TARGET, problem, config, *arrays, **options)
 
 
-def backward_dw(problem, config, *arrays, **options):
+def backward_dw(target, problem, config, *arrays, **options):
     """See `implementations.kernels.backward_dw`."""
     return kernels.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
 
@@ -61,7 +61,8 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
         tensors |= {key: _HostTensor(array) for key, array in outputs.items()}
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
-        with np.errstate(all="ignore"):  # as on a GPU, Inf and NaN are values like any other
+        # as on a GPU, Inf and NaN are values like any other
+        with kernels.LANGUAGE_LOCK, np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
         return outputs
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+import threading
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ _PRECISIONS = {
     jax.lax.Precision.HIGH: "tf32x3",
     jax.lax.Precision.HIGHEST: "ieee",
 }
+
+# Triton's interpreter replaces parts of triton.language while it runs, for every thread: it must be alone, and nothing
+# may be compiled meanwhile.
+LANGUAGE_LOCK = threading.Lock()
 
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 
@@ -65,7 +70,7 @@ def forward(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigForward | None,
     x, w, bounds: GroupBounds, gather_indices, topk_weights, bias,
 ):  # fmt: skip
-    """y [M, N]."""
+    """[y [M, N]]."""
     config = config or choose_config(KernelConfigForward, problem, target)
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
@@ -104,14 +109,14 @@ def forward(
         },
         **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
-    return call("forward_kernel", launch)["y"]
+    return [call("forward_kernel", launch)["y"]]
 
 
 def backward_dx(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDX | None,
     dy, w, x, bounds: GroupBounds, gather_indices, topk_weights,
 ):  # fmt: skip
-    """dx in the shape of x; and with x (else None) each row's sum of (dy @ w) * x in expert order, [M] float32."""
+    """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
     config = config or choose_config(KernelConfigDX, problem, target)
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
@@ -159,18 +164,18 @@ def backward_dx(
     if problem.permute_x:
         dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
     if x is None:
-        return dx, None
+        return [dx]
     row = jnp.arange(problem.num_rows)
     in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
     # the kernel leaves the sums of rows outside every group unwritten
-    return dx, jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)
+    return [dx, jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)]
 
 
 def backward_dw(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDW | None,
     x, dy, bounds: GroupBounds, gather_indices, topk_weights, with_bias: bool,
 ):  # fmt: skip
-    """dw in the shape and layout of w; and with `with_bias` (else None) the gradient of the bias, [E, N] float32."""
+    """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
     config = config or choose_config(KernelConfigDW, problem, target)
     x_side = {
         "": problem.in_features,
@@ -218,8 +223,7 @@ def backward_dw(
         },
         **_launch_options(target, problem, config, tiles),
     )
-    results = call("backward_dw_kernel", launch)
-    return results["dw"], results.get("dbias")
+    return list(call("backward_dw_kernel", launch).values())
 
 
 def combine(call, rows, positions, topk: int):

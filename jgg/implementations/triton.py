@@ -1,12 +1,12 @@
 """Launches the Triton kernels; the only module that calls triton_call."""
 
+import functools
 import importlib
 
 import jax
 
 from jgg.implementations import kernels
 from jgg.implementations.kernels import Launch
-from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
@@ -21,19 +21,19 @@ _MODULES = {
 }
 
 
-def forward(problem, config, *arrays, **options):
+def forward(target, problem, config, *arrays, **options):
     """See `implementations.kernels.forward`."""
-    return kernels.forward(call, current_target(), problem, config, *arrays, **options)
+    return kernels.forward(_call_for(target), target, problem, config, *arrays, **options)
 
 
-def backward_dx(problem, config, *arrays, **options):
+def backward_dx(target, problem, config, *arrays, **options):
     """See `implementations.kernels.backward_dx`."""
-    return kernels.backward_dx(call, current_target(), problem, config, *arrays, **options)
+    return kernels.backward_dx(_call_for(target), target, problem, config, *arrays, **options)
 
 
-def backward_dw(problem, config, *arrays, **options):
+def backward_dw(target, problem, config, *arrays, **options):
     """See `implementations.kernels.backward_dw`."""
-    return kernels.backward_dw(call, current_target(), problem, config, *arrays, **options)
+    return kernels.backward_dw(_call_for(target), target, problem, config, *arrays, **options)
 
 
 def load_kernel(name: str, package: str = "jgg.kernels"):
@@ -41,35 +41,29 @@ def load_kernel(name: str, package: str = "jgg.kernels"):
     return getattr(importlib.import_module(f"{package}.{_MODULES[name]}"), name)
 
 
-def call(name: str, launch: Launch) -> dict[str, jax.Array]:
-    """Launches a kernel through `jax_triton.triton_call`; under `vmap`, once for each batch element."""
+def _call_for(target):
+    return functools.partial(call, target.compute_capability)
+
+
+def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Array]:
+    """Launches a kernel through `jax_triton.triton_call`."""
     import jax_triton
 
-    kernel = load_kernel(name)
-    arrays = {key: value for key, value in launch.operands.items() if isinstance(value, jax.Array)}
-    constant = {key: value for key, value in launch.operands.items() if key not in arrays}
-    axes = varying_axes(*arrays.values())
-
-    @jax.custom_batching.sequential_vmap
-    def run(arrays):
-        tma = {
-            key: jax_triton.TensorDescriptor(arrays[key], descriptor.shape, descriptor.strides, descriptor.block_shape)
-            for key, descriptor in launch.descriptors.items()
-        }
-        return jax_triton.triton_call(
-            **(arrays | tma),
-            **constant,
-            **launch.constants,
-            kernel=kernel,
-            out_type=tuple(launch.outputs.values()),
-            grid=launch.grid,
-            name=f"jgg_{name}",
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            compute_capability=current_target().compute_capability,
-            backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
-            cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
-        )
-
-    outputs = run(arrays)
+    operands = dict(launch.operands)
+    for key, tma in launch.descriptors.items():
+        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape)
+    outputs = jax_triton.triton_call(
+        **operands,
+        **launch.constants,
+        kernel=load_kernel(name),
+        out_type=tuple(launch.outputs.values()),
+        grid=launch.grid,
+        name=f"jgg_{name}",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        compute_capability=compute_capability,
+        backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
+        cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
+    )
+    axes = varying_axes(*(operand for operand in launch.operands.values() if isinstance(operand, jax.Array)))
     return {key: vary_over(axes, output) for key, output in zip(launch.outputs, outputs, strict=True)}

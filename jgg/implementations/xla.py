@@ -10,9 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
+from jgg.implementations.primitive import define_primitive
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation
 from jgg.varying import vary_over, varying_axes
@@ -39,12 +39,12 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
     return _token_order(problem, y, gather_indices) if problem.permute_y else y
 
 
-def forward(problem, config, x, w, bounds, gather_indices, topk_weights, bias):
+def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights, bias):
     """The forward product; see `implementations.kernels.forward`."""
-    return grouped_gemm(problem, x, w, bounds, gather_indices, topk_weights, bias)
+    return [grouped_gemm(problem, x, w, bounds, gather_indices, topk_weights, bias)]
 
 
-def backward_dx(problem, config, dy, w, x, bounds, gather_indices, topk_weights):
+def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_weights):
     """The dX product and the row sums; see `implementations.kernels.backward_dx`."""
     dx = rows_dot(
         expert_order(problem, dy, gather_indices, problem.permute_y),
@@ -54,20 +54,20 @@ def backward_dx(problem, config, dy, w, x, bounds, gather_indices, topk_weights)
         precision=problem.precision,
         out_dtype=jnp.dtype(jnp.float32),
     )
-    row_sums = None
+    row_sums = []
     if x is not None:
         x_rows = expert_order(problem, x, gather_indices, problem.permute_x)
-        row_sums = jnp.where(_in_groups(problem, bounds), jnp.sum(dx * x_rows.astype(dx.dtype), axis=1), 0)
+        row_sums = [jnp.where(_in_groups(problem, bounds), jnp.sum(dx * x_rows.astype(dx.dtype), axis=1), 0)]
     if topk_weights is not None:
         scaled = dx * _row_scales(problem, gather_indices, topk_weights)[:, None]
         dx = jnp.where(_in_groups(problem, bounds)[:, None], scaled, 0)
     if problem.permute_x:
         inverse = inverse_permutation(gather_indices).reshape(-1, problem.topk)
         dx = jnp.sum(dx.at[inverse].get(mode="fill", fill_value=0), axis=1)
-    return dx.astype(problem.dtype), row_sums
+    return [dx.astype(problem.dtype), *row_sums]
 
 
-def backward_dw(problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
+def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
     """The dW product and the gradient of the bias; see `implementations.kernels.backward_dw`."""
     x = expert_order(problem, x, gather_indices, problem.permute_x)
     dy = expert_order(problem, dy, gather_indices, problem.permute_y)
@@ -77,11 +77,10 @@ def backward_dw(problem, config, x, dy, bounds, gather_indices, topk_weights, wi
     left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
     dot = functools.partial(outer_dot, precision=problem.precision)
     dw = dot(left, right, bounds, out_dtype=problem.dtype)
-    dbias = None
-    if with_bias:
-        ones = jnp.ones((problem.num_rows, 1), dy.dtype)
-        dbias = dot(dy, ones, bounds, out_dtype=jnp.dtype(jnp.float32))[:, :, 0]
-    return dw, dbias
+    if not with_bias:
+        return [dw]
+    ones = jnp.ones((problem.num_rows, 1), dy.dtype)
+    return [dw, dot(dy, ones, bounds, out_dtype=jnp.dtype(jnp.float32))[:, :, 0]]
 
 
 def rows_dot(rows, w, bounds: GroupBounds, *, transpose_w: bool, precision, out_dtype):
@@ -210,18 +209,12 @@ def _outer_dot_impl(left, right, starts, ends, *, precision, out_dtype):
     return jax.lax.fori_loop(0, num_groups, set_group, out)
 
 
-def _rows_dot_aval(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
-    return _like(rows, (rows.shape[0], w.shape[1 if transpose_w else 2]), out_dtype)
+def _rows_dot_types(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
+    return [((rows.shape[0], w.shape[1 if transpose_w else 2]), out_dtype)]
 
 
-def _outer_dot_aval(left, right, starts, ends, *, precision, out_dtype):
-    return _like(left, (ends.shape[0], left.shape[1], right.shape[1]), out_dtype)
-
-
-def _like(aval, shape, dtype):
-    """An array type that varies over the mesh axes that `aval` varies over."""
-    sharding = aval.sharding.update(spec=jax.P(*[None] * len(shape)))
-    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+def _outer_dot_types(left, right, starts, ends, *, precision, out_dtype):
+    return [((ends.shape[0], left.shape[1], right.shape[1]), out_dtype)]
 
 
 def _transpose_rows_dot(ct, rows, w, starts, ends, *, transpose_w, precision, out_dtype):
@@ -248,41 +241,38 @@ def _transpose_outer_dot(ct, left, right, starts, ends, *, precision, out_dtype)
     return (result, None, None, None) if is_left else (None, result, None, None)
 
 
-def _bilinear_primitive(name, impl, aval, transpose):
-    """A primitive (a, b, starts, ends) -> array, linear in a and in b."""
-    primitive = Primitive(name)
-
-    def bind(*operands, **params):
-        axes = varying_axes(*operands)
-        return primitive.bind(*(vary_over(axes, operand) for operand in operands), **params)
+def _bilinear(name, static_names, out_types, impl, transpose):
+    """The function that binds a primitive (a, b, starts, ends) -> array, linear in a and in b."""
 
     def jvp(primals, tangents, **params):
         bounds = primals[2:]
         parts = [
-            bind(*primals[:index], tangent, *primals[index + 1 : 2], *bounds, **params)
+            bind_one(*primals[:index], tangent, *primals[index + 1 : 2], *bounds, **params)
             for index, tangent in enumerate(tangents[:2])
             if type(tangent) is not ad.Zero
         ]
-        out = bind(*primals, **params)
-        return out, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(out)
+        out = bind_one(*primals, **params)
+        return [out], [functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(out)]
 
-    def batch(operands, axes, **params):
-        # one problem after the other: unbatched weights are shared, not copied
-        batched = {i: jnp.moveaxis(operands[i], axis, 0) for i, axis in enumerate(axes) if axis is not None}
+    def bind_one(*operands, **params):
+        return bind(*operands, **params)[0]
 
-        def one(slices):
-            return bind(*(slices.get(i, operand) for i, operand in enumerate(operands)), **params)
+    def compute(*operands, **params):
+        return [impl(*operands, **params)]
 
-        return jax.lax.map(one, batched), 0
-
-    primitive.def_abstract_eval(aval)
-    primitive.def_impl(functools.partial(jax.jit(bind, static_argnames=("transpose_w", "precision", "out_dtype"))))
+    primitive, bind = define_primitive(name, static_names, out_types, compute)
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=False))
-    return bind
+    ad.primitive_transposes[primitive] = lambda cts, *primals, **params: transpose(cts[0], *primals, **params)
+    return bind_one
 
 
-_rows_dot = _bilinear_primitive("grouped_rows_dot", _rows_dot_impl, _rows_dot_aval, _transpose_rows_dot)
-_outer_dot = _bilinear_primitive("grouped_outer_dot", _outer_dot_impl, _outer_dot_aval, _transpose_outer_dot)
+_rows_dot = _bilinear(
+    "grouped_rows_dot",
+    ("transpose_w", "precision", "out_dtype"),
+    _rows_dot_types,
+    _rows_dot_impl,
+    _transpose_rows_dot,
+)
+_outer_dot = _bilinear(
+    "grouped_outer_dot", ("precision", "out_dtype"), _outer_dot_types, _outer_dot_impl, _transpose_outer_dot
+)

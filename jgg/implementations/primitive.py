@@ -1,0 +1,58 @@
+"""How this package makes a JAX primitive; under `vmap` it runs for one batch element after the other."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jgg.varying import vary_over, varying_axes
+
+
+def define_primitive(name: str, static_names: tuple[str, ...], out_types: Callable, compute: Callable):
+    """A primitive with several results, and the function that binds it.
+
+    Args:
+      name: as it shows in a jaxpr.
+      static_names: names of its parameters, which are hashable.
+      out_types: (*operand types, **parameters) -> (shape, dtype) of each result.
+      compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def bind(*operands, **params):
+        axes = varying_axes(*operands)
+        return primitive.bind(*(vary_over(axes, operand) for operand in operands), **params)
+
+    def types(*avals, **params):
+        return [_type_like(avals[0], shape, dtype) for shape, dtype in out_types(*avals, **params)]
+
+    jitted = jax.jit(bind, static_argnames=static_names)
+
+    def run(*operands, **params):
+        with jax.disable_jit(False):
+            return jitted(*operands, **params)
+
+    def batch(operands, axes, **params):
+        # an operand without a batch axis, such as weights, is shared and not copied
+        batched = {i: jnp.moveaxis(operands[i], axis, 0) for i, axis in enumerate(axes) if axis is not None}
+
+        def one(slices):
+            return bind(*(slices.get(i, operand) for i, operand in enumerate(operands)), **params)
+
+        outputs = jax.lax.map(one, batched)
+        return outputs, [0] * len(outputs)
+
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(run)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
+    return primitive, bind
+
+
+def _type_like(aval, shape, dtype):
+    """An array type that varies over the mesh axes that `aval` varies over."""
+    sharding = aval.sharding.update(spec=jax.P(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
