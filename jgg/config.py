@@ -42,15 +42,16 @@ class _KernelConfig:
 class KernelConfigForward(_KernelConfig):
     """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
 
-    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather) and their length is a
-    multiple of 16 bytes; elsewhere that operand goes through pointers.
+    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather, no scatter) and their length
+    is a multiple of 16 bytes; elsewhere that operand goes through pointers.
 
     Attributes:
-      use_tma_load_x, use_tma_load_w: load x, load w by TMA.
+      use_tma_load_x, use_tma_load_w, use_tma_store: load x, load w, store y by TMA.
     """
 
     use_tma_load_x: bool = True
     use_tma_load_w: bool = True
+    use_tma_store: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,14 @@ class KernelConfigDX(_KernelConfig):
     """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
 
     Attributes:
-      use_tma_load_dy, use_tma_load_w: load dy, load w by TMA, as in KernelConfigForward.
+      use_tma_load_dy, use_tma_load_w, use_tma_store: load dy, load w, store dx by TMA, as in KernelConfigForward.
     """
 
     block_n: int = 64
     block_k: int = 128
     use_tma_load_dy: bool = True
     use_tma_load_w: bool = True
+    use_tma_store: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +74,14 @@ class KernelConfigDW(_KernelConfig):
     """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.
 
     Attributes:
-      use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
+      use_tma_load_x, use_tma_load_dy, use_tma_store: load x, load dy, store dw by TMA, as in KernelConfigForward.
     """
 
     block_m: int = 64
     block_k: int = 128
     use_tma_load_x: bool = True
     use_tma_load_dy: bool = True
+    use_tma_store: bool = True
 
 
 def choose_config(config_type, problem: GroupedGemmProblem, target: Target):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .forward import multiply_rows
-from .tiles import add, row_pointers, tile_coordinates, token_positions, zero_outside
+from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def backward_dx_kernel(
     num_rows,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
+    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, TMA_DX: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
@@ -40,8 +40,8 @@ def backward_dx_kernel(
             column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
         if row_sums is not None:
+            columns = column + tl.arange(0, BLOCK_COLUMNS)
             x_pointers = row_pointers(x, positions // TOPK if GATHER_X else rows, columns, COLUMNS)
             x_mask = (exists if GATHER_X else in_group)[:, None] & (columns < COLUMNS)[None, :]
             product = acc * tl.load(x_pointers, mask=x_mask, other=0.0).to(tl.float32)
@@ -49,8 +49,8 @@ def backward_dx_kernel(
             tl.store(sums, tl.reduce(product, 1, add), mask=in_group)
         if topk_weights is not None:
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
-        dx_mask = in_group[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(row_pointers(dx, rows, columns, COLUMNS), acc.to(dx.dtype.element_ty), mask=dx_mask)
+        store_tile(dx, acc, start, group_end, rows, in_group, column, COLUMNS, TMA_DX, BLOCK_ROWS, BLOCK_COLUMNS)
     zero_outside(
-        dx, None, tl.load(extent + 1), tl.load(extent + 2), num_rows, COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS
-    )
+        dx, None, tl.load(extent + 1), tl.load(extent + 2), num_rows,
+        COLUMNS, False, TMA_DX, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import row_pointers, tile_coordinates, token_positions, zero_outside
+from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
 
 @triton.jit
@@ -63,15 +63,15 @@ def forward_kernel(
     num_rows,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr, TMA_Y: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
 
     Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
     [groups, COLUMNS], topk_weights and gather_indices [num_rows], y [num_rows, COLUMNS]; the schedule's tile_group,
-    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x and w
-    are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
+    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X, TMA_W and
+    TMA_Y, x, w and y are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
     y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -90,15 +90,16 @@ def forward_kernel(
             column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
         if bias is not None:
+            columns = column + tl.arange(0, BLOCK_COLUMNS)
             acc += tl.load(bias + group * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
         if topk_weights is not None:
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
-        y_pointers = row_pointers(y, positions if SCATTER else rows, columns, COLUMNS)
-        y_mask = (exists if SCATTER else rows < group_end)[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(y_pointers, acc.to(y.dtype.element_ty), mask=y_mask)
+        store_tile(
+            y, acc, start, group_end, positions if SCATTER else rows, exists if SCATTER else rows < group_end,
+            column, COLUMNS, TMA_Y, BLOCK_ROWS, BLOCK_COLUMNS,
+        )  # fmt: skip
     zero_outside(
         y, gather_indices, tl.load(extent + 1), tl.load(extent + 2), num_rows,
-        COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
+        COLUMNS, SCATTER, TMA_Y, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad
 
 from jgg.implementations.primitive import define_primitive
@@ -141,8 +140,9 @@ def _block_rows(num_rows: int, num_groups: int) -> int:
     return min(max(1 << share.bit_length(), 8), 512, num_rows)
 
 
-def _accumulation(dtype):
-    return np.promote_types(dtype, jnp.float32)
+def _common(left, right):
+    """The dtype of two dtypes' product; those that differ meet in float32."""
+    return left if left == right else jnp.dtype(jnp.float32)
 
 
 def _group_block(array, start, block, first, end):
@@ -157,7 +157,7 @@ def _rows_dot_impl(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
     num_groups, columns = w.shape[0], w.shape[1 if transpose_w else 2]
     block = _block_rows(rows.shape[0], num_groups)
     dims = (((1,), (1 if transpose_w else 0,)), ((), ()))
-    dtype = np.promote_types(rows.dtype, w.dtype)
+    dtype = _common(rows.dtype, w.dtype)
     out = vary_over(varying_axes(rows), jnp.zeros((rows.shape[0], columns), out_dtype))
     if 0 in (block, num_groups):
         return out
@@ -169,7 +169,7 @@ def _rows_dot_impl(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
             start = starts[group] + step * block
             part, own, first_row = _group_block(rows, start, block, starts[group], ends[group])
             product = jax.lax.dot_general(
-                part.astype(dtype), matrix, dims, precision, preferred_element_type=_accumulation(dtype)
+                part.astype(dtype), matrix, dims, precision, preferred_element_type=jnp.float32
             )
             before = jax.lax.dynamic_slice_in_dim(out, first_row, block)
             after = jnp.where(own, product.astype(out_dtype), before)
@@ -185,7 +185,7 @@ def _outer_dot_impl(left, right, starts, ends, *, precision, out_dtype):
     num_groups = len(ends)
     block = _block_rows(left.shape[0], num_groups)
     dims = (((0,), (0,)), ((), ()))
-    dtype = np.promote_types(left.dtype, right.dtype)
+    dtype = _common(left.dtype, right.dtype)
     shape = (left.shape[1], right.shape[1])
     axes = varying_axes(left)
     out = vary_over(axes, jnp.zeros((num_groups, *shape), out_dtype))
@@ -202,7 +202,7 @@ def _outer_dot_impl(left, right, starts, ends, *, precision, out_dtype):
             return acc + jax.lax.dot_general(*parts, dims, precision, preferred_element_type=acc.dtype)
 
         steps = (ends[group] - starts[group] + block - 1) // block
-        zeros = vary_over(axes, jnp.zeros(shape, _accumulation(dtype)))
+        zeros = vary_over(axes, jnp.zeros(shape, jnp.float32))
         acc = jax.lax.fori_loop(0, steps, add_block, zeros)
         return jax.lax.dynamic_update_index_in_dim(out, acc.astype(out_dtype), group, 0)
 
