@@ -51,10 +51,9 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     import jax_triton
 
     kernel = load_kernel(name)
-    operands = dict(launch.operands)
-    # an output that the kernel takes as a descriptor goes in as a buffer without content and comes out in its place
-    aliased = [key for key in launch.outputs if key in launch.descriptors]
-    operands |= {key: jax.lax.empty(launch.outputs[key].shape, launch.outputs[key].dtype) for key in aliased}
+    # an output goes in as a buffer without content and comes out in its place, so that it can be a descriptor too
+    buffers = {key: jax.lax.empty(output.shape, output.dtype) for key, output in launch.outputs.items()}
+    operands = launch.operands | buffers
     for key, tma in launch.descriptors.items():
         operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape)
     order = [key for key in kernel.arg_names if operands.get(key) is not None]
@@ -66,7 +65,7 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
             **launch.constants,
             kernel=kernel,
             out_type=tuple(launch.outputs.values()),
-            input_output_aliases={order.index(key): list(launch.outputs).index(key) for key in aliased},
+            input_output_aliases={order.index(key): index for index, key in enumerate(launch.outputs)},
             grid=launch.grid,
             name=f"jgg_{name}",
             num_warps=launch.num_warps,
