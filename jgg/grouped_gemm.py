@@ -11,7 +11,7 @@ from jax.experimental import checkify
 from jgg import implementations
 from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations import xla
-from jgg.problem import GroupedGemmProblem, check_problem
+from jgg.problem import GroupedGemmProblem, check_problem, check_ragged_dot
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
 from jgg.target import Target, current_target
 from jgg.varying import vary_over, varying_axes
@@ -113,6 +113,8 @@ def ragged_dot(
     Returns: [m, n]; rows of no group are zero.
     Raises: ValueError: shapes disagree. TypeError: a dtype is unsupported.
     """
+    lhs, rhs, group_sizes, group_offset = _arrays(lhs, rhs, group_sizes, group_offset)
+    check_ragged_dot(lhs, rhs, group_sizes, group_offset)
     return _grouped_gemm(
         (None, None, None), implementation, lhs, rhs, group_sizes,
         w_layout="ekn", precision=precision, out_dtype=preferred_element_type, group_offset=group_offset,
@@ -201,16 +203,17 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
       num_rows: M.
       gather_indices: integer [M].
     """
-    group_sizes = jnp.asarray(group_sizes)
-    smallest, total = jnp.min(group_sizes, initial=0), jnp.sum(group_sizes)
+    group_sizes = saturated_int32(jnp.asarray(group_sizes))
+    smallest = jnp.min(group_sizes, initial=0)
     checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
+    bounds = group_bounds(group_sizes, num_rows)
+    fits = jnp.all(bounds.ends - bounds.starts >= group_sizes)
     checkify.check(
-        total <= num_rows, "group_sizes must sum to at most M, {num_rows}, got {total}",
-        num_rows=jnp.int32(num_rows), total=total,
+        fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
+        num_rows=jnp.int32(num_rows), total=jnp.sum(group_sizes.astype(jnp.float32)),
     )  # fmt: skip
     if gather_indices is not None:
-        gather_indices = saturated_int32(jnp.asarray(gather_indices))
-        missing = jnp.sum(inverse_permutation(gather_indices) == num_rows)
+        missing = jnp.sum(inverse_permutation(jnp.asarray(gather_indices)) == num_rows)
         checkify.check(
             missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
             missing=missing,

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg.schedule import saturated_int32
+
 
 class Routing(NamedTuple):
     """Which experts each token goes to, and the order of the rows that follows.
@@ -68,8 +70,8 @@ def sort_by_expert(topk_indices: jax.Array, num_experts: int) -> tuple[jax.Array
     """
     if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
         raise TypeError(f"topk_indices must be an integer array, got {topk_indices.dtype}.")
-    experts = topk_indices.reshape(-1)
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    experts = saturated_int32(topk_indices.reshape(-1))
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ends = jnp.searchsorted(experts[gather_indices], jnp.arange(num_experts, dtype=jnp.int32), side="right")
     return jnp.diff(ends, prepend=0).astype(jnp.int32), gather_indices

@@ -97,6 +97,7 @@ def inverse_permutation(gather_indices: jax.Array) -> jax.Array:
     Of several such rows it is the last; indices outside [0, M) name nothing.
     """
     num_rows = len(gather_indices)
+    gather_indices = saturated_int32(gather_indices)
     in_range = (gather_indices >= 0) & (gather_indices < num_rows)
     targets = jnp.where(in_range, gather_indices, num_rows)
     rows = jnp.arange(num_rows, dtype=jnp.int32)

@@ -1,0 +1,37 @@
+"""What commands share: types of arguments, an error for wrong ones, imports of an extra's packages."""
+
+import argparse
+import importlib
+
+INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
+
+
+class UsageError(ValueError):
+    """Arguments that do not fit together; `main` prints the message under the command's usage."""
+
+
+def positive_int(text: str) -> int:
+    """Argument type: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Argument type: a number greater than 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
+    return value
+
+
+def import_with_extra(module: str, extra: str):
+    """Imports a module of jgg that needs an extra; without it, exits with what installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "jgg":
+            raise
+        message = f"jgg: {error.name} is not installed: pip install 'jgg[{extra}]'"
+        raise SystemExit(message) from error

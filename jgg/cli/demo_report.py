@@ -1,0 +1,112 @@
+"""Reports a run of the demo: lines for the terminal, a JSON file and a plot."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jgg.cli.demo_train import Result
+from jgg.cli.machine import devices, versions
+
+
+def header(result: Result) -> str:
+    """What is going to be trained, on what and how."""
+    settings = result.settings
+    return (
+        f"Text: Python's language reference, {result.train_bytes:,} bytes to train on and"
+        f" {result.held_out_bytes:,} held out\n"
+        f"Model: {settings.layers} layers, top {settings.topk} of {settings.experts} experts;"
+        f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
+        f"Grouped GEMM: implementation {result.implementation}, {settings.dtype}, on"
+        f" {devices()[0].kind}"
+    )
+
+
+def summary(result: Result) -> str:
+    """What came out, in one line."""
+    final = final_numbers(result)
+    if final["held_out_bits_per_byte"] is None:
+        return f"Interrupted after {final['steps']} steps, before the first held-out measurement"
+    return (
+        f"Held out: {final['held_out_bits_per_byte']:.3f} bits per byte after {final['steps']}"
+        f" steps, {final['train_seconds']:.1f} s of training at"
+        f" {final['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def details(result: Result) -> str:
+    """The load of each expert and the sample of text."""
+    even = 1 / result.settings.experts
+    lines = [f"Expert load, % of the rows of a layer in the last steps (even: {even:.1%})"]
+    for layer, loads in enumerate(result.expert_load):
+        lines.append(f"  layer {layer}: " + " ".join(f"{100 * load:5.1f}" for load in loads))
+    if result.sample:
+        lines += ["Sample:", *(f"  | {line}" for line in result.sample.splitlines())]
+    return "\n".join(lines)
+
+
+def final_numbers(result: Result) -> dict:
+    """The results at the end; None for what an interrupt left unmeasured."""
+    steps = result.train[-1]["step"] if result.train else 0
+    tokens = steps * result.settings.batch * result.settings.seq
+    return {
+        "steps": steps,
+        "train_bits_per_byte": result.train[-1]["bits_per_byte"] if steps else None,
+        "held_out_bits_per_byte": result.held_out[-1]["bits_per_byte"] if result.held_out else None,
+        "train_seconds": result.train_seconds,
+        "tokens_per_second": tokens / result.train_seconds if steps else None,
+    }
+
+
+def write(result: Result) -> list[Path]:
+    """Writes the JSON file and the plot, and returns their paths."""
+    paths = [Path(f"{result.settings.out}{suffix}") for suffix in (".png", ".json")]
+    plot(result).savefig(paths[0], dpi=120)
+    paths[1].write_text(json.dumps(as_json(result), indent=2) + "\n")
+    return paths
+
+
+def as_json(result: Result) -> dict:
+    """The result with the versions and the device that it is from."""
+    content = dataclasses.asdict(result)
+    return {
+        "config": content.pop("settings"),
+        "versions": versions(),
+        "device": dataclasses.asdict(devices()[0]),
+        "final": final_numbers(result),
+        "history": {"train": content.pop("train"), "held_out": content.pop("held_out")},
+        **content,
+    }
+
+
+def plot(result: Result) -> Figure:
+    """Draws the loss against the steps, and the load of each expert."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    losses, loads = figure.subplots(1, 2)
+    figure.suptitle(f"{summary(result)} ({result.implementation}, {devices()[0].kind})")
+    for name, measured, style in (
+        ("training", result.train, "-"),
+        ("held out", result.held_out, "o-"),
+    ):
+        steps = [point["step"] for point in measured]
+        losses.plot(steps, [point["bits_per_byte"] for point in measured], style, label=name)
+    losses.set(xlabel="step", ylabel="bits per byte")
+    losses.legend()
+    losses.grid(alpha=0.3)
+    _plot_loads(loads, 100 * np.asarray(result.expert_load))
+    return figure
+
+
+def _plot_loads(axes, percent):
+    """A heatmap of percent [layers, E], of middle color where the load is even."""
+    even = 100 / percent.shape[1]
+    darkest = max(2 * even, percent.max())
+    image = axes.imshow(percent, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
+    for (layer, expert), load in np.ndenumerate(percent):
+        color = "white" if load > 0.6 * darkest else "black"
+        axes.text(expert, layer, f"{load:.1f}", ha="center", va="center", color=color)
+    axes.set(xlabel="expert", ylabel="layer", title=f"load in % of a layer's rows (even: {even:.4g})")
+    axes.set(xticks=range(percent.shape[1]), yticks=range(percent.shape[0]))
+    axes.figure.colorbar(image, ax=axes)

@@ -1,0 +1,160 @@
+"""Show versions, devices and which implementation runs here.
+
+`assess`, a pure function, draws the conclusions from the facts that `machine.gather` collects.
+"""
+
+import dataclasses
+import json
+import re
+
+from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
+from jgg.implementations import MIN_COMPUTE_CAPABILITY
+
+# As in pyproject.toml, which a checkout that is not installed cannot be asked for.
+REQUIREMENTS = {
+    "jax": ">=0.11.1,<0.12",
+    "jax-triton": ">=0.4.1,<0.5",
+    "triton": ">=3.7",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something missing or wrong, and the command that mends it or tells more."""
+
+    what: str
+    command: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Assessment:
+    """What `implementation=None` leads to, why, and what to mend."""
+
+    implementation: str
+    reason: str
+    problems: tuple[Problem, ...]
+
+
+def add_arguments(parser):
+    """Declares the options of `jgg info`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args) -> int:
+    """Prints the facts about this machine and the conclusions."""
+    facts = gather()
+    assessment = assess(facts)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(facts) | dataclasses.asdict(assessment), indent=2))
+    else:
+        print("\n".join(_lines(facts, assessment)))
+    return 0
+
+
+def assess(facts: Facts) -> Assessment:
+    """Says from the facts alone which implementation runs, why, and what to mend."""
+    implementation, reason, command = _choose(facts)
+    problems = list(_version_problems(facts))
+    if facts.backend_error:
+        problems.append(Problem(f"JAX has no device: {facts.backend_error}", "unset JAX_PLATFORMS"))
+    if command and command not in [problem.command for problem in problems]:
+        problems.append(Problem(f"The GPU cannot be used: {reason}.", command))
+    return Assessment(implementation, reason, tuple(problems))
+
+
+def _choose(facts):
+    """The implementation, why it is that, and the command that would let a GPU be used or None."""
+    if not facts.devices or facts.devices[0].platform != "cuda":
+        return "xla", *_why_no_cuda_device(facts)
+    device = facts.devices[0]
+    has = f"{device.kind} has compute capability {device.compute_capability}"
+    if _numbers(device.compute_capability) < _min_capability():
+        return "xla", f"{has}, and the Triton kernels need {_dotted(_min_capability())}", None
+    missing = [name for name in ("triton", "jax-triton") if facts.versions[name] is None]
+    if missing:
+        requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
+        return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
+    return "triton", has, None
+
+
+def _why_no_cuda_device(facts):
+    """The reason, and the command that would help or None."""
+    if facts.system != "Linux":
+        return f"the Triton kernels run on Linux only, and this is {facts.system}", None
+    if not facts.has_nvidia_gpu:
+        return "no NVIDIA GPU is visible here", None
+    extras = [extra for plugin, extra in CUDA_PLUGINS.items() if facts.versions[plugin]]
+    if not extras:
+        return "JAX's CUDA plugin is not installed", "pip install 'jgg[cuda12]'"
+    if not any(_matches_jaxlib(facts, plugin) for plugin in CUDA_PLUGINS):
+        return "JAX's CUDA plugin is of another version", f"pip install 'jgg[{extras[0]}]'"
+    if facts.jax_platforms and facts.jax_platforms.split(",")[0] not in ("cuda", "gpu"):
+        return f"JAX_PLATFORMS is {facts.jax_platforms}", "unset JAX_PLATFORMS"
+    return "JAX found no CUDA device", "python -c 'import jax; jax.devices(\"cuda\")'"
+
+
+def _version_problems(facts):
+    for name, specifier in REQUIREMENTS.items():
+        version = facts.versions[name]
+        if version is not None and not _satisfies(version, specifier):
+            what = f"{name} is {version}, and jgg needs {specifier}."
+            yield Problem(what, f"pip install '{name}{specifier}'")
+    for plugin, extra in CUDA_PLUGINS.items():
+        version = facts.versions[plugin]
+        if version is not None and not _matches_jaxlib(facts, plugin):
+            jaxlib = facts.versions["jaxlib"]
+            what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {jaxlib}."
+            yield Problem(what, f"pip install 'jgg[{extra}]'")
+
+
+def _matches_jaxlib(facts, plugin):
+    version, jaxlib = facts.versions[plugin], facts.versions["jaxlib"]
+    return version is not None and _numbers(version) == _numbers(jaxlib)
+
+
+def _satisfies(version, specifier):
+    """Whether a version is in a range such as ">=0.4.1,<0.5"."""
+    at_least, _, below = specifier.partition(",")
+    numbers = _numbers(version)
+    if numbers < _numbers(at_least):
+        return False
+    return not below or numbers < _numbers(below)
+
+
+def _numbers(version):
+    """The numbers of a version such as "0.11.2.dev3" up to its first other part: (0, 11, 2)."""
+    return tuple(map(int, re.search(r"\d+(?:\.\d+)*", version).group().split(".")))
+
+
+def _min_capability():
+    return divmod(MIN_COMPUTE_CAPABILITY, 10)
+
+
+def _dotted(numbers):
+    return ".".join(map(str, numbers))
+
+
+def _lines(facts: Facts, assessment: Assessment):
+    yield "Versions"
+    for name, version in facts.versions.items():
+        yield f"  {name:<18} {version or 'not installed'}"
+    yield "Devices"
+    for device in facts.devices:
+        yield f"  {_describe(device)}"
+    if not facts.devices:
+        yield "  none"
+    yield "Implementation"
+    yield f"  {assessment.implementation}: {assessment.reason}"
+    yield "To mend" if assessment.problems else "Nothing to mend"
+    for problem in assessment.problems:
+        yield f"  {problem.what}"
+        yield f"    {problem.command}"
+
+
+def _describe(device: Device):
+    parts = [device.platform, device.kind]
+    if device.compute_capability is not None:
+        parts += [f"compute capability {device.compute_capability}", f"{device.num_sms} SMs"]
+    if device.memory_bytes is not None:
+        parts.append(f"{device.memory_bytes / 2**30:.1f} GiB for JAX")
+    return ", ".join(parts)

@@ -1,0 +1,110 @@
+"""What this machine has: versions of packages, JAX's devices, GPUs that JAX may not see."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import jax
+
+import jgg
+
+CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device of JAX's default backend.
+
+    Attributes:
+      platform: "cpu", "cuda" or what else JAX calls it.
+      kind: the model, such as "NVIDIA H200".
+      compute_capability: of a CUDA device, such as "9.0".
+      num_sms: multiprocessors of a CUDA device.
+      memory_bytes: that JAX may allocate, where the device tells.
+    """
+
+    platform: str
+    kind: str
+    compute_capability: str | None = None
+    num_sms: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the machine says.
+
+    Attributes:
+      system: "Linux", "Darwin" or "Windows".
+      versions: of jgg, Python and packages; None where one is not installed.
+      devices: of JAX's default backend.
+      has_nvidia_gpu: the NVIDIA driver sees a GPU, whether or not JAX does.
+      jax_platforms: the environment variable JAX_PLATFORMS.
+      backend_error: why JAX has no device at all.
+    """
+
+    system: str
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...] = ()
+    has_nvidia_gpu: bool = False
+    jax_platforms: str = ""
+    backend_error: str | None = None
+
+
+def gather() -> Facts:
+    """Asks the machine; starts JAX's backends."""
+    found, backend_error = (), None
+    try:
+        found = devices()
+    except (RuntimeError, AssertionError) as error:
+        backend_error = str(error) or "no backend starts"
+    return Facts(
+        system=platform.system(),
+        versions=versions(),
+        devices=found,
+        has_nvidia_gpu=_has_nvidia_gpu(),
+        jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
+        backend_error=backend_error,
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of jgg, Python and the packages used; None for one that is not installed."""
+    found = {"jgg": jgg.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def devices() -> tuple[Device, ...]:
+    """The devices of JAX's default backend. JAX raises where none starts."""
+    default = jax.local_devices()
+    try:
+        cuda = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no such backend
+        cuda = []
+    return tuple(
+        _cuda_device(device) if device in cuda else Device(device.platform, device.device_kind) for device in default
+    )
+
+
+def _cuda_device(device):
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    return Device("cuda", device.device_kind, device.compute_capability, device.core_count, memory)
+
+
+def _has_nvidia_gpu() -> bool:
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return True
+    try:  # in a container or under WSL /proc may not tell
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.stdout.startswith("GPU")
