@@ -1,0 +1,196 @@
+"""The schedule against plain Python, on worked examples and on random and nasty values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, tile_schedule
+
+MIN_INT, MAX_INT = -(2**31), 2**31 - 1
+
+# (group sizes, rows)
+SIZES = {
+    "docstring": ((3, -1, 0, 9), 8),
+    "exact": ((5, 0, 9, 1, 25), 40),
+    "short": ((5, 0, 9), 40),
+    "empty": ((0, 0, 0), 40),
+    "no-rows": ((0, 0, 0), 0),
+    "no-rows-but-sizes": ((4, MAX_INT, -4), 0),
+    "single": ((7,), 7),
+    "single-too-large": ((8,), 7),
+    "negative": ((MIN_INT, -1, 4, MIN_INT, 3), 10),
+    "huge": ((MAX_INT, MAX_INT, MAX_INT), 10),
+    "sum-wraps-once": ((3, MAX_INT, MAX_INT, 5, 9), 1000),
+    "sum-wraps-often": ((1, *[MAX_INT] * 300), 2**30 - 1),
+    "many-rows": ((2**29, 2**29, 2**29), 2**30 - 1),
+    "mixed": ((MAX_INT, MIN_INT, 3, MAX_INT), 5),
+}
+
+
+def reference_bounds(group_sizes, num_rows):
+    ranges = oracle.group_ranges(group_sizes, num_rows)
+    return [rows.start for rows in ranges], [rows.stop for rows in ranges]
+
+
+def random_sizes(seed):
+    """Group sizes of all kinds, bad ones among them."""
+    rng = np.random.default_rng(seed)
+    num_groups = (1, 8, 11)[seed % 3]
+    sizes = rng.integers(0, 40, num_groups)
+    sizes[rng.random(num_groups) < 0.3] = 0
+    bad = rng.random(num_groups) < 0.2 * (seed % 2)
+    sizes[bad] = rng.choice([MIN_INT, MAX_INT, -1, 1000, MAX_INT - 1], bad.sum())
+    return tuple(sizes.tolist()), (57, 200)[rng.integers(2)]
+
+
+@pytest.mark.parametrize(("group_sizes", "num_rows"), SIZES.values(), ids=SIZES.keys())
+def test_group_bounds(group_sizes, num_rows):
+    starts, ends = group_bounds(jnp.array(group_sizes, jnp.int32), num_rows)
+    expected_starts, expected_ends = reference_bounds(group_sizes, num_rows)
+    np.testing.assert_array_equal(starts, expected_starts)
+    np.testing.assert_array_equal(ends, expected_ends)
+    assert starts.dtype == ends.dtype == jnp.int32
+
+
+def test_group_bounds_of_random_sizes():
+    jitted = jax.jit(group_bounds, static_argnums=1)
+    for seed in range(100):
+        group_sizes, num_rows = random_sizes(seed)
+        bounds = jitted(jnp.array(group_sizes, jnp.int32), num_rows)
+        np.testing.assert_array_equal(bounds, reference_bounds(group_sizes, num_rows), f"seed {seed}")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_group_bounds_of_other_integers(dtype):
+    limits = np.iinfo(dtype)
+    for sizes in ([3, 100, 0, 5], [limits.max, 1, limits.max, limits.min, 100]):
+        for num_rows in (90, 300, 70_000):
+            bounds = group_bounds(jnp.array(sizes, dtype), num_rows)
+            np.testing.assert_array_equal(bounds, reference_bounds(sizes, num_rows))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+@pytest.mark.parametrize("offset", range(6))
+def test_group_bounds_from_an_offset(offset, num_groups):
+    group_sizes, num_rows = (4, 0, 7, 2, 3), 18
+    starts, ends = group_bounds(jnp.array(group_sizes), num_rows, jnp.int32(offset), num_groups)
+    expected_starts, expected_ends = reference_bounds(group_sizes, num_rows)
+    last = expected_ends[-1]
+    # groups past the last one are empty
+    expected_starts += [last] * num_groups
+    expected_ends += [last] * num_groups
+    np.testing.assert_array_equal(starts, expected_starts[offset : offset + num_groups])
+    np.testing.assert_array_equal(ends, expected_ends[offset : offset + num_groups])
+
+
+def reference_tiles(starts, ends, block_rows):
+    """(group, first row, end of the group) of each tile."""
+    return [
+        (group, row, end)
+        for group, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for row in range(start, end, block_rows)
+    ]
+
+
+jitted_schedule = jax.jit(tile_schedule, static_argnums=(1, 2))
+
+
+def assert_schedule(starts, ends, num_rows, block_rows, message=""):
+    bounds = GroupBounds(jnp.array(starts, jnp.int32), jnp.array(ends, jnp.int32))
+    schedule = jitted_schedule(bounds, num_rows, block_rows)
+    expected = reference_tiles(starts, ends, block_rows)
+    count, first_row, last_row = schedule.extent.tolist()
+    assert count == len(expected), message
+    assert (first_row, last_row) == (starts[0], ends[-1]), message
+    assert count <= len(schedule.group) == len(schedule.start) == len(schedule.end), message
+    tiles = zip(schedule.group.tolist(), schedule.start.tolist(), schedule.end.tolist(), strict=True)
+    assert list(tiles)[:count] == expected, message
+    # what a kernel reads past the last tile must be safe to follow too
+    assert np.all((schedule.group >= 0) & (schedule.group < len(starts))), message
+    assert all(array.dtype == jnp.int32 for array in schedule), message
+
+
+def test_tile_schedule_of_the_docstring():
+    bounds = group_bounds(jnp.array([5, 0, 3]), 8)
+    schedule = tile_schedule(bounds, 8, 4)
+    assert schedule.group[:3].tolist() == [0, 0, 2]
+    assert schedule.start[:3].tolist() == [0, 4, 5]
+    assert schedule.end[:3].tolist() == [5, 5, 8]
+    assert schedule.extent.tolist() == [3, 0, 8]
+
+
+@pytest.mark.parametrize("block_rows", [1, 4, 16, 128])
+@pytest.mark.parametrize(
+    ("group_sizes", "num_rows"),
+    [case for case in SIZES.values() if case[1] < 10_000],
+    ids=[name for name, case in SIZES.items() if case[1] < 10_000],
+)
+def test_tile_schedule(group_sizes, num_rows, block_rows):
+    assert_schedule(*reference_bounds(group_sizes, num_rows), num_rows, block_rows)
+
+
+def test_tile_schedule_of_random_sizes():
+    for seed in range(100):
+        group_sizes, num_rows = random_sizes(seed)
+        starts, ends = reference_bounds(group_sizes, num_rows)
+        # as with a group_offset, there may be rows before the first group
+        skipped = seed % 2 if len(starts) > 1 else 0
+        assert_schedule(starts[skipped:], ends[skipped:], num_rows, 16, f"seed {seed}")
+
+
+@pytest.mark.parametrize("block_rows", [16, 128])
+def test_tile_schedule_has_room_for_the_most_tiles(block_rows):
+    """Each group ends with a tile of one row: no schedule of as many rows has more tiles."""
+    group_sizes = (block_rows + 1,) * 7
+    num_rows = sum(group_sizes)
+    assert_schedule(*reference_bounds(group_sizes, num_rows), num_rows, block_rows)
+    group_sizes = (1,) * 50
+    assert_schedule(*reference_bounds(group_sizes, 50), 50, block_rows)
+
+
+def reference_inverse(gather_indices):
+    inverse = [len(gather_indices)] * len(gather_indices)
+    for row, position in enumerate(gather_indices):
+        if 0 <= position < len(gather_indices):
+            inverse[position] = row
+    return inverse
+
+
+@pytest.mark.parametrize(
+    "gather_indices",
+    [
+        [],
+        [0],
+        [-1],
+        [1],
+        [3, 1, 0, 2],
+        [0, 0, 0, 0],
+        [3, -1, 4, 0],
+        [2, 2, MAX_INT, MIN_INT, -5, 5, 1],
+    ],
+)
+def test_inverse_permutation(gather_indices):
+    inverse = inverse_permutation(jnp.array(gather_indices, jnp.int32))
+    np.testing.assert_array_equal(inverse, np.array(reference_inverse(gather_indices), np.int32))
+    assert inverse.dtype == jnp.int32
+
+
+def test_inverse_permutation_of_random_indices():
+    jitted = jax.jit(inverse_permutation)
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        permutation = rng.permutation(64)
+        np.testing.assert_array_equal(jitted(permutation)[permutation], np.arange(64))
+        indices = rng.integers(-20, 84, 64)
+        np.testing.assert_array_equal(jitted(indices), reference_inverse(indices), f"seed {seed}")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_inverse_permutation_of_other_integers(dtype):
+    rng = np.random.default_rng(0)
+    limits = np.iinfo(dtype)
+    indices = rng.integers(limits.min, limits.max, 300, dtype, endpoint=True)
+    indices[:100] = rng.integers(0, min(limits.max, 300), 100)
+    np.testing.assert_array_equal(inverse_permutation(jnp.asarray(indices)), reference_inverse(indices))
