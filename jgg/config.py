@@ -47,11 +47,16 @@ class KernelConfigForward(_KernelConfig):
 
     Attributes:
       use_tma_load_x, use_tma_load_w, use_tma_store: load x, load w, store y by TMA.
+      fuse_gather: read x through gather_indices inside the kernel, by pointers, rather than from a copy in expert order
+        that a small kernel makes first.
+      fuse_scatter: write y in token order inside the kernel, by pointers, rather than have a small kernel reorder it.
     """
 
     use_tma_load_x: bool = True
     use_tma_load_w: bool = True
     use_tma_store: bool = True
+    fuse_gather: bool = True
+    fuse_scatter: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class KernelConfigDX(_KernelConfig):
 
     Attributes:
       use_tma_load_dy, use_tma_load_w, use_tma_store: load dy, load w, store dx by TMA, as in KernelConfigForward.
+      fuse_gather: read dy through gather_indices inside the kernel, as in KernelConfigForward.
     """
 
     block_n: int = 64
@@ -67,6 +73,7 @@ class KernelConfigDX(_KernelConfig):
     use_tma_load_dy: bool = True
     use_tma_load_w: bool = True
     use_tma_store: bool = True
+    fuse_gather: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +82,7 @@ class KernelConfigDW(_KernelConfig):
 
     Attributes:
       use_tma_load_x, use_tma_load_dy, use_tma_store: load x, load dy, store dw by TMA, as in KernelConfigForward.
+      fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward.
     """
 
     block_m: int = 64
@@ -82,25 +90,29 @@ class KernelConfigDW(_KernelConfig):
     use_tma_load_x: bool = True
     use_tma_load_dy: bool = True
     use_tma_store: bool = True
+    fuse_gather: bool = True
 
 
 def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     """The heuristic: a configuration of `config_type` for a problem on a device.
 
     Its reasons: a [128, 256] tile on 8 warps feeds Hopper's tensor cores best, given an axis long enough to fill it
-    and registers to spare: gathers by pointers together with a scaling, biasing or scattering epilogue would spill
-    there, and take [128, 128]. float32 takes twice the shared memory, so half the step. A device with less shared
-    memory gets fewer stages. Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste.
+    and registers to spare: a gather by pointers together with a scaling or biasing epilogue, and the row sums of dX,
+    would spill there and take [128, 128]. float32 takes twice the shared memory, so half the step. A device with less
+    shared memory gets fewer stages. Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is
+    waste. With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied
+    with few columns.
     """
     if config_type is KernelConfigDW:
         return _choose_dw(problem, target)
     if config_type is KernelConfigForward:
         features, columns, reduced = problem.out_features, "n", "k"
-        gathers = problem.permute_x
-        spills = gathers and (problem.permute_y or problem.has_topk_weights or problem.has_bias)
+        fusing = {"fuse_gather": not target.has_tma or features < 8192, "fuse_scatter": not target.has_tma}
+        spills = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
     else:
         features, columns, reduced = problem.in_features, "k", "n"
-        spills = problem.permute_y or problem.has_topk_weights
+        fusing = {"fuse_gather": not target.has_tma}
+        spills = problem.has_topk_weights
     rows_per_expert = -(-problem.num_rows // problem.num_experts)
     block_rows = min(128, max(16, 1 << (rows_per_expert - 1).bit_length()))
     wide = _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not spills
@@ -109,6 +121,7 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
         num_warps=8 if block_rows == 128 else 4,
         num_stages=_stages(target),
         **{f"block_{columns}": 256 if wide else 128, f"block_{reduced}": _step(problem)},
+        **fusing,
     )
 
 
@@ -121,6 +134,7 @@ def _choose_dw(problem, target):
         block_m=_step(problem),
         num_warps=8,
         num_stages=_stages(target),
+        fuse_gather=not target.has_tma,
         **{f"block_{left}": 128, f"block_{right}": 256 if wide else 128},
     )
 

@@ -1,4 +1,4 @@
-"""Gather-and-sum of each token's rows: y[t] = sum over j of rows[positions[t, j]]."""
+"""Weighted gather-and-sum of each token's rows: y[t] = sum over j of scales[t, j] * rows[positions[t, j]]."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,13 @@ from .tiles import row_pointers
 
 @triton.jit
 def combine_kernel(
-    rows, positions, y, num_tokens, num_rows,
+    rows, positions, scales, y, num_tokens, num_rows,
     COLUMNS: tl.constexpr, TOPK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
-    Arrays: rows [num_rows, COLUMNS], positions [num_tokens * TOPK],
-    y [num_tokens, COLUMNS]. The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
+    Arrays: rows [num_rows, COLUMNS], positions and scales (or
+    None) [num_tokens * TOPK], y [num_tokens, COLUMNS]. The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -25,6 +25,9 @@ def combine_kernel(
         position = tl.load(positions + slots, mask=tokens < num_tokens, other=-1)
         exists = (position >= 0) & (position < num_rows)
         pointers = row_pointers(rows, position, columns, COLUMNS)
-        acc += tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0).to(tl.float32)
+        value = tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0).to(tl.float32)
+        if scales is not None:
+            value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
+        acc += value
     mask = (tokens < num_tokens)[:, None] & in_columns
     tl.store(row_pointers(y, tokens, columns, COLUMNS), acc.to(y.dtype.element_ty), mask=mask)

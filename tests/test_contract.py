@@ -27,9 +27,7 @@ def on(implementation, *dtypes_and_precisions):
     marks = {"interpret": pytest.mark.interpret, "triton": pytest.mark.gpu}
     for dtype, precision in dtypes_and_precisions:
         name = "-".join(filter(None, (implementation, dtype, precision)))
-        yield pytest.param(
-            implementation, dtype, precision, id=name, marks=marks.get(implementation, ())
-        )
+        yield pytest.param(implementation, dtype, precision, id=name, marks=marks.get(implementation, ()))
 
 
 def parametrize(*groups):
@@ -57,9 +55,7 @@ def test_case(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(
-    on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT32, FLOAT16), on("triton", HIGHEST, BFLOAT16)
-)
+@parametrize(on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT32, FLOAT16), on("triton", HIGHEST, BFLOAT16))
 @named(CASES_IN_TWO_DTYPES)
 def test_case_of_shapes(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -71,9 +67,7 @@ def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(
-    on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT32), on("triton", FLOAT32, BFLOAT16)
-)
+@parametrize(on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT32), on("triton", FLOAT32, BFLOAT16))
 @named(OPTIONS_HALVES[0])
 def test_every_option(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -108,7 +102,6 @@ KERNEL_CONFIGS = {
     "pointers-for-weights": small_configs(16, use_tma_load_w=False),
     "pointers-for-rows": small_configs(16, use_tma_load_x=False, use_tma_load_dy=False),
     "pointers-for-stores": small_configs(16, use_tma_store=False),
-    "whole-stores": small_configs(16, split_store=False),
     "tiles-of-32": small_configs(32),
     "uneven-tiles": (
         ("kernel_config_fwd", jgg.KernelConfigForward(32, 16, 64, num_warps=4, band=1)),
@@ -124,6 +117,15 @@ KERNEL_CONFIGS = {
 def test_kernel_configs(configs, w_layout, implementation, dtype, precision):
     # rows of multiples of 16 bytes, so that TMA can be used; several tiles in each direction
     case = Case("kernel-configs", (19, 0, 1, 34), 60, 40, 48, w_layout=w_layout, poison="tail")
+    assert_right(case, dtype, implementation, precision=precision, configs=configs)
+
+
+@IN_EVERY_DTYPE
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_rows_reordered_in_copies(biased, implementation, dtype, precision):
+    # small tiles gather and scatter inside the kernels by default; here a copy is made before or after
+    configs = small_configs(16, fuse_gather=False, fuse_scatter=False)
+    case = Case("copies", **EVERYTHING | {"biased": biased, "gather": "out_of_range"})
     assert_right(case, dtype, implementation, precision=precision, configs=configs)
 
 

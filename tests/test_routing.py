@@ -1,5 +1,7 @@
 """Routing against NumPy: which experts, with which weights, in which order."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def reference_sort(topk_indices, num_experts):
     experts = np.asarray(topk_indices).reshape(-1).tolist()
     in_order = [[row for row, e in enumerate(experts) if e == expert] for expert in range(num_experts)]
     past = [row for row, e in enumerate(experts) if not 0 <= e < num_experts]
-    return [len(rows) for rows in in_order], [*sum(in_order, []), *past]
+    return [len(rows) for rows in in_order], [*itertools.chain(*in_order), *past]
 
 
 def assert_sorted(topk_indices, num_experts):

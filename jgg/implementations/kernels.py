@@ -72,6 +72,12 @@ def forward(
 ):  # fmt: skip
     """[y [M, N]]."""
     config = config or choose_config(KernelConfigForward, problem, target)
+    scatter_after = problem.permute_y and not config.fuse_scatter
+    if problem.permute_x and not config.fuse_gather:
+        x = combine(call, x, gather_indices // problem.topk, 1)
+        problem = dataclasses.replace(problem, permute_x=False)
+    if scatter_after:
+        problem = dataclasses.replace(problem, permute_y=False)
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
     tma_x = config.use_tma_load_x and _x_by_tma(target, problem)
@@ -112,7 +118,8 @@ def forward(
         },
         **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
-    return [call("forward_kernel", launch)["y"]]
+    y = call("forward_kernel", launch)["y"]
+    return [combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y]
 
 
 def backward_dx(
@@ -121,6 +128,9 @@ def backward_dx(
 ):  # fmt: skip
     """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
     config = config or choose_config(KernelConfigDX, problem, target)
+    if problem.permute_y and not config.fuse_gather:
+        dy = combine(call, dy, gather_indices, 1)
+        problem = dataclasses.replace(problem, permute_y=False)
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
     tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
@@ -184,6 +194,15 @@ def backward_dw(
 ):  # fmt: skip
     """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
     config = config or choose_config(KernelConfigDW, problem, target)
+    if problem.permute_x and not config.fuse_gather:
+        x = combine(call, x, gather_indices // problem.topk, 1)
+        problem = dataclasses.replace(problem, permute_x=False)
+    if problem.permute_y and not config.fuse_gather:
+        # the copy can be scaled too, but the bias's gradient is a sum of float32 products, not of rounded ones
+        scales = None if with_bias or topk_weights is None else _row_scales(topk_weights, gather_indices)
+        dy = combine(call, dy, gather_indices, 1, scales)
+        topk_weights = topk_weights if scales is None else None
+        problem = dataclasses.replace(problem, permute_y=False)
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -240,12 +259,24 @@ def backward_dw(
     return [results[key] for key in outputs]
 
 
-def combine(call, rows, positions, topk: int):
-    """The sum of each token's rows: rows [M, N] and positions int32 [T * topk] give [T, N] in the dtype of rows."""
+def combine(call, rows, positions, topk: int, scales=None):
+    """The weighted sum of each token's rows, in float32: [T, N] in the dtype of rows.
+
+    Args:
+      rows: [M, N].
+      positions: int32 [T * topk], a token's rows; one outside [0, M) adds nothing. With topk 1 this gathers rows.
+      scales: float [T * topk], or None for 1.
+    """
     num_tokens, columns = len(positions) // topk, rows.shape[1]
     block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
     launch = Launch(
-        operands={"rows": rows, "positions": positions, "num_tokens": num_tokens, "num_rows": rows.shape[0]},
+        operands={
+            "rows": rows,
+            "positions": positions,
+            "scales": scales,
+            "num_tokens": num_tokens,
+            "num_rows": rows.shape[0],
+        },
         outputs={"y": jax.ShapeDtypeStruct((num_tokens, columns), rows.dtype)},
         constants={"COLUMNS": columns, "TOPK": topk, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
         grid=(math.ceil(num_tokens / block_rows), math.ceil(columns / block_columns)),
@@ -306,6 +337,14 @@ def _dy_by_tma(target, problem):
 
 def _w_by_tma(target, problem):
     return _tma_can(target, problem.dtype, problem.w_shape[2])
+
+
+def _row_scales(topk_weights, gather_indices):
+    return (
+        _flat(topk_weights)
+        .at[jnp.where(gather_indices < 0, len(gather_indices), gather_indices)]
+        .get(mode="fill", fill_value=0)
+    )
 
 
 def _flat(topk_weights):
