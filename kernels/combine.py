@@ -13,8 +13,8 @@ def combine_kernel(
 ):  # fmt: skip
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
-    Arrays: rows [num_rows, COLUMNS], positions and scales (or
-    None) [num_tokens * TOPK], y [num_tokens, COLUMNS]. The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
+    Arrays: rows [num_rows, COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens, COLUMNS]. The
+    grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

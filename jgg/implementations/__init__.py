@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jgg.implementations import kernels
+from jgg.implementations.launch import LANGUAGE_LOCK
 from jgg.implementations.primitive import define_primitive
 from jgg.target import Target, device_target
 
@@ -95,7 +95,7 @@ _lower_for_cuda = mlir.lower_fun(functools.partial(_compute, own="triton"), mult
 
 
 def _lower_alone(*args, **params):
-    with kernels.LANGUAGE_LOCK:
+    with LANGUAGE_LOCK:
         return _lower_for_cuda(*args, **params)
 
 

@@ -1,17 +1,16 @@
-"""What each kernel is launched with: operands, outputs, grid and constants, for any way of calling one.
+"""What each kernel is launched with, for any way of calling one.
 
 `call` is `triton.call` or `interpret.call`: it takes a kernel's name and a `Launch` and returns the outputs.
 """
 
 import dataclasses
 import math
-import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, choose_config
+from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
@@ -21,49 +20,6 @@ _PRECISIONS = {
     jax.lax.Precision.HIGH: "tf32x3",
     jax.lax.Precision.HIGHEST: "ieee",
 }
-
-# Triton's interpreter replaces parts of triton.language while it runs, for every thread: it must be alone, and nothing
-# may be compiled meanwhile.
-LANGUAGE_LOCK = threading.Lock()
-
-_AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
-
-
-@dataclasses.dataclass(frozen=True)
-class Tma:
-    """A TMA descriptor of an operand, made on the host: shape and strides in elements, and the block of an access.
-
-    (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch; the dictionaries' keys are the kernel's parameters.
-
-    Attributes:
-      operands: arrays and ints; None for an optional array, input or output, that this launch is without.
-      descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
-      outputs: shape and dtype of each array that the kernel writes, in the order of its parameters.
-      constants: compile-time parameters.
-      grid: number of programs, along up to three axes.
-      num_warps, num_stages: of each program.
-      flops, bytes_accessed: the cost that XLA and its profiler are told.
-    """
-
-    operands: dict[str, Any]
-    outputs: dict[str, jax.ShapeDtypeStruct]
-    constants: dict[str, Any]
-    grid: tuple[int, ...]
-    descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-    flops: int = 0
-    bytes_accessed: int = 0
 
 
 def forward(
@@ -84,9 +40,9 @@ def forward(
     tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
     tma_y = config.use_tma_store and _tma_can(target, problem.out_dtype, problem.out_features) and not problem.permute_y
     descriptors = {
-        **({"x": _matrix(x.shape, config.block_m, config.block_k)} if tma_x else {}),
-        **({"w": _weights(problem, config)} if tma_w else {}),
-        **({"y": _bounded_rows(problem.out_features, config.block_m, config.block_n // 2)} if tma_y else {}),
+        **({"x": matrix(x.shape, (config.block_m, config.block_k))} if tma_x else {}),
+        **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
+        **({"y": bounded_rows(problem.out_features, (config.block_m, config.block_n // 2))} if tma_y else {}),
     }
     launch = Launch(
         operands={
@@ -137,11 +93,11 @@ def backward_dx(
     tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
     tma_dx = config.use_tma_store and _tma_can(target, problem.dtype, problem.in_features)
     descriptors = {
-        **({"dy": _matrix(dy.shape, config.block_m, config.block_n)} if tma_dy else {}),
-        **({"w": _weights(problem, config)} if tma_w else {}),
+        **({"dy": matrix(dy.shape, (config.block_m, config.block_n))} if tma_dy else {}),
+        **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
     }
     if tma_dx:
-        descriptors["dx"] = _bounded_rows(problem.in_features, config.block_m, config.block_k // 2)
+        descriptors["dx"] = bounded_rows(problem.in_features, (config.block_m, config.block_k // 2))
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
     if x is not None:
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
@@ -219,15 +175,13 @@ def backward_dw(
     sides = {"LEFT": dy_side, "RIGHT": x_side} if dy_is_left else {"LEFT": x_side, "RIGHT": dy_side}
     tiles = problem.num_experts * math.prod(math.ceil(side[""] / side["BLOCK"]) for side in sides.values())
     descriptors = {
-        side.lower(): _bounded_rows(values[""], config.block_m, values["BLOCK"])
+        side.lower(): bounded_rows(values[""], (config.block_m, values["BLOCK"]))
         for side, values in sides.items()
         if values["TMA"]
     }
     tma_dw = config.use_tma_store and _w_by_tma(target, problem)
     if tma_dw:
-        _, left, right = problem.w_shape
-        block = (1, sides["LEFT"]["BLOCK"], sides["RIGHT"]["BLOCK"] // 2)
-        descriptors["dw"] = Tma(problem.w_shape, (left * right, right, 1), block)
+        descriptors["dw"] = matrices(problem.w_shape, (sides["LEFT"]["BLOCK"], sides["RIGHT"]["BLOCK"] // 2))
     outputs = {"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)}
     if with_bias:
         outputs["dbias"] = jax.ShapeDtypeStruct((problem.num_experts, problem.out_features), jnp.float32)
@@ -286,25 +240,8 @@ def combine(call, rows, positions, topk: int, scales=None):
     return call("combine_kernel", launch)["y"]
 
 
-def _matrix(shape, block_rows, block_columns):
-    """Descriptor of a row-major matrix."""
-    return Tma(shape, (shape[1], 1), (block_rows, block_columns))
-
-
-def _weights(problem, config):
-    """Descriptor of w, one expert's block at a time."""
-    _, major, minor = problem.w_shape
-    block = (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
-    return Tma(problem.w_shape, (major * minor, minor, 1), (1, *block))
-
-
-def _bounded_rows(columns, block_rows, block_columns):
-    """Descriptor for accesses that each end at a row of their own; `kernels.tiles` explains the two leading axes."""
-    return Tma(
-        (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns),
-        (_WRAP_STRIDE - columns, columns, columns, 1),
-        (1, 1, block_rows, block_columns),
-    )
+def _w_block(problem, config):
+    return (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
 
 
 def _schedule_operands(schedule):
@@ -340,6 +277,7 @@ def _w_by_tma(target, problem):
 
 
 def _row_scales(topk_weights, gather_indices):
+    """The weight of each row in expert order; zero for a bad index."""
     return (
         _flat(topk_weights)
         .at[jnp.where(gather_indices < 0, len(gather_indices), gather_indices)]

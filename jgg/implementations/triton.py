@@ -7,7 +7,7 @@ import warnings
 import jax
 
 from jgg.implementations import kernels
-from jgg.implementations.kernels import Launch
+from jgg.implementations.launch import Launch
 from jgg.varying import vary_over, varying_axes
 
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own

@@ -1,0 +1,71 @@
+"""One kernel launch as data, TMA descriptors included."""
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+
+# Triton's interpreter replaces parts of triton.language while it runs, for every thread: it must be alone, and nothing
+# may be compiled meanwhile.
+LANGUAGE_LOCK = threading.Lock()
+
+_AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
+
+
+@dataclasses.dataclass(frozen=True)
+class Tma:
+    """A TMA descriptor of an operand, made on the host: shape and strides in elements, and the block of an access.
+
+    (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch; the dictionaries' keys are the kernel's parameters.
+
+    Attributes:
+      operands: arrays and ints; None for an optional array, input or output, that this launch is without.
+      outputs: shape and dtype of each array that the kernel writes.
+      constants: compile-time parameters.
+      grid: number of programs, along up to three axes.
+      descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
+      num_warps, num_stages: of each program.
+      flops, bytes_accessed: the cost that XLA and its profiler are told.
+    """
+
+    operands: dict[str, Any]
+    outputs: dict[str, jax.ShapeDtypeStruct]
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    flops: int = 0
+    bytes_accessed: int = 0
+
+
+def matrix(shape: tuple[int, int], block: tuple[int, int]) -> Tma:
+    """Descriptor of a row-major matrix."""
+    return Tma(shape, (shape[1], 1), block)
+
+
+def matrices(shape: tuple[int, int, int], block: tuple[int, int]) -> Tma:
+    """Descriptor of row-major matrices one after the other, accessed one at a time."""
+    _, rows, columns = shape
+    return Tma(shape, (rows * columns, columns, 1), (1, *block))
+
+
+def bounded_rows(columns: int, block: tuple[int, int]) -> Tma:
+    """Descriptor of rows, for accesses that each end at a row of their own.
+
+    `kernels.tiles` explains the two leading axes.
+    """
+    return Tma(
+        (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns), (_WRAP_STRIDE - columns, columns, columns, 1), (1, 1, *block)
+    )
