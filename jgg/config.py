@@ -96,31 +96,42 @@ class KernelConfigDW(_KernelConfig):
 def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     """The heuristic: a configuration of `config_type` for a problem on a device.
 
-    Its reasons: a [128, 256] tile on 8 warps feeds Hopper's tensor cores best, given an axis long enough to fill it
-    and registers to spare: a gather by pointers together with a scaling or biasing epilogue, and the row sums of dX,
-    would spill there and take [128, 128]. float32 takes twice the shared memory, so half the step. A device with less
-    shared memory gets fewer stages. Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is
-    waste. With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied
-    with few columns.
+    Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
+
+    - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
+      Elsewhere, and where the epilogue needs registers too, tiles are narrower.
+    - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
+    - float32 takes twice the shared memory, so half the step; a device with less of it gets fewer stages.
+    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste.
+    - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
+      few columns.
     """
     if config_type is KernelConfigDW:
         return _choose_dw(problem, target)
     if config_type is KernelConfigForward:
         features, columns, reduced = problem.out_features, "n", "k"
         fusing = {"fuse_gather": not target.has_tma or features < 8192, "fuse_scatter": not target.has_tma}
-        spills = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
+        has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
     else:
         features, columns, reduced = problem.in_features, "k", "n"
         fusing = {"fuse_gather": not target.has_tma}
-        spills = problem.has_topk_weights
+        has_heavy_epilogue = problem.has_topk_weights
     rows_per_expert = -(-problem.num_rows // problem.num_experts)
     block_rows = min(128, max(16, 1 << (rows_per_expert - 1).bit_length()))
-    wide = _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not spills
+    has_epilogue = has_heavy_epilogue or problem.has_topk_weights or problem.has_bias
+    block_columns = 128
+    if not _rows_are_aligned(problem):
+        block_columns = 32 if has_epilogue else 64
+        block_rows = min(block_rows, block_columns)
+    elif has_heavy_epilogue and not _has_wide_tiles(problem, target):
+        block_columns = 64
+    elif _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not has_heavy_epilogue:
+        block_columns = 256
     return config_type(
         block_m=block_rows,
         num_warps=8 if block_rows == 128 else 4,
         num_stages=_stages(target),
-        **{f"block_{columns}": 256 if wide else 128, f"block_{reduced}": _step(problem)},
+        **{f"block_{columns}": block_columns, f"block_{reduced}": _step(problem)},
         **fusing,
     )
 
@@ -129,14 +140,26 @@ def _choose_dw(problem, target):
     # dw is stored as w is: the tile's left axis is N for "enk" and K for "ekn", and the right one is the wide one
     left, right = ("n", "k") if problem.w_layout == "enk" else ("k", "n")
     features = {"k": problem.in_features, "n": problem.out_features}
-    wide = _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64
+    has_both = problem.has_topk_weights and problem.has_bias
+    block_left = block_right = 128
+    if not _rows_are_aligned(problem):
+        block_left = block_right = 32 if has_both else 64
+    elif not target.has_tma or has_both:
+        block_left = 64
+        block_right = 64 if has_both and not target.has_tma else 128
+    elif _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64:
+        block_right = 256
     return KernelConfigDW(
         block_m=_step(problem),
-        num_warps=8,
+        num_warps=8 if block_left == 128 else 4,
         num_stages=_stages(target),
         fuse_gather=not target.has_tma,
-        **{f"block_{left}": 128, f"block_{right}": 256 if wide else 128},
+        **{f"block_{left}": block_left, f"block_{right}": block_right},
     )
+
+
+def _rows_are_aligned(problem):
+    return all(size * problem.dtype.itemsize % 16 == 0 for size in (problem.in_features, problem.out_features))
 
 
 def _has_wide_tiles(problem, target):
@@ -144,8 +167,11 @@ def _has_wide_tiles(problem, target):
 
 
 def _step(problem):
-    return 64 if problem.dtype.itemsize == 2 else 32
+    step = 64 if problem.dtype.itemsize == 2 else 32
+    return step if _rows_are_aligned(problem) else 32
 
 
 def _stages(target):
+    if target.compute_capability >= 100:
+        return 3  # the epilogue needs shared memory of its own there
     return 4 if target.shared_memory > 110_000 else 3

@@ -34,7 +34,7 @@ class Target:
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", less 1 KB for the system.
 _SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
 _TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
-_MIN_COMPUTE_CAPABILITY = 80
+MIN_COMPUTE_CAPABILITY = 80
 
 # Part of jit's cache key, so a function traced for one target is traced again for another.
 _context = jax.make_user_context(None)
@@ -50,9 +50,9 @@ def target(compute_capability: int, num_sms: int | None = None) -> AbstractConte
       compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200).
       num_sms: multiprocessors of the GPU; by default those of the largest common one of that capability.
     """
-    if compute_capability < _MIN_COMPUTE_CAPABILITY:
+    if compute_capability < MIN_COMPUTE_CAPABILITY:
         raise ValueError(
-            f"compute_capability must be {_MIN_COMPUTE_CAPABILITY} or more (sm_80, Ampere), got {compute_capability}."
+            f"compute_capability must be {MIN_COMPUTE_CAPABILITY} or more (sm_80, Ampere), got {compute_capability}."
         )
     return _context(Target(compute_capability, num_sms or _TYPICAL_SMS.get(compute_capability, 108)))
 
@@ -61,7 +61,7 @@ def current_target() -> Target:
     """The target set by `target`, else the first CUDA device, else the portable one."""
     if _context.value is not None:
         return _context.value
-    return device_target() or Target(_MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[_MIN_COMPUTE_CAPABILITY])
+    return device_target() or Target(MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[MIN_COMPUTE_CAPABILITY])
 
 
 def device_target() -> Target | None:

@@ -88,8 +88,8 @@ def make_data(case: Case, dtype, seed: int = 0) -> Data:
         return (scale * rng.standard_normal(shape)).astype(dtype)
 
     x = normal(rows // topk if case.permute_x else rows, features[0])
-    w = normal(experts, *(features if case.w_layout == "ekn" else features[::-1]), scale=features[0] ** -0.5)
-    dy = normal(rows, features[1], scale=features[1] ** -0.5)
+    w = normal(experts, *(features if case.w_layout == "ekn" else features[::-1]), scale=max(features[0], 1) ** -0.5)
+    dy = normal(rows, features[1], scale=max(features[1], 1) ** -0.5)
     if case.out_dtype is not None:
         dy = dy.astype(case.out_dtype)
     topk_weights = None
@@ -210,6 +210,8 @@ SIZES = (
     Case("single-expert-everything", group_sizes=(22,), **EVERYTHING),
     Case("no-rows", group_sizes=(0, 0, 0)),
     Case("no-rows-everything", group_sizes=(0, 0, 0), **EVERYTHING),
+    Case("no-in-features", in_features=0, **EVERYTHING),
+    Case("no-out-features", out_features=0, **EVERYTHING),
     Case("one-row", group_sizes=(0, 1, 0)),
     Case("fewer-rows-than-a-tile", group_sizes=(2, 0, 3)),
     Case("more-experts-than-rows", group_sizes=(0, 1, 0, 0, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0)),

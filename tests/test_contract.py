@@ -1,5 +1,6 @@
 """The contract of grouped_gemm, forward and every gradient, case by case in every implementation."""
 
+import dataclasses
 import inspect
 import itertools
 
@@ -18,7 +19,7 @@ from cases import (
     Case,
     make_data,
 )
-from comparison import OUTPUTS, assert_right, oracle_arguments, run, small_configs
+from comparison import OUTPUTS, assert_matches, assert_right, oracle_arguments, run, small_configs
 
 import jgg
 
@@ -26,7 +27,7 @@ import jgg
 def on(implementation, *dtypes_and_precisions):
     marks = {"interpret": pytest.mark.interpret, "triton": pytest.mark.gpu}
     for dtype, precision in dtypes_and_precisions:
-        name = "-".join(filter(None, (implementation, dtype, precision)))
+        name = "-".join(filter(None, (implementation or "default", dtype, precision)))
         yield pytest.param(implementation, dtype, precision, id=name, marks=marks.get(implementation, ()))
 
 
@@ -42,7 +43,7 @@ IN_EVERY_DTYPE = parametrize(
     on("interpret", FLOAT32, FLOAT16),
     on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16),
 )
-IN_FLOAT32 = parametrize(on("xla", FLOAT32), on("interpret", FLOAT32), on("triton", HIGHEST))
+IN_FLOAT32 = parametrize(on("xla", FLOAT32), on(None, FLOAT32), on("interpret", FLOAT32), on("triton", HIGHEST))
 
 
 def named(cases):
@@ -67,7 +68,7 @@ def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT32), on("triton", FLOAT32, BFLOAT16))
+@parametrize(on("xla", FLOAT32), on(None, BFLOAT16), on("interpret", FLOAT32), on("triton", FLOAT32, BFLOAT16))
 @named(OPTIONS_HALVES[0])
 def test_every_option(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -79,7 +80,11 @@ def test_every_option_in_the_other_layout(case, implementation, dtype, precision
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@IN_EVERY_DTYPE
+@parametrize(
+    on("xla", FLOAT32, FLOAT16, BFLOAT16),
+    on("interpret", FLOAT32),
+    on("triton", HIGHEST, FLOAT16, BFLOAT16),
+)
 def test_every_pattern_of_empty_groups(implementation, dtype, precision):
     options = {"in_features": 16, "out_features": 12, "biased": True, "weighted": True}
     for pattern in itertools.product((0, 1), repeat=6):
@@ -144,6 +149,84 @@ def test_repeated_index_any_row_wins(implementation, dtype, precision):
     for position in repeated:
         errors = np.abs(in_expert_order[candidates[position]] - y[position])
         assert np.all(np.min(errors, axis=0) < 1e-5)
+
+
+@IN_FLOAT32
+def test_64_bit_integers(implementation, dtype, precision):
+    case = Case("64-bit", topk=2, permute_x=True, gather="random")
+    data = make_data(case, dtype)
+    data.gather_indices[3] = 0
+    sizes, indices = data.group_sizes.astype(np.int64), data.gather_indices.astype(np.int64)
+    # in 32 bits these would wrap around to values that look right
+    sizes[1] = -(2**32) + 1
+    sizes[4] += 2**32
+    indices[3] += 2**32
+    wide = dataclasses.replace(data, group_sizes=sizes, gather_indices=indices)
+    with jax.enable_x64(True):
+        assert_matches(case, wide, run(case, wide, implementation, precision=precision), precision)
+
+
+LARGE = {
+    # experts, K, N, group sizes of the first and the last expert: w passes 2**31 elements, then x, y and dy do
+    "weights": (600, 2048, 2048, (9, 140)),
+    "rows": (3, 1040, 1040, (2**21, 70)),
+}
+SMALL = {"weights": (6, 32, 48, (9, 14)), "rows": (3, 24, 40, (200, 7))}
+
+
+@pytest.mark.parametrize("permuted", [False, True], ids=["in-order", "permuted"])
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    [
+        *(pytest.param("xla", shape, id=f"xla-small-{name}") for name, shape in SMALL.items()),
+        *(
+            pytest.param("triton", shape, id=f"triton-large-{name}", marks=pytest.mark.gpu)
+            for name, shape in LARGE.items()
+        ),
+    ],
+)
+def test_more_than_int32_elements(implementation, shape, permuted):
+    experts, in_features, out_features, (first, last) = shape
+    num_rows = first + last
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (num_rows, in_features), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (experts, out_features, in_features), jnp.bfloat16)
+    dy = jax.random.normal(keys[2], (num_rows, out_features), jnp.bfloat16)
+    group_sizes = jnp.zeros(experts, jnp.int32).at[0].set(first).at[-1].set(last)
+    # the last rows in expert order are the first ones in token order, and the other way round
+    gather_indices = jnp.arange(num_rows, dtype=jnp.int32)[::-1] if permuted else None
+
+    @jax.jit
+    def forward_and_backward(x, w, dy):
+        def forward(x, w):
+            return jgg.grouped_gemm(
+                x,
+                w,
+                group_sizes,
+                gather_indices=gather_indices,
+                permute_x=permuted,
+                permute_y=permuted,
+                implementation=implementation,
+            )
+
+        y, vjp = jax.vjp(forward, x, w)
+        return y, *vjp(dy)
+
+    y, dx, dw = forward_and_backward(x, w, dy)
+    for expert, rows in ((0, slice(0, 5)), (-1, slice(num_rows - last, num_rows))):
+        # the rows by their place in x and y
+        rows = slice(num_rows - rows.stop, num_rows - rows.start) if permuted else rows
+        matrix, some_x, some_dy = (np.asarray(a).astype(np.float64) for a in (w[expert], x[rows], dy[rows]))
+        assert_near(y[rows], some_x @ matrix.T)
+        assert_near(dx[rows], some_dy @ matrix)
+        if expert == -1:
+            assert_near(dw[-1], some_dy.T @ some_x)
+    assert not jnp.any(dw[experts // 2])
+
+
+def assert_near(got, expected):
+    error = np.abs(np.asarray(got).astype(np.float64) - expected)
+    assert np.max(error) < 8e-3 * np.max(np.abs(expected))  # bfloat16 has 8 bits
 
 
 @IN_EVERY_DTYPE

@@ -52,7 +52,11 @@ GROUPED_GEMM_ERRORS = {
         "w must be [E, K, N] with K equal to x's 5, got w [3, 7, 5] (w_layout='ekn')",
     ),
     "sizes-dtype": ({"group_sizes": zeros(3)}, TypeError, "group_sizes must be an integer array, got float32"),
-    "sizes-bool": ({"group_sizes": indices(3, dtype="bool")}, TypeError, "group_sizes must be an integer array, got bool"),
+    "sizes-bool": (
+        {"group_sizes": indices(3, dtype="bool")},
+        TypeError,
+        "group_sizes must be an integer array, got bool",
+    ),
     "sizes-rank": ({"group_sizes": indices(3, 1)}, ValueError, "group_sizes must be [E], 1-dimensional, got [3, 1]"),
     "sizes-length": (
         {"group_sizes": indices(4)},
@@ -181,9 +185,7 @@ PRODUCT_ERRORS = {
         "w must have the dtype of dy, float16, got float32",
     ),
     "dx-tokens": (
-        lambda: jgg.grouped_gemm_dx(
-            zeros(9, 7), zeros(3, 7, 5), indices(9), indices(3), 2, permute_x=True
-        ),
+        lambda: jgg.grouped_gemm_dx(zeros(9, 7), zeros(3, 7, 5), indices(9), indices(3), 2, permute_x=True),
         ValueError,
         "dy must have a multiple of topk 2 rows, got 9",
     ),
@@ -257,9 +259,7 @@ PRODUCT_ERRORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"), PRODUCT_ERRORS.values(), ids=PRODUCT_ERRORS.keys()
-)
+@pytest.mark.parametrize(("call", "error", "message"), PRODUCT_ERRORS.values(), ids=PRODUCT_ERRORS.keys())
 def test_other_functions(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()

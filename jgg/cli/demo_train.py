@@ -238,7 +238,7 @@ def _make_optimizer(settings):
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=is_matrix),
+        optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix),
     )
 
 

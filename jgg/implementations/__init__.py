@@ -14,19 +14,23 @@ from jax.interpreters import mlir
 
 from jgg.implementations.launch import LANGUAGE_LOCK
 from jgg.implementations.primitive import define_primitive
-from jgg.target import Target, device_target
+from jgg.target import MIN_COMPUTE_CAPABILITY, Target, device_target
 
 NAMES = ("triton", "xla", "interpret")
-MIN_COMPUTE_CAPABILITY = 80
 
 
 def check_implementation(implementation: str | None):
-    """Raises ValueError for a name that is none of NAMES, ImportError for one whose packages are not installed."""
+    """Raises ValueError for a name that is none of NAMES or a GPU too old, ImportError for packages not installed."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")
     if implementation in ("triton", "interpret") and not has_triton():
         raise ImportError(
             f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[cuda12]' (Linux only)."
+        )
+    if implementation == "triton" and _is_too_old(device_target()):
+        raise ValueError(
+            f"implementation must be 'xla' on {device_target().name}, whose compute capability is below "
+            f"{MIN_COMPUTE_CAPABILITY / 10}, got 'triton'."
         )
 
 
@@ -34,9 +38,11 @@ def is_plain_jax(implementation: str | None) -> bool:
     """Whether a choice can only lead to the xla implementation, so that it needs no custom derivative."""
     if implementation is not None:
         return implementation == "xla"
-    device = device_target()
-    too_old = device is not None and device.compute_capability < MIN_COMPUTE_CAPABILITY
-    return too_old or not has_triton()
+    return not has_triton() or _is_too_old(device_target())
+
+
+def _is_too_old(device: Target | None) -> bool:
+    return device is not None and device.compute_capability < MIN_COMPUTE_CAPABILITY
 
 
 @functools.cache
@@ -55,7 +61,7 @@ def run(product: str, implementation: str | None, target: Target, problem, confi
     return _bind(
         *leaves,
         product=product,
-        implementation="xla" if problem.is_empty else implementation,
+        implementation="xla" if problem.is_empty or is_plain_jax(implementation) else implementation,
         target=target,
         problem=problem,
         config=config,

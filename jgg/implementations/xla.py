@@ -45,13 +45,14 @@ def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights,
 
 def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_weights):
     """The dX product and the row sums; see `implementations.kernels.backward_dx`."""
+    plain = x is None and topk_weights is None and not problem.permute_x
     dx = rows_dot(
         expert_order(problem, dy, gather_indices, problem.permute_y),
         w,
         bounds,
         transpose_w=problem.w_layout == "ekn",
         precision=problem.precision,
-        out_dtype=jnp.dtype(jnp.float32),
+        out_dtype=problem.dtype if plain else jnp.dtype(jnp.float32),
     )
     row_sums = []
     if x is not None:
@@ -136,8 +137,8 @@ def _in_groups(problem, bounds):
 
 def _block_rows(num_rows: int, num_groups: int) -> int:
     """Rows of a loop step: about a group's share, so that short groups do not multiply mostly padding."""
-    share = num_rows // max(num_groups, 1)
-    return min(max(1 << share.bit_length(), 8), 512, num_rows)
+    share = -(-num_rows // max(num_groups, 1))
+    return min(max(1 << (share - 1).bit_length(), 8), 512, num_rows)
 
 
 def _common(left, right):

@@ -1,0 +1,156 @@
+"""Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
+
+Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
+Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory and
+the bytes that it spills to memory.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import triton
+
+import jgg
+from jgg.config import choose_config
+from jgg.problem import check_problem
+from jgg.target import current_target
+
+EXPERTS = 4
+OPTIONS = {
+    "plain": {},
+    "up": {"permute_x": True},
+    "down": {"permute_y": True, "weighted": True},
+    "scaled": {"weighted": True, "biased": True},
+    "everything": {"permute_x": True, "permute_y": True, "weighted": True, "biased": True},
+}
+TYPES = {
+    "forward_kernel": jgg.KernelConfigForward,
+    "backward_dx_kernel": jgg.KernelConfigDX,
+    "backward_dw_kernel": jgg.KernelConfigDW,
+}
+# dtype and precision, and the one whose kernels stand for it: they differ in the type or in repeated instructions
+MODES = {
+    ("bfloat16", None): None,
+    ("float16", None): ("bfloat16", None),
+    ("float32", None): None,
+    ("float32", "high"): ("float32", None),
+    ("float32", "highest"): None,
+}
+
+
+def arguments(rows, in_features, out_features, layout, options, dtype, precision):
+    """Arrays (shapes and dtypes) and options of grouped_gemm."""
+    options = OPTIONS[options]
+    num_rows, topk = EXPERTS * rows, 2
+    x_rows = num_rows // topk if options.get("permute_x") else num_rows
+    w = (out_features, in_features) if layout == "enk" else (in_features, out_features)
+    arrays = {
+        "x": jax.ShapeDtypeStruct((x_rows, in_features), dtype),
+        "w": jax.ShapeDtypeStruct((EXPERTS, *w), dtype),
+        "topk_weights": jax.ShapeDtypeStruct((num_rows // topk, topk), "float32"),
+        "bias": jax.ShapeDtypeStruct((EXPERTS, out_features), dtype),
+        "group_sizes": jax.ShapeDtypeStruct((EXPERTS,), "int32"),
+        "gather_indices": jax.ShapeDtypeStruct((num_rows,), "int32"),
+    }
+    if not options.get("weighted"):
+        arrays["topk_weights"] = None
+    if not options.get("biased"):
+        arrays["bias"] = None
+    static = {name: options.get(name, False) for name in ("permute_x", "permute_y")}
+    return arrays, {"topk": topk, "w_layout": layout, "precision": precision, **static}
+
+
+def chosen_configs(target, problem, dtype, precision):
+    """The configurations that the heuristic chooses for the three kernels of a problem."""
+    arrays, static = arguments(*problem, dtype, precision)
+    checked = check_problem(**arrays, **static)
+    return [choose_config(config_type, checked, target) for config_type in TYPES.values()]
+
+
+def every_problem():
+    """Problems of all kinds that a heuristic might tell apart: (rows of an expert, K, N, layout, options)."""
+    rows = (1, 8, 16, 17, 32, 33, 64, 65, 127, 128, 500, 10_000)
+    features = (17, 64, 96, 128, 136, 256, 512, 513, 4096, 8192, 14_336)
+    return itertools.product(rows, features, features, ("enk", "ekn"), OPTIONS)
+
+
+def problems_to_lower(target, dtype, precision):
+    """Few problems that together have every configuration, those with the most options first, and the usual layers."""
+    features = ((512, 512), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
+    candidates = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
+    configs = {
+        (rows, *sizes, layout, options): set(chosen_configs(target, (rows, *sizes, layout, options), dtype, precision))
+        for rows, sizes, layout, options in candidates
+    }
+    missing = set().union(*configs.values())
+    while missing:
+        problem = max(configs, key=lambda problem: len(configs[problem] & missing))
+        missing -= configs[problem]
+        yield problem
+    if dtype == "bfloat16":
+        for layout, options in itertools.product(("enk", "ekn"), ("plain", "up", "down")):
+            yield (128, 512, 512, layout, options)
+
+
+def lower(compute_capability, problem, dtype, precision):
+    arrays, static = arguments(*problem, dtype, precision)
+    floats = {name: arrays.pop(name) for name in ("x", "w", "topk_weights", "bias")}
+
+    def forward_and_backward(floats, fixed):
+        def forward(floats):
+            return jgg.grouped_gemm(**floats, **fixed, **static, implementation="triton")
+
+        y, vjp = jax.vjp(forward, floats)
+        return y, vjp(y)
+
+    with jgg.target(compute_capability):
+        jax.jit(forward_and_backward).trace(floats, arrays).lower(lowering_platforms=("cuda",))
+
+
+def assemble(folder, compute_capability):
+    """Name, shared memory and spills of the kernel dumped in a folder."""
+    (ptx,), (info,) = folder.glob("*.ptx"), folder.glob("*.compile_info")
+    assembler = "ptxas-blackwell" if compute_capability >= 100 else "ptxas"
+    architecture = re.search(r"\.target (\w+)", ptx.read_text())[1]
+    done = subprocess.run(
+        [
+            Path(triton.__file__).parent / "backends/nvidia/bin" / assembler,
+            "-v",
+            f"-arch={architecture}",
+            ptx,
+            "-o",
+            folder / "binary",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes spill", done.stderr)
+    assert spills, done.stderr
+    shared_memory = int(info.read_text().split(":")[-1])
+    return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills))}
+
+
+def main():
+    compute_capability = int(sys.argv[1])
+    dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
+    with jgg.target(compute_capability):
+        target = current_target()
+    for (dtype, precision), same in MODES.items():
+        problems = list(problems_to_lower(target, dtype, precision))
+        for problem in problems[:1] if same else problems:
+            before = set(dumped.iterdir())
+            lower(compute_capability, problem, dtype, precision)
+            for folder in set(dumped.iterdir()) - before:
+                kernel = assemble(folder, compute_capability)
+                print(json.dumps({"problem": [*problem, dtype, precision], **kernel}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The kernels compiled for every kind of GPU, on a machine with none.
+
+A process for each, since jax-triton reads where to dump its kernels when it is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lower_kernels import MODES, TYPES, chosen_configs, every_problem, problems_to_lower
+
+import jgg
+from jgg.target import current_target
+
+TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])
+
+
+@TARGETS
+def test_kernels_compile_and_fit(compute_capability, tmp_path):
+    script = Path(__file__).parent / "lower_kernels.py"
+    done = subprocess.run(
+        [sys.executable, script, str(compute_capability)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_TRITON_DUMP_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == {*TYPES, "combine_kernel"}
+
+    with jgg.target(compute_capability):
+        limit = current_target().shared_memory
+    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
+    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
+    spilling = [kernel for kernel in kernels if kernel["spills"]]
+    assert not spilling, f"registers spill: {table(spilling)}"
+
+
+def table(kernels):
+    return "".join(f"\n{kernel}" for kernel in kernels)
+
+
+@TARGETS
+@pytest.mark.parametrize(("mode", "same"), MODES.items())
+def test_every_choice_of_the_heuristic_is_compiled(mode, same, compute_capability):
+    """What test_kernels_compile_and_fit compiles has every configuration that there can be."""
+    with jgg.target(compute_capability):
+        target = current_target()
+
+    def configs(problems, mode):
+        return {config for problem in problems for config in chosen_configs(target, problem, *mode)}
+
+    compiled = configs(problems_to_lower(target, *(same or mode)), same or mode)
+    assert configs(every_problem(), mode) == compiled

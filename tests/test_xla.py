@@ -1,0 +1,77 @@
+"""What the plain JAX implementation does not do: make an operand dense, copy weights, grow with the experts."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgg
+
+ROWS, IN, OUT, TOPK = 512, 64, 96, 2
+OPTIONS = {
+    "plain": {},
+    "everything": {"topk": TOPK, "permute_x": True, "permute_y": True},
+}
+
+
+def compiled(num_experts, dtype, options, w_layout, backward, implementation):
+    def struct(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    floats = {
+        "x": struct(ROWS // TOPK if options else ROWS, IN),
+        "w": struct(num_experts, *((OUT, IN) if w_layout == "enk" else (IN, OUT))),
+    }
+    fixed = {"group_sizes": struct(num_experts, dtype="int32")}
+    if options:
+        floats["topk_weights"] = struct(ROWS // TOPK, TOPK, dtype="float32")
+        floats["bias"] = struct(num_experts, OUT)
+        fixed["gather_indices"] = struct(ROWS, dtype="int32")
+
+    def forward(floats, fixed):
+        return jgg.grouped_gemm(**floats, **fixed, **options, w_layout=w_layout, implementation=implementation)
+
+    def forward_and_backward(floats, fixed, dy):
+        y, vjp = jax.vjp(lambda floats: forward(floats, fixed), floats)
+        return y, vjp(dy)
+
+    if backward:
+        return jax.jit(forward_and_backward).lower(floats, fixed, struct(ROWS, OUT)).compile()
+    return jax.jit(forward).lower(floats, fixed).compile()
+
+
+def largest_array(text):
+    """Elements of the largest array anywhere in a compiled program."""
+    shapes = re.findall(r"\b(?:f32|bf16|f16|s32|pred)\[([\d,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def test_largest_array_sees_a_dense_operand():
+    """The measure of the tests below, on a program that multiplies all rows by every expert's weights."""
+
+    def dense(x, w, members):
+        return jnp.einsum("emk,enk->mn", jnp.where(members[:, :, None], x, 0), w)
+
+    arguments = jnp.ones((ROWS, IN)), jnp.ones((8, OUT, IN)), jnp.ones((8, ROWS), bool)
+    program = jax.jit(dense).lower(*arguments).compile()
+    assert largest_array(program.as_text()) >= 8 * ROWS * IN
+    assert program.memory_analysis().temp_size_in_bytes >= 8 * ROWS * IN * 4
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("num_experts", [8, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("options", "w_layout"), [("plain", "enk"), ("everything", "ekn")])
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_memory(implementation, options, w_layout, dtype, num_experts, backward):
+    program = compiled(num_experts, dtype, OPTIONS[options], w_layout, backward, implementation)
+    memory = program.memory_analysis()
+    in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    # In bfloat16 the float32 intermediates of a scaling epilogue's gradient, each twice its result, take more.
+    factor = 3.5 if backward and dtype == "bfloat16" and options == "everything" else 2
+    assert memory.temp_size_in_bytes < factor * in_and_out
+    # No [E, M, K] or [E, M, N], nor anything else larger than the largest argument.
+    largest_argument = max(num_experts * IN * OUT, ROWS * OUT)
+    assert largest_array(program.as_text()) <= largest_argument
