@@ -42,11 +42,11 @@ class _KernelConfig:
 class KernelConfigForward(_KernelConfig):
     """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
 
-    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather, no scatter) and their length
+    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather) and their length
     is a multiple of 16 bytes; elsewhere that operand goes through pointers.
 
     Attributes:
-      use_tma_load_x, use_tma_load_w, use_tma_store: load x, load w, store y by TMA.
+      use_tma_load_x, use_tma_load_w: load x, load w by TMA.
       fuse_gather: read x through gather_indices inside the kernel, by pointers, rather than from a copy in expert order
         that a small kernel makes first.
       fuse_scatter: write y in token order inside the kernel, by pointers, rather than have a small kernel reorder it.
@@ -54,7 +54,6 @@ class KernelConfigForward(_KernelConfig):
 
     use_tma_load_x: bool = True
     use_tma_load_w: bool = True
-    use_tma_store: bool = True
     fuse_gather: bool = True
     fuse_scatter: bool = True
 
@@ -64,7 +63,7 @@ class KernelConfigDX(_KernelConfig):
     """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
 
     Attributes:
-      use_tma_load_dy, use_tma_load_w, use_tma_store: load dy, load w, store dx by TMA, as in KernelConfigForward.
+      use_tma_load_dy, use_tma_load_w: load dy, load w by TMA, as in KernelConfigForward.
       fuse_gather: read dy through gather_indices inside the kernel, as in KernelConfigForward.
     """
 
@@ -72,7 +71,6 @@ class KernelConfigDX(_KernelConfig):
     block_k: int = 128
     use_tma_load_dy: bool = True
     use_tma_load_w: bool = True
-    use_tma_store: bool = True
     fuse_gather: bool = True
 
 
@@ -81,7 +79,7 @@ class KernelConfigDW(_KernelConfig):
     """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.
 
     Attributes:
-      use_tma_load_x, use_tma_load_dy, use_tma_store: load x, load dy, store dw by TMA, as in KernelConfigForward.
+      use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
       fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward.
     """
 
@@ -89,7 +87,6 @@ class KernelConfigDW(_KernelConfig):
     block_k: int = 128
     use_tma_load_x: bool = True
     use_tma_load_dy: bool = True
-    use_tma_store: bool = True
     fuse_gather: bool = True
 
 

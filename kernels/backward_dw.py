@@ -8,7 +8,7 @@ from .tiles import (
     ceil_div,
     load_rows,
     row_pointers,
-    split_columns,
+    store_tile,
     tile_coordinates,
     token_positions,
 )
@@ -45,15 +45,15 @@ def backward_dw_kernel(
     left, right, topk_weights, gather_indices, group_starts, group_ends, dw, dbias, num_rows, num_groups,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DY_IS_LEFT: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, TMA_DW: tl.constexpr, BAND: tl.constexpr,
+    TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dw[g] = sum over the rows i of group g of topk_weights[i] * left[i] (outer) right[i].
 
     Arrays: left [rows, LEFT], right [rows, RIGHT], topk_weights and gather_indices [num_rows], group_starts and
     group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. topk_weights,
-    gather_indices and dbias [num_groups, LEFT or RIGHT] may be None; with TMA_LEFT, TMA_RIGHT and TMA_DW, left,
-    right and dw are TMA descriptors. A group without rows gets zeros.
+    gather_indices and dbias [num_groups, LEFT or RIGHT] may be None; with TMA_LEFT and TMA_RIGHT, left and
+    right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
     right_tiles: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
@@ -94,19 +94,9 @@ def backward_dw_kernel(
                     bias_acc += tl.reduce(dy_block, 0, add)
             acc = tl.dot(left_block.T, right_block, acc, input_precision=PRECISION)
 
-        if TMA_DW:
-            HALF: tl.constexpr = BLOCK_RIGHT // 2
-            low, high = split_columns(acc, BLOCK_LEFT, BLOCK_RIGHT)
-            for half in tl.static_range(2):
-                block = (low if half == 0 else high).to(dw.dtype).reshape(1, BLOCK_LEFT, HALF)
-                dw.store([group, left_column, right_column + half * HALF], block)
-        else:
-            left_columns = left_column + tl.arange(0, BLOCK_LEFT)
-            right_columns = right_column + tl.arange(0, BLOCK_RIGHT)
-            matrix = dw + group.to(tl.int64) * (LEFT * RIGHT)
-            dw_mask = (left_columns < LEFT)[:, None] & (right_columns < RIGHT)[None, :]
-            pointers = row_pointers(matrix, left_columns, right_columns, RIGHT)
-            tl.store(pointers, acc.to(dw.dtype.element_ty), mask=dw_mask)
+        left_columns = left_column + tl.arange(0, BLOCK_LEFT)
+        matrix = dw + group.to(tl.int64) * (LEFT * RIGHT)
+        store_tile(matrix, acc, left_columns, left_columns < LEFT, right_column, RIGHT, BLOCK_RIGHT)
         if dbias is not None:
             BIAS: tl.constexpr = LEFT if DY_IS_LEFT else RIGHT
             BLOCK_BIAS: tl.constexpr = BLOCK_LEFT if DY_IS_LEFT else BLOCK_RIGHT

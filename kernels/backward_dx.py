@@ -13,7 +13,7 @@ def backward_dx_kernel(
     num_rows,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, TMA_DX: tl.constexpr, BAND: tl.constexpr,
+    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
@@ -49,8 +49,8 @@ def backward_dx_kernel(
             tl.store(sums, tl.reduce(product, 1, add), mask=in_group)
         if topk_weights is not None:
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
-        store_tile(dx, acc, start, group_end, rows, in_group, column, COLUMNS, TMA_DX, BLOCK_ROWS, BLOCK_COLUMNS)
+        store_tile(dx, acc, rows, in_group, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
         dx, None, tl.load(extent + 1), tl.load(extent + 2), num_rows,
-        COLUMNS, False, TMA_DX, BLOCK_ROWS, BLOCK_COLUMNS,
+        COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

@@ -63,15 +63,15 @@ def forward_kernel(
     num_rows,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_X: tl.constexpr, TMA_W: tl.constexpr, TMA_Y: tl.constexpr, BAND: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
 
     Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
     [groups, COLUMNS], topk_weights and gather_indices [num_rows], y [num_rows, COLUMNS]; the schedule's tile_group,
-    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X, TMA_W and
-    TMA_Y, x, w and y are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
+    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x
+    and w are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
     y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -95,11 +95,11 @@ def forward_kernel(
             acc += tl.load(bias + group * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
         if topk_weights is not None:
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
-        store_tile(
-            y, acc, start, group_end, positions if SCATTER else rows, exists if SCATTER else rows < group_end,
-            column, COLUMNS, TMA_Y, BLOCK_ROWS, BLOCK_COLUMNS,
-        )  # fmt: skip
+        if SCATTER:
+            store_tile(y, acc, positions, exists, column, COLUMNS, BLOCK_COLUMNS)
+        else:
+            store_tile(y, acc, rows, rows < group_end, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
         y, gather_indices, tl.load(extent + 1), tl.load(extent + 2), num_rows,
-        COLUMNS, SCATTER, TMA_Y, BLOCK_ROWS, BLOCK_COLUMNS,
+        COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

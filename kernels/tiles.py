@@ -60,36 +60,17 @@ def row_pointers(pointer, rows, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def split_columns(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of [ROWS, COLUMNS]."""
-    return tl.split(value.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
-
-
-@triton.jit
-def store_tile(
-    y, value, start, rows_end, rows, exists, column,
-    COLUMNS: tl.constexpr, TMA: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Stores [BLOCK_ROWS, BLOCK_COLUMNS]: by TMA to the rows from start up to rows_end, by pointers to existing `rows`.
-
-    TMA stores two halves, which pass through half the shared memory that the whole would.
-    """
-    if TMA:
-        HALF: tl.constexpr = BLOCK_COLUMNS // 2
-        left, right = split_columns(value, BLOCK_ROWS, BLOCK_COLUMNS)
-        for half in tl.static_range(2):
-            block = (left if half == 0 else right).to(y.dtype).reshape(1, 1, BLOCK_ROWS, HALF)
-            y.store([ROW_LIMIT, rows_end, start - rows_end + ROW_LIMIT, column + half * HALF], block)
-    else:
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
-        mask = exists[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(row_pointers(y, rows, columns, COLUMNS), value.to(y.dtype.element_ty), mask=mask)
+def store_tile(y, value, rows, exists, column, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Stores [rows, BLOCK_COLUMNS] to the rows that exist, in the dtype of y."""
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    mask = exists[:, None] & (columns < COLUMNS)[None, :]
+    tl.store(row_pointers(y, rows, columns, COLUMNS), value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def zero_outside(
     y, gather_indices, first_row, last_row, num_rows, COLUMNS: tl.constexpr,
-    SCATTER: tl.constexpr, TMA: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SCATTER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes zeros to the rows of y that belong to no group: those before first_row and from last_row on."""
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -106,4 +87,4 @@ def zero_outside(
         if SCATTER:
             rows, exists = token_positions(gather_indices, rows, rows_end, num_rows)
         column = (tile % column_tiles) * BLOCK_COLUMNS
-        store_tile(y, zeros, start, rows_end, rows, exists, column, COLUMNS, TMA, BLOCK_ROWS, BLOCK_COLUMNS)
+        store_tile(y, zeros, rows, exists, column, COLUMNS, BLOCK_COLUMNS)

@@ -101,12 +101,11 @@ def test_without_jit(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision, jit=False)
 
 
-POINTERS = {f"use_tma_load_{name}": False for name in ("x", "w", "dy")} | {"use_tma_store": False}
+POINTERS = {f"use_tma_load_{name}": False for name in ("x", "w", "dy")}
 KERNEL_CONFIGS = {
     "pointers": small_configs(16, **POINTERS),
     "pointers-for-weights": small_configs(16, use_tma_load_w=False),
     "pointers-for-rows": small_configs(16, use_tma_load_x=False, use_tma_load_dy=False),
-    "pointers-for-stores": small_configs(16, use_tma_store=False),
     "tiles-of-32": small_configs(32),
     "uneven-tiles": (
         ("kernel_config_fwd", jgg.KernelConfigForward(32, 16, 64, num_warps=4, band=1)),

@@ -38,11 +38,9 @@ def forward(
     column_tiles = math.ceil(problem.out_features / config.block_n)
     tma_x = config.use_tma_load_x and _x_by_tma(target, problem)
     tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
-    tma_y = config.use_tma_store and _tma_can(target, problem.out_dtype, problem.out_features) and not problem.permute_y
     descriptors = {
         **({"x": matrix(x.shape, (config.block_m, config.block_k))} if tma_x else {}),
         **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
-        **({"y": bounded_rows(problem.out_features, (config.block_m, config.block_n // 2))} if tma_y else {}),
     }
     launch = Launch(
         operands={
@@ -66,7 +64,6 @@ def forward(
             "PRECISION": _PRECISIONS[problem.precision],
             "TMA_X": tma_x,
             "TMA_W": tma_w,
-            "TMA_Y": tma_y,
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,
             "BLOCK_REDUCED": config.block_k,
@@ -91,13 +88,10 @@ def backward_dx(
     column_tiles = math.ceil(problem.in_features / config.block_k)
     tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
     tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
-    tma_dx = config.use_tma_store and _tma_can(target, problem.dtype, problem.in_features)
     descriptors = {
         **({"dy": matrix(dy.shape, (config.block_m, config.block_n))} if tma_dy else {}),
         **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
     }
-    if tma_dx:
-        descriptors["dx"] = bounded_rows(problem.in_features, (config.block_m, config.block_k // 2))
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
     if x is not None:
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
@@ -124,7 +118,6 @@ def backward_dx(
             "PRECISION": _PRECISIONS[problem.precision],
             "TMA_DY": tma_dy,
             "TMA_W": tma_w,
-            "TMA_DX": tma_dx,
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,
             "BLOCK_REDUCED": config.block_n,
@@ -179,9 +172,6 @@ def backward_dw(
         for side, values in sides.items()
         if values["TMA"]
     }
-    tma_dw = config.use_tma_store and _w_by_tma(target, problem)
-    if tma_dw:
-        descriptors["dw"] = matrices(problem.w_shape, (sides["LEFT"]["BLOCK"], sides["RIGHT"]["BLOCK"] // 2))
     outputs = {"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)}
     if with_bias:
         outputs["dbias"] = jax.ShapeDtypeStruct((problem.num_experts, problem.out_features), jnp.float32)
@@ -203,7 +193,6 @@ def backward_dw(
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
             "DY_IS_LEFT": dy_is_left,
             "PRECISION": _PRECISIONS[problem.precision],
-            "TMA_DW": tma_dw,
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,
         },

@@ -34,7 +34,7 @@ class Launch:
       outputs: shape and dtype of each array that the kernel writes.
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
-      descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
+      descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
       num_warps, num_stages: of each program.
       flops, bytes_accessed: the cost that XLA and its profiler are told.
     """

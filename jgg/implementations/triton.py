@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import warnings
 
 import jax
 
@@ -50,29 +49,21 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     """Launches a kernel through `jax_triton.triton_call`."""
     import jax_triton
 
-    kernel = load_kernel(name)
-    # an output goes in as a buffer without content and comes out in its place, so that it can be a descriptor too
-    buffers = {key: jax.lax.empty(output.shape, output.dtype) for key, output in launch.outputs.items()}
-    operands = launch.operands | buffers
+    operands = dict(launch.operands)
     for key, tma in launch.descriptors.items():
         operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape)
-    order = [key for key in kernel.arg_names if operands.get(key) is not None]
-    with warnings.catch_warnings():
-        # Ref arguments are to replace aliases, but make no descriptors yet
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        outputs = jax_triton.triton_call(
-            **operands,
-            **launch.constants,
-            kernel=kernel,
-            out_type=tuple(launch.outputs.values()),
-            input_output_aliases={order.index(key): index for index, key in enumerate(launch.outputs)},
-            grid=launch.grid,
-            name=f"jgg_{name}",
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            compute_capability=compute_capability,
-            backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
-            cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
-        )
+    outputs = jax_triton.triton_call(
+        **operands,
+        **launch.constants,
+        kernel=load_kernel(name),
+        out_type=tuple(launch.outputs.values()),
+        grid=launch.grid,
+        name=f"jgg_{name}",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        compute_capability=compute_capability,
+        backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
+        cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
+    )
     axes = varying_axes(*(operand for operand in launch.operands.values() if isinstance(operand, jax.Array)))
     return {key: vary_over(axes, output) for key, output in zip(launch.outputs, outputs, strict=True)}
