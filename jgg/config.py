@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
 
@@ -102,7 +105,10 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste.
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
+    - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     """
+    if _is_ieee_float32(problem):
+        return _choose_ieee_float32(config_type, problem, target)
     if config_type is KernelConfigDW:
         return _choose_dw(problem, target)
     if config_type is KernelConfigForward:
@@ -113,8 +119,7 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
         features, columns, reduced = problem.in_features, "k", "n"
         fusing = {"fuse_gather": not target.has_tma}
         has_heavy_epilogue = problem.has_topk_weights
-    rows_per_expert = -(-problem.num_rows // problem.num_experts)
-    block_rows = min(128, max(16, 1 << (rows_per_expert - 1).bit_length()))
+    block_rows = _block_rows(problem, 128)
     has_epilogue = has_heavy_epilogue or problem.has_topk_weights or problem.has_bias
     block_columns = 128
     if not _rows_are_aligned(problem):
@@ -127,7 +132,7 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     return config_type(
         block_m=block_rows,
         num_warps=8 if block_rows == 128 else 4,
-        num_stages=_stages(target),
+        num_stages=_stages(problem, target),
         **{f"block_{columns}": block_columns, f"block_{reduced}": _step(problem)},
         **fusing,
     )
@@ -149,10 +154,28 @@ def _choose_dw(problem, target):
     return KernelConfigDW(
         block_m=_step(problem),
         num_warps=8 if block_left == 128 else 4,
-        num_stages=_stages(target),
+        num_stages=_stages(problem, target),
         fuse_gather=not target.has_tma,
         **{f"block_{left}": block_left, f"block_{right}": block_right},
     )
+
+
+def _choose_ieee_float32(config_type, problem, target):
+    size = 64 if _rows_are_aligned(problem) else 32
+    blocks = {"block_m": _block_rows(problem, size), "block_n": size, "block_k": size}
+    reduced = {KernelConfigForward: "block_k", KernelConfigDX: "block_n", KernelConfigDW: "block_m"}[config_type]
+    blocks[reduced] = 16
+    return config_type(num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target), **blocks)
+
+
+def _block_rows(problem, largest):
+    """Rows of a tile: no more than the next power of two of an even share."""
+    share = -(-problem.num_rows // problem.num_experts)
+    return min(largest, max(16, 1 << (share - 1).bit_length()))
+
+
+def _is_ieee_float32(problem):
+    return problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST
 
 
 def _rows_are_aligned(problem):
@@ -168,7 +191,8 @@ def _step(problem):
     return step if _rows_are_aligned(problem) else 32
 
 
-def _stages(target):
+def _stages(problem, target):
     if target.compute_capability >= 100:
         return 3  # the epilogue needs shared memory of its own there
-    return 4 if target.shared_memory > 110_000 else 3
+    # a fourth block of float32 spills in dX tiles of 32 rows
+    return 4 if target.shared_memory > 110_000 and problem.dtype.itemsize == 2 else 3
