@@ -306,7 +306,7 @@ def _bias_row_sums(problem, dy, bias, bounds, gather_indices):
     row = jnp.arange(problem.num_rows)
     experts = jnp.searchsorted(bounds.ends, row, side="right", method="compare_all")
     if problem.permute_y:
-        dy = xla.expert_order(problem, dy, gather_indices, True)
+        dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias.at[experts].get(mode="clip").astype(jnp.float32), axis=1)
     return jnp.where((row >= bounds.starts[0]) & (row < bounds.ends[-1]), sums, 0)
 

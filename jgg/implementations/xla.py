@@ -1,11 +1,19 @@
-"""Plain differentiable JAX for every platform: loops over the groups, with no operand made dense.
+"""Plain differentiable JAX for every platform: loops over blocks of each group's rows, with no operand made dense.
 
-The two products are primitives of their own, bilinear and each the other's transpose, so that JAX derives forward
-mode, reverse mode and all higher orders, and every derivative is again such a loop. (Differentiating the loop itself
-would add up a dense cotangent of all experts' weights at every step.)
+Everything here comes from one form, the sum over all rows i of
+
+    scales[i] * left[i] . (right[i] @ w[group of i])
+
+which is linear in each of its four arrays. Its derivatives in them are three products: `rows_dot` (in left, in right),
+`outer_dot` (in w) and `row_dots` (in scales). They are primitives, and the transpose of each is one of them again, so
+that JAX derives forward mode, reverse mode and all higher orders, and every derivative is such a loop. (Differentiating
+the loop itself would add up a dense cotangent of all experts' weights at every step.)
+
+The loops gather and scatter the rows of their own block, so that temporaries stay small too.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +21,41 @@ from jax.interpreters import ad
 
 from jgg.implementations.primitive import define_primitive
 from jgg.problem import GroupedGemmProblem
-from jgg.schedule import GroupBounds, inverse_permutation
+from jgg.schedule import GroupBounds
 from jgg.varying import vary_over, varying_axes
+
+_NO_ROW = jnp.iinfo(jnp.int32).max
+
+
+class Rows(NamedTuple):
+    """M routed rows: row `at[i]` of `array` [any, features] is the i-th; `at` is int32 [M] or None for i itself.
+
+    An index past the end reads zero and writes nothing.
+    """
+
+    array: jax.Array
+    at: jax.Array | None = None
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return (self.array if self.at is None else self.at).shape[0]
 
 
 def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
     """y [M, N] of `jgg.grouped_gemm`, differentiable to any order in x, w, topk_weights and bias."""
-    exact = any(option is not None for option in (topk_weights, bias))
-    y = rows_dot(
-        expert_order(problem, x, gather_indices, problem.permute_x),
+    return rows_dot(
+        Rows(x, _x_rows(problem, gather_indices)),
         w,
         bounds,
+        scales=_row_scales(problem, gather_indices, topk_weights),
+        bias=bias,
+        write_at=_y_rows(problem, gather_indices),
+        shape=problem.y_shape,
         transpose_w=problem.w_layout == "enk",
         precision=problem.precision,
-        out_dtype=jnp.dtype(jnp.float32) if exact else problem.out_dtype,
+        out_dtype=problem.out_dtype,
     )
-    if bias is not None:
-        experts = jnp.searchsorted(bounds.ends, jnp.arange(problem.num_rows), side="right", method="scan_unrolled")
-        y = y + bias.astype(y.dtype).at[experts].get(mode="fill", fill_value=0)
-    if topk_weights is not None:
-        y = y * _row_scales(problem, gather_indices, topk_weights)[:, None]
-    if exact:
-        y = jnp.where(_in_groups(problem, bounds)[:, None], y, 0).astype(problem.out_dtype)
-    return _token_order(problem, y, gather_indices) if problem.permute_y else y
 
 
 def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights, bias):
@@ -45,79 +65,44 @@ def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights,
 
 def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_weights):
     """The dX product and the row sums; see `implementations.kernels.backward_dx`."""
-    plain = x is None and topk_weights is None and not problem.permute_x
-    dx = rows_dot(
-        expert_order(problem, dy, gather_indices, problem.permute_y),
-        w,
-        bounds,
-        transpose_w=problem.w_layout == "ekn",
-        precision=problem.precision,
-        out_dtype=problem.dtype if plain else jnp.dtype(jnp.float32),
-    )
-    row_sums = []
-    if x is not None:
-        x_rows = expert_order(problem, x, gather_indices, problem.permute_x)
-        row_sums = [jnp.where(_in_groups(problem, bounds), jnp.sum(dx * x_rows.astype(dx.dtype), axis=1), 0)]
-    if topk_weights is not None:
-        scaled = dx * _row_scales(problem, gather_indices, topk_weights)[:, None]
-        dx = jnp.where(_in_groups(problem, bounds)[:, None], scaled, 0)
-    if problem.permute_x:
-        inverse = inverse_permutation(gather_indices).reshape(-1, problem.topk)
-        dx = jnp.sum(dx.at[inverse].get(mode="fill", fill_value=0), axis=1)
-    return [dx.astype(problem.dtype), *row_sums]
+    scales = _row_scales(problem, gather_indices, topk_weights)
+    dy, x = Rows(dy, _y_rows(problem, gather_indices)), Rows(x, _x_rows(problem, gather_indices))
+    adds = x.at is not None
+    dx = _zeros(problem.x_shape, jnp.float32 if adds else problem.dtype, dy)
+    row_sums = None if x.array is None else _zeros((problem.num_rows,), jnp.float32, dy)
+
+    def body(block, multiply, results):
+        dx, row_sums = results
+        product = multiply(_take(dy, block))
+        if row_sums is not None:
+            row_sums = _put(Rows(row_sums), block, _sum_of_products(product, _take(x, block)))
+        return _put(Rows(dx, x.at), block, _scaled(product, block, scales), adds), row_sums
+
+    transpose_w = problem.w_layout == "ekn"
+    dx, row_sums = _over_blocks(body, (dx, row_sums), dy.count, w, bounds, transpose_w, problem.precision)
+    return [dx.astype(problem.dtype)] + ([] if row_sums is None else [row_sums])
 
 
 def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
     """The dW product and the gradient of the bias; see `implementations.kernels.backward_dw`."""
-    x = expert_order(problem, x, gather_indices, problem.permute_x)
-    dy = expert_order(problem, dy, gather_indices, problem.permute_y)
-    if topk_weights is not None:
-        scales = _row_scales(problem, gather_indices, topk_weights)[:, None]
-        dy = (dy.astype(jnp.float32) * scales).astype(dy.dtype)
-    left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
-    dot = functools.partial(outer_dot, precision=problem.precision)
-    dw = dot(left, right, bounds, out_dtype=problem.dtype)
-    if not with_bias:
-        return [dw]
-    ones = jnp.ones((problem.num_rows, 1), dy.dtype)
-    return [dw, dot(dy, ones, bounds, out_dtype=jnp.dtype(jnp.float32))[:, :, 0]]
+    x, dy = Rows(x, _x_rows(problem, gather_indices)), Rows(dy, _y_rows(problem, gather_indices))
+    scales = _row_scales(problem, gather_indices, topk_weights)
+    dot = functools.partial(outer_dot, bounds=bounds, scales=scales, precision=problem.precision)
+    dw = dot(*((dy, x) if problem.w_layout == "enk" else (x, dy)), out_dtype=problem.dtype)
+    return [dw, dot(_ones(dy), dy, out_dtype=jnp.float32)[:, 0]] if with_bias else [dw]
 
 
-def rows_dot(rows, w, bounds: GroupBounds, *, transpose_w: bool, precision, out_dtype):
-    """out[i] = rows[i] @ w[g] for the rows i of each group g, other rows zero.
-
-    Args:
-      rows: [M, R].
-      w: [E, R, C], or [E, C, R] with `transpose_w`.
-    Returns: [M, C].
-    """
-    return _rows_dot(rows, w, *bounds, transpose_w=transpose_w, precision=precision, out_dtype=out_dtype)
+def _x_rows(problem, gather_indices):
+    return _guarded(problem, gather_indices) // problem.topk if problem.permute_x else None
 
 
-def outer_dot(left, right, bounds: GroupBounds, *, precision, out_dtype):
-    """out[g] = left[rows of g]^T @ right[rows of g], zero for a group without rows.
-
-    Args:
-      left: [M, P].
-      right: [M, Q].
-    Returns: [E, P, Q].
-    """
-    return _outer_dot(left, right, *bounds, precision=precision, out_dtype=out_dtype)
-
-
-def expert_order(problem, array, gather_indices, permuted):
-    """Rows of x or dy in expert order; a bad index reads zero."""
-    if not permuted:
-        return array
-    divisor = problem.num_rows // array.shape[0] if array.shape[0] else 1
-    return array.at[_guarded(problem, gather_indices) // divisor].get(mode="fill", fill_value=0)
-
-
-def _token_order(problem, y, gather_indices):
-    return jnp.zeros_like(y).at[_guarded(problem, gather_indices)].set(y, mode="drop")
+def _y_rows(problem, gather_indices):
+    return _guarded(problem, gather_indices) if problem.permute_y else None
 
 
 def _row_scales(problem, gather_indices, topk_weights):
+    if topk_weights is None:
+        return None
     scales = topk_weights.reshape(-1).astype(jnp.float32)
     if gather_indices is None:
         return scales
@@ -127,153 +112,320 @@ def _row_scales(problem, gather_indices, topk_weights):
 def _guarded(problem, gather_indices):
     """Indices with every one outside [0, M) far past the end, where `at` neither wraps it around nor writes it."""
     in_range = (gather_indices >= 0) & (gather_indices < problem.num_rows)
-    return jnp.where(in_range, gather_indices, 2 * problem.num_rows * problem.topk)
+    return jnp.where(in_range, gather_indices, _NO_ROW)
 
 
-def _in_groups(problem, bounds):
-    row = jnp.arange(problem.num_rows)
-    return (row >= bounds.starts[0]) & (row < bounds.ends[-1])
+def rows_dot(
+    rows: Rows, w, bounds: GroupBounds, *, scales=None, bias=None, write_at=None, adds=False, shape, transpose_w,
+    precision, out_dtype,
+):  # fmt: skip
+    """out[write_at[i]] = scales[i] * (rows[i] @ w[g] + bias[g]) for the rows i of each group g; the rest is zero.
+
+    Args:
+      rows: M rows of R features.
+      w: [E, R, C], or [E, C, R] with `transpose_w`.
+      scales: float32 [M] or None for ones.
+      bias: [E, C] or None for zero.
+      write_at: as `Rows.at`.
+      adds: sum, in float32, what is written to the same row.
+      shape: of out, [any, C].
+    """
+    return _rows_dot(
+        _RowsDot(rows, w, bounds, scales, bias, write_at),
+        adds=adds, shape=shape, transpose_w=transpose_w, precision=precision, out_dtype=jnp.dtype(out_dtype),
+    )  # fmt: skip
 
 
-def _block_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a loop step: about a group's share, so that short groups do not multiply mostly padding."""
-    share = -(-num_rows // max(num_groups, 1))
-    return min(max(1 << (share - 1).bit_length(), 8), 512, num_rows)
+def outer_dot(left: Rows, right: Rows, bounds: GroupBounds, *, scales=None, precision, out_dtype):
+    """out[g] = sum over the rows i of group g of scales[i] * left[i] (outer) right[i]: [E, P, Q].
+
+    Args:
+      left, right: M rows of P and of Q features.
+      scales: float32 [M] or None for ones.
+    """
+    return _outer_dot(_OuterDot(left, right, bounds, scales), precision=precision, out_dtype=jnp.dtype(out_dtype))
 
 
-def _common(left, right):
-    """The dtype of two dtypes' product; those that differ meet in float32."""
-    return left if left == right else jnp.dtype(jnp.float32)
+def row_dots(left: Rows, right: Rows, w, bounds: GroupBounds, *, transpose_w, precision):
+    """out[i] = left[i] . (right[i] @ w[g]) for the rows i of each group g, else zero: float32 [M].
+
+    Args:
+      left, right: M rows of C and of R features.
+      w: [E, R, C], or [E, C, R] with `transpose_w`.
+    """
+    return _row_dots(_RowDots(left, right, w, bounds), transpose_w=transpose_w, precision=precision)
 
 
-def _group_block(array, start, block, first, end):
-    """The block of rows that holds row `start`, moved up where it would pass the end, and which of it are its own."""
-    first_row = jnp.minimum(start, array.shape[0] - block)
-    rows = first_row + jnp.arange(block, dtype=jnp.int32)
-    own = (rows >= start) & (rows < end)
-    return jax.lax.dynamic_slice_in_dim(array, first_row, block), own[:, None], first_row
+class _Block(NamedTuple):
+    """A loop step: rows from `first_row` on, of which `own` [rows] tells those of `group`."""
+
+    group: jax.Array
+    first_row: jax.Array
+    own: jax.Array
+
+    @classmethod
+    def at(cls, step, group, size, num_rows, bounds):
+        """The block of `size` rows at a step of a group, moved up where it would pass the last row."""
+        start = bounds.starts[group] + step * size
+        first_row = jnp.minimum(start, num_rows - size)
+        rows = first_row + jnp.arange(size, dtype=jnp.int32)
+        return cls(group, first_row, (rows >= start) & (rows < bounds.ends[group]))
+
+    def slice(self, array):
+        return jax.lax.dynamic_slice_in_dim(array, self.first_row, self.own.size)
 
 
-def _rows_dot_impl(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
-    num_groups, columns = w.shape[0], w.shape[1 if transpose_w else 2]
-    block = _block_rows(rows.shape[0], num_groups)
-    dims = (((1,), (1 if transpose_w else 0,)), ((), ()))
-    dtype = _common(rows.dtype, w.dtype)
-    out = vary_over(varying_axes(rows), jnp.zeros((rows.shape[0], columns), out_dtype))
-    if 0 in (block, num_groups):
-        return out
-
-    def add_group(group, out):
-        matrix = jax.lax.dynamic_index_in_dim(w, group, keepdims=False).astype(dtype)
-
-        def add_block(step, out):
-            start = starts[group] + step * block
-            part, own, first_row = _group_block(rows, start, block, starts[group], ends[group])
-            product = jax.lax.dot_general(
-                part.astype(dtype), matrix, dims, precision, preferred_element_type=jnp.float32
-            )
-            before = jax.lax.dynamic_slice_in_dim(out, first_row, block)
-            after = jnp.where(own, product.astype(out_dtype), before)
-            return jax.lax.dynamic_update_slice_in_dim(out, after, first_row, 0)
-
-        steps = (ends[group] - starts[group] + block - 1) // block
-        return jax.lax.fori_loop(0, steps, add_block, out)
-
-    return jax.lax.fori_loop(0, num_groups, add_group, out)
+def _block_size(num_rows: int, num_groups: int) -> int:
+    """Rows of a loop step: a fraction of a group's share, since a group's last block is half padding on average, but
+    enough of them to multiply at full speed."""
+    share = 1 << (-(-num_rows // max(num_groups, 1)) - 1).bit_length()
+    return min(share, max(share // 2, 64), 512, num_rows)
 
 
-def _outer_dot_impl(left, right, starts, ends, *, precision, out_dtype):
-    num_groups = len(ends)
-    block = _block_rows(left.shape[0], num_groups)
-    dims = (((0,), (0,)), ((), ()))
-    dtype = _common(left.dtype, right.dtype)
-    shape = (left.shape[1], right.shape[1])
-    axes = varying_axes(left)
-    out = vary_over(axes, jnp.zeros((num_groups, *shape), out_dtype))
-    if block == 0:
+def _steps(group, size, bounds):
+    return (bounds.ends[group] - bounds.starts[group] + size - 1) // size
+
+
+def _take(rows: Rows, block):
+    """A block's rows."""
+    if rows.at is None:
+        return block.slice(rows.array)
+    return rows.array.at[block.slice(rows.at)].get(mode="fill", fill_value=0)
+
+
+def _put(rows: Rows, block, values, adds=False):
+    """`rows.array` with the block's own rows written."""
+    out, values = rows.array, values.astype(rows.array.dtype)
+    if rows.at is None:
+        own = block.own.reshape(-1, *[1] * (values.ndim - 1))
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, values, block.slice(out)), block.first_row, 0)
+    at = out.at[jnp.where(block.own, block.slice(rows.at), _NO_ROW)]
+    return (at.add if adds else at.set)(values, mode="drop")
+
+
+def _scaled(values, block, scales):
+    return values if scales is None else values.astype(jnp.float32) * block.slice(scales)[:, None]
+
+
+def _sum_of_products(left, right):
+    """For each row the sum of left * right, in float32."""
+    return jnp.sum(left.astype(jnp.float32) * right.astype(jnp.float32), axis=1)
+
+
+def _dot(left, right, axes, precision):
+    """float32 product of two matrices over an axis of each; those of different dtypes meet in float32."""
+    dtype = left.dtype if left.dtype == right.dtype else jnp.float32
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(
+        left.astype(dtype), right.astype(dtype), dims, precision, preferred_element_type=jnp.float32
+    )
+
+
+def _zeros(shape, dtype, rows: Rows):
+    return vary_over(varying_axes(rows.array), jnp.zeros(shape, dtype))
+
+
+def _ones(rows: Rows):
+    return Rows(jnp.ones((rows.count, 1), rows.array.dtype))
+
+
+def _over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
+    """body(block, multiply, carry) -> carry, over all blocks of all groups; multiply(rows) is rows @ w[group]."""
+    num_groups = len(bounds.ends)
+    size = _block_size(num_rows, num_groups)
+    if 0 in (size, num_groups):
+        return carry
+
+    def over_group(group, carry):
+        matrix = jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
+        multiply = functools.partial(_dot, right=matrix, axes=(1, int(transpose_w)), precision=precision)
+
+        def over_block(step, carry):
+            return body(_Block.at(step, group, size, num_rows, bounds), multiply, carry)
+
+        return jax.lax.fori_loop(0, _steps(group, size, bounds), over_block, carry)
+
+    return jax.lax.fori_loop(0, num_groups, over_group, carry)
+
+
+class _RowsDot(NamedTuple):
+    rows: Rows
+    w: jax.Array
+    bounds: GroupBounds
+    scales: jax.Array | None
+    bias: jax.Array | None
+    write_at: jax.Array | None
+
+
+class _OuterDot(NamedTuple):
+    left: Rows
+    right: Rows
+    bounds: GroupBounds
+    scales: jax.Array | None
+
+
+class _RowDots(NamedTuple):
+    left: Rows
+    right: Rows
+    w: jax.Array
+    bounds: GroupBounds
+
+
+def _compute_rows_dot(operands, *, adds, shape, transpose_w, precision, out_dtype):
+    rows, w, bounds, scales, bias, write_at = operands
+
+    def body(block, multiply, out):
+        product = multiply(_take(rows, block))
+        if bias is not None:
+            product += jax.lax.dynamic_index_in_dim(bias, block.group).astype(product.dtype)
+        return _put(Rows(out, write_at), block, _scaled(product, block, scales), adds)
+
+    out = _zeros(shape, jnp.float32 if adds else out_dtype, rows)
+    return _over_blocks(body, out, rows.count, w, bounds, transpose_w, precision).astype(out_dtype)
+
+
+def _compute_outer_dot(operands, *, precision, out_dtype):
+    left, right, bounds, scales = operands
+    num_groups = len(bounds.ends)
+    size = _block_size(left.count, num_groups)
+    out = _zeros((num_groups, left.array.shape[1], right.array.shape[1]), out_dtype, left)
+    if size == 0:
         return out
 
     def set_group(group, out):
-        def add_block(step, acc):
-            start = starts[group] + step * block
-            parts = []
-            for array in (left, right):
-                part, own, _ = _group_block(array, start, block, starts[group], ends[group])
-                parts.append(jnp.where(own, part, 0).astype(dtype))
-            return acc + jax.lax.dot_general(*parts, dims, precision, preferred_element_type=acc.dtype)
+        def multiply(step):
+            block = _Block.at(step, group, size, left.count, bounds)
+            left_rows = _scaled(_take(left, block), block, scales)
+            own_rows = [jnp.where(block.own[:, None], rows, 0) for rows in (left_rows, _take(right, block))]
+            return _dot(*own_rows, (0, 0), precision)
 
-        steps = (ends[group] - starts[group] + block - 1) // block
-        zeros = vary_over(axes, jnp.zeros(shape, jnp.float32))
-        acc = jax.lax.fori_loop(0, steps, add_block, zeros)
-        return jax.lax.dynamic_update_index_in_dim(out, acc.astype(out_dtype), group, 0)
+        steps = _steps(group, size, bounds)
+        total = jax.lax.fori_loop(1, steps, lambda step, total: total + multiply(step), multiply(0))
+        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, 0)
 
     return jax.lax.fori_loop(0, num_groups, set_group, out)
 
 
-def _rows_dot_types(rows, w, starts, ends, *, transpose_w, precision, out_dtype):
-    return [((rows.shape[0], w.shape[1 if transpose_w else 2]), out_dtype)]
+def _compute_row_dots(operands, *, transpose_w, precision):
+    left, right, w, bounds = operands
+
+    def body(block, multiply, out):
+        return _put(Rows(out), block, _sum_of_products(multiply(_take(right, block)), _take(left, block)))
+
+    out = _zeros((left.count,), jnp.float32, left)
+    return _over_blocks(body, out, left.count, w, bounds, transpose_w, precision)
 
 
-def _outer_dot_types(left, right, starts, ends, *, precision, out_dtype):
-    return [((ends.shape[0], left.shape[1], right.shape[1]), out_dtype)]
+def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
+    """Of sum scales[i] * left[i] . (right[i] @ w[g]), in the one array that is undefined."""
+    if ad.is_undefined_primal(w):
+        pair = (left, right) if transpose_w else (right, left)
+        return outer_dot(*pair, bounds, scales=scales, precision=precision, out_dtype=w.aval.dtype)
+    if scales is not None and ad.is_undefined_primal(scales):
+        return row_dots(left, right, w, bounds, transpose_w=transpose_w, precision=precision)
+    if ad.is_undefined_primal(right.array):
+        left, right, transpose_w = right, left, not transpose_w
+    aval = left.array.aval
+    return rows_dot(
+        right, w, bounds, scales=scales, write_at=left.at, adds=left.at is not None, shape=aval.shape,
+        transpose_w=transpose_w, precision=precision, out_dtype=aval.dtype,
+    )  # fmt: skip
 
 
-def _transpose_rows_dot(ct, rows, w, starts, ends, *, transpose_w, precision, out_dtype):
-    bounds = GroupBounds(starts, ends)
-    if ad.is_undefined_primal(rows):
-        if type(ct) is ad.Zero:
-            return ad.Zero(rows.aval), None, None, None
-        dot = functools.partial(rows_dot, transpose_w=not transpose_w, out_dtype=rows.aval.dtype)
-        return dot(ct, w, bounds, precision=precision), None, None, None
-    if type(ct) is ad.Zero:
-        return None, ad.Zero(w.aval), None, None
-    pair = (ct, rows) if transpose_w else (rows, ct)
-    return None, outer_dot(*pair, bounds, precision=precision, out_dtype=w.aval.dtype), None, None
+def _transpose_rows_dot(ct, operands, *, transpose_w, precision, **_):
+    rows, w, bounds, scales, bias, write_at = operands
+    ct = Rows(ct, write_at)
+    result = _derivative(ct, rows, w, bounds, scales, transpose_w=transpose_w, precision=precision)
+    if bias is None:
+        return result
+    # only scales are linear beside a bias
+    return result + row_dots(ct, _ones(ct), bias[:, None], bounds, transpose_w=False, precision=precision)
 
 
-def _transpose_outer_dot(ct, left, right, starts, ends, *, precision, out_dtype):
-    bounds = GroupBounds(starts, ends)
-    is_left = ad.is_undefined_primal(left)
-    linear, other = (left, right) if is_left else (right, left)
-    result = ad.Zero(linear.aval)
-    if type(ct) is not ad.Zero:
-        # ct is [E, P, Q]: left's cotangent is right @ ct^T, right's is left @ ct
-        result = rows_dot(other, ct, bounds, transpose_w=is_left, precision=precision, out_dtype=linear.aval.dtype)
-    return (result, None, None, None) if is_left else (None, result, None, None)
+def _transpose_outer_dot(ct, operands, *, precision, **_):
+    left, right, bounds, scales = operands
+    return _derivative(left, right, ct, bounds, scales, transpose_w=True, precision=precision)
 
 
-def _bilinear(name, static_names, out_types, impl, transpose):
-    """The function that binds a primitive (a, b, starts, ends) -> array, linear in a and in b."""
+def _transpose_row_dots(ct, operands, **params):
+    left, right, w, bounds = operands
+    return _derivative(left, right, w, bounds, ct, **params)
 
-    def jvp(primals, tangents, **params):
-        bounds = primals[2:]
-        parts = [
-            bind_one(*primals[:index], tangent, *primals[index + 1 : 2], *bounds, **params)
-            for index, tangent in enumerate(tangents[:2])
-            if type(tangent) is not ad.Zero
-        ]
-        out = bind_one(*primals, **params)
-        return [out], [functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(out)]
 
-    def bind_one(*operands, **params):
-        return bind(*operands, **params)[0]
+def _dependent_part(operands, changed, **params):
+    """What of `rows_dot` depends on one of its operands, by name, in a form linear in that operand."""
+    if changed == "bias":
+        operands = operands._replace(rows=_ones(operands.rows), w=operands.bias[:, None], bias=None)
+        return operands, params | {"transpose_w": False}
+    return operands if changed == "scales" else operands._replace(bias=None), params
 
-    def compute(*operands, **params):
-        return [impl(*operands, **params)]
 
-    primitive, bind = define_primitive(name, static_names, out_types, compute)
+def _multilinear(name, static_names, out_type, compute, transpose, dependent_part=None):
+    """The function that binds a primitive of a NamedTuple of operands, linear in each of its float arrays.
+
+    Args:
+      out_type: (operands, **parameters) -> shape and dtype of the result.
+      compute: (operands, **parameters) -> the result.
+      transpose: (cotangent, operands of which one array is undefined, **parameters) -> cotangent of that array.
+      dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) that leave out
+        what is constant, where the result is not linear without.
+    """
+
+    def bind_operands(operands, **params):
+        leaves, structure = jax.tree.flatten(operands)
+        return bind(*leaves, structure=structure, **params)[0]
+
+    def on_leaves(function):
+        return lambda *leaves, structure, **params: [function(structure.unflatten(leaves), **params)]
+
+    def jvp(leaves, tangents, *, structure, **params):
+        out = bind_operands(structure.unflatten(leaves), **params)
+        names = [name for name, part in structure.unflatten(leaves)._asdict().items() for _ in jax.tree.leaves(part)]
+        terms = []
+        for index, tangent in enumerate(tangents):
+            if type(tangent) is not ad.Zero:
+                part = structure.unflatten([*leaves[:index], tangent, *leaves[index + 1 :]]), params
+                if dependent_part is not None:
+                    part = dependent_part(part[0], names[index], **params)
+                terms.append(bind_operands(part[0], **part[1]))
+        return [out], [functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)]
+
+    def transpose_leaves(cts, *leaves, structure, **params):
+        (undefined,) = (leaf for leaf in leaves if ad.is_undefined_primal(leaf))
+        if type(cts[0]) is ad.Zero:
+            result = ad.Zero(undefined.aval)
+        else:
+            result = transpose(cts[0], structure.unflatten(leaves), **params)
+        return [result if leaf is undefined else None for leaf in leaves]
+
+    primitive, bind = define_primitive(name, ("structure", *static_names), on_leaves(out_type), on_leaves(compute))
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = lambda cts, *primals, **params: transpose(cts[0], *primals, **params)
-    return bind_one
+    ad.primitive_transposes[primitive] = transpose_leaves
+    return bind_operands
 
 
-_rows_dot = _bilinear(
+_rows_dot = _multilinear(
     "grouped_rows_dot",
-    ("transpose_w", "precision", "out_dtype"),
-    _rows_dot_types,
-    _rows_dot_impl,
+    ("adds", "shape", "transpose_w", "precision", "out_dtype"),
+    lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
+    _compute_rows_dot,
     _transpose_rows_dot,
+    _dependent_part,
 )
-_outer_dot = _bilinear(
-    "grouped_outer_dot", ("precision", "out_dtype"), _outer_dot_types, _outer_dot_impl, _transpose_outer_dot
+_outer_dot = _multilinear(
+    "grouped_outer_dot",
+    ("precision", "out_dtype"),
+    lambda operands, *, out_dtype, **_: (
+        (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]),
+        out_dtype,
+    ),
+    _compute_outer_dot,
+    _transpose_outer_dot,
+)
+_row_dots = _multilinear(
+    "grouped_row_dots",
+    ("transpose_w", "precision"),
+    lambda operands, **_: ((operands.left.count,), jnp.float32),
+    _compute_row_dots,
+    _transpose_row_dots,
 )
