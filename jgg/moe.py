@@ -1,10 +1,22 @@
-"""The expert MLP of a mixture-of-experts layer, from grouped GEMMs."""
+"""The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
+
+import contextlib
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jgg.grouped_gemm import grouped_gemm
+from jgg import implementations
+from jgg.activations import Activation, find_activation
+from jgg.grouped_gemm import bias_row_sums, grouped_gemm
+from jgg.implementations import Operation
+from jgg.problem import check_problem
 from jgg.routing import Routing
+from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
+from jgg.target import current_target
+from jgg.varying import vary_over, varying_axes
 
 
 def moe_mlp(
@@ -13,38 +25,206 @@ def moe_mlp(
     w_down: jax.Array,
     routing: Routing,
     *,
+    activation: str | Activation = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
     w_layout: str = "enk",
     precision=None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Each token through the SwiGLU MLPs of its experts, added up with the routing's weights.
+    """Each token through the MLPs of its experts, added up with the routing's weights.
 
-    Computes `y[t] = sum over j of topk_weights[t, j] * MLP_e(x[t])` with e the token's j-th expert and
-    `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`.
-    Shapes: T tokens, H features, I hidden features of an expert, E experts, k choices.
+    Computes `y[t] = sum over j of topk_weights[t, j] * MLP_e(x[t])` with e the token's j-th expert and, for "swiglu",
+    `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`. Differentiable in x, the weights, the biases and
+    `routing.topk_weights`.
+
+    For the backward pass it keeps, beside its arguments, the pre-activation [M, 2 * I] and 8 bytes a row: neither the
+    gathered x, nor the activation, nor the down product. `jax.checkpoint` policies know the pre-activation as
+    "jgg_pre_activation" and x as "jgg_x".
+
+    Shapes: T tokens, H features, I hidden features of an expert, E experts, k choices, M = T * k.
 
     Args:
       x: [T, H].
-      w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I].
+      w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
+        that is not gated, I instead of 2 * I.
       w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H].
       routing: of the T tokens, by `route`.
-      w_layout, precision, implementation: as in `grouped_gemm`.
+      activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
+      interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
+      b_gate_up: [E, 2 * I], added to the first product.
+      b_down: [E, H], added to the second.
+      w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable forwards and to any order.
 
     Returns: y [T, H] in the dtype of x.
-    Raises: as `grouped_gemm`.
+
+    Raises:
+      ValueError: shapes disagree, or an option is none of those listed.
+      TypeError: a dtype is unsupported, or those of x and the weights differ.
     """
-    num_tokens, topk = routing.topk_weights.shape
-    options = {"w_layout": w_layout, "precision": precision, "implementation": implementation}
-    gate_up = grouped_gemm(x, w_gate_up, routing.group_sizes, topk, routing.gather_indices, permute_x=True, **options)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    implementations.check_implementation(implementation)
+    activation = find_activation(activation)
+    options = {"w_layout": w_layout, "precision": precision}
+    up, down = _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options)
+    if up.is_empty or down.is_empty or implementations.is_plain_jax(implementation):
+        return _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options)
+    target = current_target()
+    mlp = _Mlp(Operation(up, implementation, target), Operation(down, implementation, target), activation, interleaved)
+    arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights
+    indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
+    axes = varying_axes(*arrays, *indices)
+    return _jitted_mlp(mlp, *(vary_over(axes, array) for array in (*arrays, *indices)))
+
+
+def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options):
+    """The problems of the two products; raises where the arguments disagree."""
+    for name, array, axes in (
+        ("x", x, "[T, H]"),
+        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
+        ("w_down", w_down, "[E, H, I] or [E, I, H]"),
+        ("routing.topk_weights", routing.topk_weights, "[T, k]"),
+    ):
+        rank = 3 if axes.startswith("[E") else 2
+        if jnp.ndim(array) != rank:
+            raise ValueError(f"{name} must be {axes}, {rank}-dimensional, got {list(jnp.shape(array))}.")
+    topk = routing.topk_weights.shape[1]
+    in_by_out = [w.shape[1:] if options["w_layout"] == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
+    (got_features, wide), down_features = in_by_out
+    if got_features != x.shape[1]:
+        raise ValueError(f"w_gate_up must have H in-features equal to x's {x.shape[1]}, got {list(w_gate_up.shape)}.")
+    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
+    if rest:
+        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
+    expected, got = [w_gate_up.shape[0], hidden, x.shape[1]], [w_down.shape[0], *down_features]
+    if got != expected:
+        raise ValueError(
+            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
+        )
+    shared = {"group_sizes": routing.group_sizes, "topk": topk, "permute_y": False, **options}
+    with _renamed({"w": "w_gate_up", "bias": "b_gate_up", "topk_weights": "routing.topk_weights"}):
+        up = check_problem(
+            x=x, w=w_gate_up, bias=b_gate_up, gather_indices=routing.gather_indices, permute_x=True,
+            topk_weights=routing.topk_weights, **shared,
+        )  # fmt: skip
+    rows = jax.ShapeDtypeStruct((up.num_rows, hidden), up.dtype)
+    with _renamed({"w": "w_down", "bias": "b_down"}):
+        down = check_problem(
+            x=rows, w=w_down, bias=b_down, gather_indices=None, permute_x=False, topk_weights=None, **shared
+        )
+    return dataclasses.replace(up, has_topk_weights=False), down
+
+
+@contextlib.contextmanager
+def _renamed(names):
+    """Errors of `check_problem` with this module's names of arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, _, rest = str(error).partition(" ")
+        raise type(error)(f"{names.get(name, name)} {rest}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mlp:
+    """The static argument of the custom_vjp.
+
+    Attributes:
+      up: x in token order to the pre-activation in expert order.
+      down: hidden features to their product, both in expert order.
+    """
+
+    up: Operation
+    down: Operation
+    activation: Activation
+    interleaved: bool
+
+    def activate(self, pre_activation):
+        return self.activation(pre_activation, self.interleaved)
+
+    @property
+    def weighted_down(self):
+        """`down` for a dW whose rows are scaled."""
+        problem = dataclasses.replace(self.down.problem, has_topk_weights=True)
+        return dataclasses.replace(self.down, problem=problem)
+
+    @property
+    def topk(self):
+        return self.up.problem.topk
+
+    def bounds(self, group_sizes):
+        return group_bounds(group_sizes, self.up.problem.num_rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(mlp, *arrays):
+    return _forward(mlp, *arrays)[0]
+
+
+def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
+    bounds = mlp.bounds(group_sizes)
+    (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
+    hidden = mlp.activate(pre_activation).astype(x.dtype)
+    (products,) = mlp.down.run("forward", hidden, w_down, bounds, None, None, b_down)
+    rows = inverse_permutation(gather_indices)
+    (y,) = mlp.down.run("combine", products, rows, topk_weights, topk=mlp.topk)
+    x = checkpoint_name(x, "jgg_x")
+    residuals = x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices
+    return y, residuals
+
+
+def _backward(mlp, residuals, dy):
+    """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
+    x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
+    bounds = mlp.bounds(group_sizes)
+    num_rows = mlp.up.problem.num_rows
+    positions = jnp.where(gather_indices < 0, num_rows, gather_indices)  # `at` would wrap around
+    weights = topk_weights.reshape(-1).at[positions].get(mode="fill", fill_value=0).astype(jnp.float32)
+    (dy_rows,) = mlp.down.run("combine", dy.astype(x.dtype), positions // mlp.topk, None, topk=1)
+
+    (z,) = mlp.down.run("backward_dx", dy_rows, w_down, None, bounds, None, None)
+    z = z.astype(jnp.float32)
+    hidden, activation_vjp = jax.vjp(mlp.activate, pre_activation)
+    (d_pre_activation,) = activation_vjp(weights[:, None] * z)
+    d_weights = jnp.sum(hidden * z, axis=1)
+
+    if b_down is None:
+        hidden, db_down = (weights[:, None] * hidden).astype(x.dtype), None
+        (dw_down,) = mlp.down.run("backward_dw", hidden, dy_rows, bounds, None, None, with_bias=False)
+    else:  # whose gradient is the sum of scaled rows of dy, so that hidden must not be scaled
+        hidden = hidden.astype(x.dtype)
+        dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
+        d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
+    with_bias = b_gate_up is not None
+    dw_gate_up, *db_gate_up = mlp.up.run(
+        "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
+    )
+    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
+
+    d_weights = d_weights.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
+    d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
+    db_gate_up = db_gate_up[0].astype(b_gate_up.dtype) if with_bias else None
+    db_down = None if b_down is None else db_down.astype(b_down.dtype)
+    return dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None
+
+
+_mlp.defvjp(_forward, _backward)
+_jitted_mlp = jax.jit(_mlp, static_argnums=0)
+
+
+def _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
+    """The same in plain differentiable JAX."""
+    topk = routing.topk_weights.shape[1]
+    shared = {"topk": topk, "gather_indices": routing.gather_indices, "implementation": "xla"} | options
+    pre_activation = grouped_gemm(x, w_gate_up, routing.group_sizes, permute_x=True, bias=b_gate_up, **shared)
     y = grouped_gemm(
-        jax.nn.silu(gate) * up,
+        activation(pre_activation, interleaved).astype(x.dtype),
         w_down,
         routing.group_sizes,
-        topk,
-        routing.gather_indices,
         permute_y=True,
         topk_weights=routing.topk_weights,
-        **options,
+        bias=b_down,
+        **shared,
     )
-    return jnp.sum(y.reshape(num_tokens, topk, -1).astype(jnp.float32), axis=1).astype(x.dtype)
+    return jnp.sum(y.reshape(x.shape[0], topk, y.shape[1]).astype(jnp.float32), axis=1).astype(x.dtype)

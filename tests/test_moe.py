@@ -1,0 +1,365 @@
+"""The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
+from jax.test_util import check_grads
+
+import jgg
+from jgg.activations import ACTIVATIONS, clamped_swiglu
+from jgg.moe import moe_mlp
+
+IMPLEMENTATIONS = [
+    None,
+    "xla",
+    pytest.param("interpret", marks=pytest.mark.interpret),
+    pytest.param("triton", marks=pytest.mark.gpu),
+]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh(x):
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def clamped(gate, up, limit=7.0, alpha=1.702):
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate * sigmoid(alpha * gate) * (up + 1)
+
+
+FUNCTIONS = {
+    "swiglu": lambda gate, up: gate * sigmoid(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: gelu_tanh(gate) * up,
+    "reglu": lambda gate, up: np.maximum(gate, 0) * up,
+    "clamped_swiglu": clamped,
+    "silu": lambda up: up * sigmoid(up),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": lambda up: np.maximum(up, 0),
+    "relu_squared": lambda up: np.maximum(up, 0) ** 2,
+}
+DATA = {"tokens": 13, "features": 24, "hidden": 20, "experts": 5, "topk": 2}
+
+
+def make(activation="swiglu", biased=False, w_layout="enk", seed=0, chosen=None, **sizes):
+    """Arrays of an MLP and a routing, as NumPy float32; `chosen` replaces the random choice of experts [T, k]."""
+    sizes = DATA | sizes
+    tokens, features, hidden, experts, topk = sizes.values()
+    rng = np.random.default_rng(seed)
+    out = hidden * (
+        2 if len(FUNCTIONS[activation].__code__.co_varnames) > 1 and ACTIVATIONS[activation].is_gated else 1
+    )
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    w_gate_up, w_down = normal(experts, out, features) / features**0.5, normal(experts, features, hidden) / hidden**0.5
+    if w_layout == "ekn":
+        w_gate_up, w_down = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+    if chosen is None:
+        chosen = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]) if tokens else np.zeros((0, topk))
+    floats = {
+        "x": normal(tokens, features),
+        "w_gate_up": w_gate_up,
+        "w_down": w_down,
+        "b_gate_up": normal(experts, out) if biased else None,
+        "b_down": normal(experts, features) if biased else None,
+        "topk_weights": rng.uniform(0.1, 1, (tokens, topk)).astype(np.float32),
+    }
+    return floats, np.asarray(chosen, np.int32), normal(tokens, features)
+
+
+def expected(floats, chosen, dy, activation, interleaved, w_layout):
+    """y and the gradients of sum(dy * y), one token and choice after the other."""
+    f = {name: None if array is None else array.astype(np.float64) for name, array in floats.items()}
+    grads = {name: None if array is None else np.zeros(array.shape) for name, array in f.items()}
+    y = np.zeros(f["x"].shape)
+    up_of, down_of = (
+        (lambda w, e: w[e].T) if w_layout == "enk" else (lambda w, e: w[e]) for _ in range(2)
+    )  # [in, out], views, so that gradients can be added in place
+    for token, choices in enumerate(chosen):
+        for choice, e in enumerate(choices):
+            x, p, d = f["x"][token], f["topk_weights"][token, choice], dy[token].astype(np.float64)
+            pre = x @ up_of(f["w_gate_up"], e) + (0 if f["b_gate_up"] is None else f["b_gate_up"][e])
+            hidden, d_hidden_to_pre = activate(pre, activation, interleaved)
+            product = hidden @ down_of(f["w_down"], e) + (0 if f["b_down"] is None else f["b_down"][e])
+            y[token] += p * product
+            d_pre = d_hidden_to_pre(p * down_of(f["w_down"], e) @ d)
+            grads["topk_weights"][token, choice] = d @ product
+            grads["x"][token] += up_of(f["w_gate_up"], e) @ d_pre
+            up_of(grads["w_gate_up"], e)[...] += np.outer(x, d_pre)
+            down_of(grads["w_down"], e)[...] += np.outer(hidden, p * d)
+            if f["b_down"] is not None:
+                grads["b_gate_up"][e] += d_pre
+                grads["b_down"][e] += p * d
+    return y, grads
+
+
+def activate(pre, activation, interleaved):
+    """Hidden features, and the function from their gradient to that of pre, by central differences."""
+    function, is_gated = FUNCTIONS[activation], ACTIVATIONS[activation].is_gated
+
+    def hidden_of(pre):
+        if not is_gated:
+            return function(pre)
+        return function(*((pre[::2], pre[1::2]) if interleaved else np.split(pre, 2)))
+
+    def transposed(d_hidden):
+        step = 1e-6
+        moves = step * np.eye(len(pre))
+        columns = [(hidden_of(pre + move) - hidden_of(pre - move)) / (2 * step) for move in moves]
+        return np.array([column @ d_hidden for column in columns])
+
+    return hidden_of(pre), transposed
+
+
+def run(floats, chosen, dy, implementation, activation="swiglu", dtype=jnp.float32, **options):
+    """y and the gradients."""
+    experts = floats["w_gate_up"].shape[0]
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
+    arrays = {name: None if a is None else jnp.asarray(a, dtype) for name, a in floats.items()}
+
+    @jax.jit
+    def forward_and_backward(arrays, dy):
+        def forward(arrays):
+            names = ("x", "w_gate_up", "w_down")
+            weights = arrays["topk_weights"].astype(jnp.float32)
+            routing = jgg.Routing(weights, jnp.asarray(chosen), group_sizes, gather_indices)
+            biases = {name: arrays[name] for name in ("b_gate_up", "b_down")}
+            return moe_mlp(
+                *(arrays[name] for name in names),
+                routing,
+                activation=activation,
+                precision="highest",
+                implementation=implementation,
+                **biases,
+                **options,
+            )
+
+        y, vjp = jax.vjp(forward, arrays)
+        return y, *vjp(dy.astype(y.dtype))
+
+    return forward_and_backward(arrays, jnp.asarray(dy))
+
+
+def assert_close(got, want, tolerance, name):
+    if want is None:
+        assert got is None, name
+        return
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape, name
+    assert np.isfinite(got).all(), name
+    error = np.max(np.abs(got - want), initial=0) / max(np.max(np.abs(want), initial=0), 1e-30)
+    assert error <= tolerance or not np.any(want - got), f"{name}: {error:.1e}"
+
+
+def assert_right(implementation, activation="swiglu", interleaved=False, w_layout="enk", **options):
+    floats, chosen, dy = make(activation, w_layout=w_layout, **options)
+    y, grads = expected(floats, chosen, dy, activation, interleaved, w_layout)
+    got_y, got_grads = run(floats, chosen, dy, implementation, activation, interleaved=interleaved, w_layout=w_layout)
+    assert_close(got_y, y, 1e-5, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-5, name)
+
+
+def test_every_activation_has_an_oracle():
+    assert FUNCTIONS.keys() == ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_activation(activation):
+    assert_right(None, activation)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_gate_and_up_in_turns(activation, implementation):
+    assert_right(implementation, activation, interleaved=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layout_and_bias(biased, w_layout, implementation):
+    assert_right(implementation, w_layout=w_layout, biased=biased)
+
+
+CASES = {
+    "one token": {"tokens": 1},
+    "no token": {"tokens": 0},
+    "one expert": {"experts": 1, "topk": 1},
+    "every expert": {"experts": 4, "topk": 4},
+    "an expert that nobody chose": {"tokens": 3, "chosen": [[0, 1], [1, 3], [3, 0]]},
+    "all tokens on one expert": {"tokens": 4, "topk": 1, "chosen": [[2]] * 4},
+    "features of no block": {"features": 17, "hidden": 33},
+    "many": {"tokens": 70, "features": 32, "hidden": 48, "experts": 16, "topk": 4},
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(case, implementation):
+    assert_right(implementation, biased=True, **case)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:2], IMPLEMENTATIONS[3]])
+def test_bfloat16_is_as_right_as_its_products(implementation):
+    floats, chosen, dy = make(tokens=64, features=64, hidden=48, biased=True)
+    floats = {name: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for name, a in floats.items()}
+    dy = np.asarray(jnp.asarray(dy, jnp.bfloat16), np.float32)
+    y, grads = expected(floats, chosen, dy, "swiglu", False, "enk")
+    got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16)
+    assert got_y.dtype == jnp.bfloat16
+    assert_close(got_y, y, 1e-2, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-2, name)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_of_a_token_stays_there(implementation):
+    floats, chosen, dy = make(biased=True)
+    clean, _ = run(floats, chosen, dy, implementation)
+    floats["x"][3] = np.nan
+    got, grads = run(floats, chosen, dy, implementation)
+    others = np.arange(len(dy)) != 3
+    np.testing.assert_array_equal(got[others], clean[others])
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.asarray(grads["x"])[others]).all()
+    untouched = [e for e in range(DATA["experts"]) if e not in chosen[3]]
+    assert np.isfinite(np.asarray(grads["w_gate_up"])[untouched]).all()
+
+
+def test_parameters_of_the_clamped_swiglu():
+    floats, chosen, dy = make("clamped_swiglu")
+    floats["w_gate_up"] *= 5
+    got, _ = run(floats, chosen, dy, None, clamped_swiglu(limit=1.5, alpha=0.7))
+    FUNCTIONS["own"], ACTIVATIONS["own"] = lambda gate, up: clamped(gate, up, 1.5, 0.7), clamped_swiglu(1.5, 0.7)
+    try:
+        want, _ = expected(floats, chosen, dy, "own", False, "enk")
+    finally:
+        del FUNCTIONS["own"], ACTIVATIONS["own"]
+    assert_close(got, want, 1e-5, "y")
+    assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
+
+
+def loss_of(dtype=jnp.float32, policy=None, **sizes):
+    floats, chosen, _ = make(**sizes)
+    experts = floats["w_gate_up"].shape[0]
+    arrays = {name: jnp.asarray(a, dtype) for name, a in floats.items() if a is not None}
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
+
+    def loss(arrays):
+        routing = jgg.Routing(
+            arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
+        )
+        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
+
+
+def residual_bytes(function, arrays):
+    """Bytes kept for the backward pass, the weights and what is constant aside."""
+    kept = [
+        aval
+        for aval, source in saved_residuals(function, arrays)
+        if "w_gate_up" not in source and "w_down" not in source and "literal" not in source
+    ]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept), kept
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_kept_for_the_backward_pass(dtype):
+    sizes = {"tokens": 256, "features": 64, "hidden": 48, "experts": 8, "topk": 4}
+    function, arrays = loss_of(dtype, **sizes)
+    total, kept = residual_bytes(function, arrays)
+    rows, itemsize = 256 * 4, jnp.dtype(dtype).itemsize
+    x, pre_activation, y = 256 * 64 * itemsize, rows * 2 * 48 * itemsize, 256 * 64 * 4
+    assert total >= x + pre_activation  # else the measure misses what must be there
+    assert total <= x + pre_activation + 32 * rows + y, kept  # y: of this test's own square
+
+
+@pytest.mark.parametrize("names", [(), ("jgg_x",), ("jgg_pre_activation",), ("jgg_x", "jgg_pre_activation")])
+def test_policies_know_the_residuals_by_name(names):
+    sizes = {"tokens": 64, "features": 32, "hidden": 16, "experts": 4, "topk": 2}
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    function, arrays = loss_of(policy=policy, **sizes)
+    shapes = [aval.shape for aval, source in saved_residuals(function, arrays) if "argument" not in source]
+    assert ((128, 32) in shapes) == ("jgg_pre_activation" in names)
+    plain, _ = loss_of(**sizes)
+    for got, want in zip(
+        jax.tree.leaves(jax.grad(function)(arrays)), jax.tree.leaves(jax.grad(plain)(arrays)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_xla_to_second_order():
+    floats, chosen, _ = make(tokens=4, features=6, hidden=4, experts=3)
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), 3)
+
+    def function(x, w_gate_up, w_down, topk_weights):
+        routing = jgg.Routing(topk_weights, jnp.asarray(chosen), group_sizes, gather_indices)
+        return moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
+
+    arrays = [jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down", "topk_weights")]
+    check_grads(function, arrays, order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
+
+
+def call(**changes):
+    floats, chosen, _ = make()
+    arrays = {name: jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down")}
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
+    routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
+    return moe_mlp(**{**arrays, "routing": routing, **changes})
+
+
+ERRORS = {
+    "x": ({"x": jnp.ones(24)}, ValueError, r"x must be \[T, H\], 2-dimensional, got \[24\]"),
+    "x of other features": ({"x": jnp.ones((13, 25))}, ValueError, "w_gate_up must have H in-features equal to x's 25"),
+    "tokens": ({"x": jnp.ones((12, 24))}, ValueError, "gather_indices must have M rows with M equal to x's 12 tokens"),
+    "w_gate_up": ({"w_gate_up": jnp.ones((5, 40))}, ValueError, r"w_gate_up must be \[E, 2 \* I, H\] or"),
+    "odd": ({"w_gate_up": jnp.ones((5, 41, 24))}, ValueError, "w_gate_up must have 2 \\* I out-features .* got 41"),
+    "w_down": (
+        {"w_down": jnp.ones((5, 24, 21))},
+        ValueError,
+        r"w_down must have E, I, H = \[5, 20, 24\].*\[5, 21, 24\]",
+    ),
+    "dtype": ({"w_down": jnp.ones((5, 24, 20), jnp.bfloat16)}, TypeError, "w_down must have the dtype of x, float32"),
+    "b_gate_up": ({"b_gate_up": jnp.ones((5, 20))}, ValueError, r"b_gate_up must be \[E, N\] = \[5, 40\]"),
+    "b_down": ({"b_down": jnp.ones((4, 24))}, ValueError, r"b_down must be \[E, N\] = \[5, 24\]"),
+    "activation": (
+        {"activation": "swish"},
+        ValueError,
+        "activation must be an Activation or one of .*'swiglu'.*'swish'",
+    ),
+    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(changes, error, message):
+    assert np.isfinite(np.asarray(call())).all()
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_oracle_agrees_with_the_grouped_gemm_oracle():
+    """The first product of the oracle above is that of the one oracle of grouped GEMM."""
+    floats, chosen, dy = make(topk=1, tokens=6, chosen=[[0], [0], [1], [3], [4], [4]])
+    floats["topk_weights"][:] = 1
+    y, _ = expected(floats, chosen, dy, "swiglu", False, "enk")
+    sizes = np.bincount(chosen[:, 0], minlength=5)
+    pre = oracle.grouped_gemm(floats["x"], floats["w_gate_up"], sizes)
+    hidden = FUNCTIONS["swiglu"](*np.split(pre, 2, axis=1))
+    np.testing.assert_allclose(oracle.grouped_gemm(hidden, floats["w_down"], sizes), y, rtol=1e-12)
