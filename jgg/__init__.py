@@ -9,8 +9,10 @@ from jgg.grouped_gemm import (
     grouped_gemm_forward,
     ragged_dot,
 )
+from jgg.moe import moe_mlp
 from jgg.routing import Routing, route, sort_by_expert
 from jgg.target import target
+from jgg.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -24,8 +26,10 @@ __all__ = [
     "grouped_gemm_dw",
     "grouped_gemm_dx",
     "grouped_gemm_forward",
+    "moe_mlp",
     "ragged_dot",
     "route",
     "sort_by_expert",
     "target",
+    "tune",
 ]

@@ -1,4 +1,4 @@
-"""Kernel configurations: tile sizes and TMA switches, given explicitly or chosen by the heuristic."""
+"""Kernel configurations: tile sizes and TMA switches, and a heuristic that chooses them for any problem."""
 
 import dataclasses
 
@@ -93,8 +93,11 @@ class KernelConfigDW(_KernelConfig):
     fuse_gather: bool = True
 
 
-def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
-    """The heuristic: a configuration of `config_type` for a problem on a device.
+CONFIG_TYPES = {"forward": KernelConfigForward, "dx": KernelConfigDX, "dw": KernelConfigDW}
+
+
+def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target):
+    """A configuration for the product `op`, "forward", "dx" or "dw", of a problem on a device.
 
     Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
 
@@ -108,10 +111,10 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     """
     if _is_ieee_float32(problem):
-        return _choose_ieee_float32(config_type, problem, target)
-    if config_type is KernelConfigDW:
+        return _choose_ieee_float32(op, problem, target)
+    if op == "dw":
         return _choose_dw(problem, target)
-    if config_type is KernelConfigForward:
+    if op == "forward":
         features, columns, reduced = problem.out_features, "n", "k"
         fusing = {"fuse_gather": not target.has_tma or features < 8192, "fuse_scatter": not target.has_tma}
         has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
@@ -122,14 +125,14 @@ def choose_config(config_type, problem: GroupedGemmProblem, target: Target):
     block_rows = _block_rows(problem, 128)
     has_epilogue = has_heavy_epilogue or problem.has_topk_weights or problem.has_bias
     block_columns = 128
-    if not _rows_are_aligned(problem):
+    if not rows_are_aligned(problem):
         block_columns = 32 if has_epilogue else 64
         block_rows = min(block_rows, block_columns)
     elif has_heavy_epilogue and not _has_wide_tiles(problem, target):
         block_columns = 64
     elif _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not has_heavy_epilogue:
         block_columns = 256
-    return config_type(
+    return CONFIG_TYPES[op](
         block_m=block_rows,
         num_warps=8 if block_rows == 128 else 4,
         num_stages=_stages(problem, target),
@@ -144,7 +147,7 @@ def _choose_dw(problem, target):
     features = {"k": problem.in_features, "n": problem.out_features}
     has_both = problem.has_topk_weights and problem.has_bias
     block_left = block_right = 128
-    if not _rows_are_aligned(problem):
+    if not rows_are_aligned(problem):
         block_left = block_right = 32 if has_both else 64
     elif not target.has_tma or has_both:
         block_left = 64
@@ -160,12 +163,11 @@ def _choose_dw(problem, target):
     )
 
 
-def _choose_ieee_float32(config_type, problem, target):
-    size = 64 if _rows_are_aligned(problem) else 32
+def _choose_ieee_float32(op, problem, target):
+    size = 64 if rows_are_aligned(problem) else 32
     blocks = {"block_m": _block_rows(problem, size), "block_n": size, "block_k": size}
-    reduced = {KernelConfigForward: "block_k", KernelConfigDX: "block_n", KernelConfigDW: "block_m"}[config_type]
-    blocks[reduced] = 16
-    return config_type(num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target), **blocks)
+    blocks[{"forward": "block_k", "dx": "block_n", "dw": "block_m"}[op]] = 16
+    return CONFIG_TYPES[op](num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target), **blocks)
 
 
 def _block_rows(problem, largest):
@@ -178,7 +180,8 @@ def _is_ieee_float32(problem):
     return problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST
 
 
-def _rows_are_aligned(problem):
+def rows_are_aligned(problem: GroupedGemmProblem) -> bool:
+    """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
     return all(size * problem.dtype.itemsize % 16 == 0 for size in (problem.in_features, problem.out_features))
 
 
@@ -188,7 +191,7 @@ def _has_wide_tiles(problem, target):
 
 def _step(problem):
     step = 64 if problem.dtype.itemsize == 2 else 32
-    return step if _rows_are_aligned(problem) else 32
+    return step if rows_are_aligned(problem) else 32
 
 
 def _stages(problem, target):

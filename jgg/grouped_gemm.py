@@ -1,6 +1,5 @@
 """The public operations: grouped_gemm, ragged_dot, and the three products alone."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,11 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 from jgg import implementations
-from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.implementations import xla
-from jgg.problem import GroupedGemmProblem, check_problem, check_ragged_dot
+from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.implementations import PRODUCTS, Operation, xla
+from jgg.problem import check_problem, check_ragged_dot
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
-from jgg.target import Target, current_target
+from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
 
@@ -77,7 +76,7 @@ def grouped_gemm(
     """
     configs = (kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
     names = ("kernel_config_fwd", "kernel_config_bwd_dx", "kernel_config_bwd_dw")
-    for name, config, expected in zip(names, configs, _CONFIG_TYPES, strict=True):
+    for name, config, expected in zip(names, configs, CONFIG_TYPES.values(), strict=True):
         _check_config(name, config, expected)
     return _grouped_gemm(
         configs, implementation, x, w, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias,
@@ -220,24 +219,6 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
         )  # fmt: skip
 
 
-_PRODUCTS = ("forward", "backward_dx", "backward_dw")
-_CONFIG_TYPES = (KernelConfigForward, KernelConfigDX, KernelConfigDW)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """The static argument of the custom_vjp: what to compute and how."""
-
-    problem: GroupedGemmProblem
-    configs: tuple
-    implementation: str | None
-    target: Target
-
-    def run(self, product, *arrays, **options):
-        config = self.configs[_PRODUCTS.index(product)]
-        return implementations.run(product, self.implementation, self.target, self.problem, config, *arrays, **options)
-
-
 def _grouped_gemm(
     configs, implementation, x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
     topk_weights=None, bias=None, *, w_layout, precision, out_dtype, group_offset=None,
@@ -252,7 +233,7 @@ def _grouped_gemm(
         permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
         out_dtype=out_dtype, group_offset=group_offset,
     )  # fmt: skip
-    operation = _Operation(problem, configs, implementation, current_target())
+    operation = Operation(problem, implementation, current_target(), configs)
     return _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
 
 
@@ -290,7 +271,7 @@ def _backward(operation, residuals, dy):
     if topk_weights is not None:
         (row_sums,) = row_sums
         if bias is not None:
-            row_sums += _bias_row_sums(problem, dy, bias, bounds, gather_indices)
+            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
             row_sums = row_sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
         d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
@@ -301,7 +282,7 @@ def _backward(operation, residuals, dy):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _bias_row_sums(problem, dy, bias, bounds, gather_indices):
+def bias_row_sums(problem, dy, bias, bounds, gather_indices):
     """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
     row = jnp.arange(problem.num_rows)
     experts = jnp.searchsorted(bounds.ends, row, side="right", method="compare_all")
@@ -319,8 +300,8 @@ def _product(product, config, implementation, order, options=None, **arguments):
     arguments |= dict(zip(present, _arrays(*(arguments[name] for name in present)), strict=True))
     problem = check_problem(**arguments)
     arrays = {name: arguments.get(name) for name in order if name != "bounds"}
-    configs = [config if product == other else None for other in _PRODUCTS]
-    operation = _Operation(problem, tuple(configs), implementation, current_target())
+    configs = tuple(config if product == other else None for other in PRODUCTS)
+    operation = Operation(problem, implementation, current_target(), configs)
     return _run_product(operation, product, order, tuple((options or {}).items()), arrays, arguments["group_sizes"])
 
 

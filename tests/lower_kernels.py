@@ -17,7 +17,7 @@ import jax
 import triton
 
 import jgg
-from jgg.config import choose_config
+from jgg.config import CONFIG_TYPES, heuristic_config
 from jgg.problem import check_problem
 from jgg.target import current_target
 
@@ -29,11 +29,7 @@ OPTIONS = {
     "scaled": {"weighted": True, "biased": True},
     "everything": {"permute_x": True, "permute_y": True, "weighted": True, "biased": True},
 }
-TYPES = {
-    "forward_kernel": jgg.KernelConfigForward,
-    "backward_dx_kernel": jgg.KernelConfigDX,
-    "backward_dw_kernel": jgg.KernelConfigDW,
-}
+KERNELS = ("forward_kernel", "backward_dx_kernel", "backward_dw_kernel")
 # dtype and precision, and the one whose kernels stand for it: they differ in the type or in repeated instructions
 MODES = {
     ("bfloat16", None): None,
@@ -70,7 +66,7 @@ def chosen_configs(target, problem, dtype, precision):
     """The configurations that the heuristic chooses for the three kernels of a problem."""
     arrays, static = arguments(*problem, dtype, precision)
     checked = check_problem(**arrays, **static)
-    return [choose_config(config_type, checked, target) for config_type in TYPES.values()]
+    return [heuristic_config(op, checked, target) for op in CONFIG_TYPES]
 
 
 def every_problem():

@@ -18,7 +18,7 @@ import jgg
 from jgg.cli import demo, demo_train, info, main
 from jgg.cli.demo_data import held_out_windows, load_corpus
 from jgg.cli.demo_model import LanguageModel, measure
-from jgg.cli.machine import Device, Facts
+from jgg.cli.machine import Device, Facts, TunedFile, gather
 
 ROOT = Path(__file__).parent.parent
 
@@ -114,6 +114,36 @@ def test_info_says_what_runs_and_what_mends(name, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"  {implementation}: {output['reason']}" in lines
     assert [line.strip() for line in lines if line.startswith("    ")] == commands
+
+
+def test_info_tells_which_tuned_files_serve_this_device(monkeypatch, capsys):
+    files = (
+        TunedFile("own.json", {("NVIDIA H100", "9.0"): 2, ("NVIDIA B200", "10.0"): 3}),
+        TunedFile("bad.json", damage="bad.json is damaged"),
+        TunedFile("shipped.json", {("NVIDIA H200", "9.0"): 100}),
+    )
+    monkeypatch.setattr(info, "gather", lambda: facts(H100, tuned_files=files))
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  own.json: 2 measured on NVIDIA H100" in lines
+    assert "  own.json: 3 measured on NVIDIA B200, not used here" in lines
+    assert "  ignored: bad.json is damaged" in lines
+    assert (
+        "  shipped.json: 100 measured on NVIDIA H200, used here too: NVIDIA H100 has the same multiprocessor" in lines
+    )
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tuned_files"]
+    assert found[2]["entries"] == [{"device": "NVIDIA H200", "compute_capability": "9.0", "count": 100}]
+
+
+def test_info_reads_the_tuned_files(monkeypatch, tmp_path):
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv("JGG_TUNED", str(path))
+    assert path not in [Path(file.path) for file in gather().tuned_files]
+    path.write_text("{")
+    damaged = gather().tuned_files[0]
+    assert (damaged.path, damaged.entries) == (str(path), {})
+    assert "tuned.json is no file of tuned configurations" in damaged.damage
 
 
 def test_info_of_this_machine(capsys):

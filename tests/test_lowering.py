@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lower_kernels import MODES, TYPES, chosen_configs, every_problem, problems_to_lower
+from lower_kernels import KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 
 import jgg
 from jgg.target import current_target
@@ -35,7 +35,7 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == {*TYPES, "combine_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel"}
 
     with jgg.target(compute_capability):
         limit = current_target().shared_memory

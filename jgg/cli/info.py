@@ -45,7 +45,7 @@ def run(args) -> int:
     facts = gather()
     assessment = assess(facts)
     if args.json:
-        print(json.dumps(dataclasses.asdict(facts) | dataclasses.asdict(assessment), indent=2))
+        print(json.dumps(_as_json(facts, assessment), indent=2))
     else:
         print("\n".join(_lines(facts, assessment)))
     return 0
@@ -134,6 +134,22 @@ def _dotted(numbers):
     return ".".join(map(str, numbers))
 
 
+def _as_json(facts, assessment):
+    files = [
+        {
+            "path": file.path,
+            "damage": file.damage,
+            "entries": [
+                {"device": device, "compute_capability": capability, "count": count}
+                for (device, capability), count in file.entries.items()
+            ],
+        }
+        for file in facts.tuned_files
+    ]
+    facts = dataclasses.asdict(dataclasses.replace(facts, tuned_files=()))
+    return facts | dataclasses.asdict(assessment) | {"tuned_files": files}
+
+
 def _lines(facts: Facts, assessment: Assessment):
     yield "Versions"
     for name, version in facts.versions.items():
@@ -145,10 +161,29 @@ def _lines(facts: Facts, assessment: Assessment):
         yield "  none"
     yield "Implementation"
     yield f"  {assessment.implementation}: {assessment.reason}"
+    yield "Tuned configurations, in the order in which they are looked up"
+    yield from _tuned_lines(facts)
     yield "To mend" if assessment.problems else "Nothing to mend"
     for problem in assessment.problems:
         yield f"  {problem.what}"
         yield f"    {problem.command}"
+
+
+def _tuned_lines(facts):
+    here = facts.devices[0] if facts.devices else None
+    for file in facts.tuned_files:
+        if file.damage:
+            yield f"  ignored: {file.damage}"
+        for (device, capability), count in file.entries.items():
+            line = f"  {file.path}: {count} measured on {device}"
+            if here is not None and here.compute_capability is not None:
+                if capability != here.compute_capability:
+                    line += ", not used here"
+                elif device != here.kind:
+                    line += f", used here too: {here.kind} has the same multiprocessor"
+            yield line
+    if not facts.tuned_files:
+        yield "  none: the heuristic chooses"
 
 
 def _describe(device: Device):

@@ -1,5 +1,6 @@
 """What this machine has: versions of packages, JAX's devices, GPUs that JAX may not see."""
 
+import collections
 import dataclasses
 import importlib.metadata
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 
 import jgg
+from jgg import tuned
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
@@ -35,6 +37,21 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class TunedFile:
+    """A file of tuned configurations.
+
+    Attributes:
+      path: where it is.
+      entries: how many, by name of the device that they were measured on and its compute capability, such as "9.0".
+      damage: why it is ignored.
+    """
+
+    path: str
+    entries: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    damage: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """What the machine says.
 
@@ -45,6 +62,7 @@ class Facts:
       has_nvidia_gpu: the NVIDIA driver sees a GPU, whether or not JAX does.
       jax_platforms: the environment variable JAX_PLATFORMS.
       backend_error: why JAX has no device at all.
+      tuned_files: those that exist, in the order in which jgg looks.
     """
 
     system: str
@@ -53,6 +71,7 @@ class Facts:
     has_nvidia_gpu: bool = False
     jax_platforms: str = ""
     backend_error: str | None = None
+    tuned_files: tuple[TunedFile, ...] = ()
 
 
 def gather() -> Facts:
@@ -69,6 +88,7 @@ def gather() -> Facts:
         has_nvidia_gpu=_has_nvidia_gpu(),
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
         backend_error=backend_error,
+        tuned_files=tuple(_tuned_file(path) for path in (tuned.user_file(), *tuned.shipped_files()) if path.exists()),
     )
 
 
@@ -98,6 +118,15 @@ def devices() -> tuple[Device, ...]:
 def _cuda_device(device):
     memory = (device.memory_stats() or {}).get("bytes_limit")
     return Device("cuda", device.device_kind, device.compute_capability, device.core_count, memory)
+
+
+def _tuned_file(path):
+    try:
+        entries = tuned.parse(path)
+    except ValueError as error:
+        return TunedFile(str(path), damage=str(error))
+    names = [(entry.device, "{}.{}".format(*divmod(entry.compute_capability, 10))) for entry in entries]
+    return TunedFile(str(path), dict(collections.Counter(names)))
 
 
 def _has_nvidia_gpu() -> bool:

@@ -4,6 +4,7 @@
 kernels on the CPU. None stages both of the first two and leaves the choice to the platform that is compiled for.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,9 +15,11 @@ from jax.interpreters import mlir
 
 from jgg.implementations.launch import LANGUAGE_LOCK
 from jgg.implementations.primitive import define_primitive
+from jgg.problem import GroupedGemmProblem
 from jgg.target import MIN_COMPUTE_CAPABILITY, Target, device_target
 
 NAMES = ("triton", "xla", "interpret")
+PRODUCTS = ("forward", "backward_dx", "backward_dw")  # those that have a configuration
 
 
 def check_implementation(implementation: str | None):
@@ -51,12 +54,32 @@ def has_triton() -> bool:
     return all(importlib.util.find_spec(package) is not None for package in ("triton", "jax_triton"))
 
 
-def run(product: str, implementation: str | None, target: Target, problem, config, *arrays, **options):
-    """The results of one product ("forward", "backward_dx" or "backward_dw") of arrays, some of them None.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A grouped GEMM and how to compute it, as the static argument of a custom_vjp.
 
-    It is a primitive, lowered to the implementation that was asked for or else to the platform's own, so that a
-    program traced once can be compiled for several platforms.
+    Attributes:
+      implementation: one of NAMES or None.
+      target: the GPU that "triton" is for.
+      configs: of PRODUCTS; None for one to be chosen.
     """
+
+    problem: GroupedGemmProblem
+    implementation: str | None
+    target: Target
+    configs: tuple = (None, None, None)
+
+    def run(self, product: str, *arrays, **options):
+        """The results of one product, "forward", "backward_dx", "backward_dw" or "combine", of arrays, some None.
+
+        `implementations.kernels` has each product's arguments. It is a primitive, lowered to the implementation asked
+        for or else to the platform's own, so that a program traced once can be compiled for several platforms.
+        """
+        config = dict(zip(PRODUCTS, self.configs, strict=True)).get(product)
+        return _run(product, self.implementation, self.target, self.problem, config, *arrays, **options)
+
+
+def _run(product, implementation, target, problem, config, *arrays, **options):
     leaves, structure = jax.tree.flatten(arrays)
     return _bind(
         *leaves,
@@ -77,6 +100,9 @@ def _result_types(*leaves, product, problem, structure, options, **_):
     if product == "backward_dx":
         row_sums = [((problem.num_rows,), jnp.float32)]
         return [(problem.x_shape, problem.dtype)] + (row_sums if arrays[2] is not None else [])
+    if product == "combine":
+        rows, positions, _ = arrays
+        return [((positions.shape[0] // dict(options)["topk"], rows.shape[1]), rows.dtype)]
     dbias = [((problem.num_experts, problem.out_features), jnp.float32)]
     return [(problem.w_shape, problem.dtype)] + (dbias if dict(options)["with_bias"] else [])
 

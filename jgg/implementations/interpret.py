@@ -35,6 +35,11 @@ def backward_dw(target, problem, config, *arrays, **options):
     return kernels.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
 
 
+def combine(target, problem, config, rows, positions, scales, topk):
+    """See `implementations.kernels.combine`."""
+    return [kernels.combine(_call_for(problem), rows, positions, topk, scales)]
+
+
 def _call_for(problem):
     if jnp.dtype(jnp.bfloat16) in (problem.dtype, problem.out_dtype):
         raise TypeError(

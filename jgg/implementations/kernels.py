@@ -9,11 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, choose_config
+from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
+from jgg.tuned import choose_config
 
 _PRECISIONS = {
     jax.lax.Precision.DEFAULT: "tf32",
@@ -27,7 +28,7 @@ def forward(
     x, w, bounds: GroupBounds, gather_indices, topk_weights, bias,
 ):  # fmt: skip
     """[y [M, N]]."""
-    config = config or choose_config(KernelConfigForward, problem, target)
+    config = config or choose_config("forward", problem, target)
     scatter_after = problem.permute_y and not config.fuse_scatter
     if problem.permute_x and not config.fuse_gather:
         x = combine(call, x, gather_indices // problem.topk, 1)
@@ -80,7 +81,7 @@ def backward_dx(
     dy, w, x, bounds: GroupBounds, gather_indices, topk_weights,
 ):  # fmt: skip
     """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
-    config = config or choose_config(KernelConfigDX, problem, target)
+    config = config or choose_config("dx", problem, target)
     if problem.permute_y and not config.fuse_gather:
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
@@ -142,7 +143,7 @@ def backward_dw(
     x, dy, bounds: GroupBounds, gather_indices, topk_weights, with_bias: bool,
 ):  # fmt: skip
     """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
-    config = config or choose_config(KernelConfigDW, problem, target)
+    config = config or choose_config("dw", problem, target)
     if problem.permute_x and not config.fuse_gather:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)

@@ -36,6 +36,11 @@ def backward_dw(target, problem, config, *arrays, **options):
     return kernels.backward_dw(_call_for(target), target, problem, config, *arrays, **options)
 
 
+def combine(target, problem, config, rows, positions, scales, topk):
+    """See `implementations.kernels.combine`."""
+    return [kernels.combine(_call_for(target), rows, positions, topk, scales)]
+
+
 def load_kernel(name: str, package: str = "jgg.kernels"):
     """The jitted kernel of that name from a copy of the kernels package."""
     return getattr(importlib.import_module(f"{package}.{_MODULES[name]}"), name)

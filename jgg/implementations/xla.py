@@ -92,12 +92,21 @@ def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_wei
     return [dw, dot(_ones(dy), dy, out_dtype=jnp.float32)[:, 0]] if with_bias else [dw]
 
 
+def combine(target, problem, config, rows, positions, scales, topk):
+    """The weighted sum of each token's rows; see `implementations.kernels.combine`."""
+    terms = rows.at[_guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
+    if scales is not None:
+        terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
+    terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
+    return [jnp.sum(terms, axis=1).astype(rows.dtype)]
+
+
 def _x_rows(problem, gather_indices):
-    return _guarded(problem, gather_indices) // problem.topk if problem.permute_x else None
+    return _guarded(gather_indices, problem.num_rows) // problem.topk if problem.permute_x else None
 
 
 def _y_rows(problem, gather_indices):
-    return _guarded(problem, gather_indices) if problem.permute_y else None
+    return _guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
 def _row_scales(problem, gather_indices, topk_weights):
@@ -106,13 +115,12 @@ def _row_scales(problem, gather_indices, topk_weights):
     scales = topk_weights.reshape(-1).astype(jnp.float32)
     if gather_indices is None:
         return scales
-    return scales.at[_guarded(problem, gather_indices)].get(mode="fill", fill_value=0)
+    return scales.at[_guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
 
 
-def _guarded(problem, gather_indices):
+def _guarded(indices, num_rows):
     """Indices with every one outside [0, M) far past the end, where `at` neither wraps it around nor writes it."""
-    in_range = (gather_indices >= 0) & (gather_indices < problem.num_rows)
-    return jnp.where(in_range, gather_indices, _NO_ROW)
+    return jnp.where((indices >= 0) & (indices < num_rows), indices, _NO_ROW)
 
 
 def rows_dot(
@@ -176,8 +184,7 @@ class _Block(NamedTuple):
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-    """Rows of a loop step: a fraction of a group's share, since a group's last block is half padding on average, but
-    enough of them to multiply at full speed."""
+    """Rows of a loop step: half a group's share, as its last block is padded, but enough to multiply at full speed."""
     share = 1 << (-(-num_rows // max(num_groups, 1)) - 1).bit_length()
     return min(share, max(share // 2, 64), 512, num_rows)
 

@@ -1,0 +1,177 @@
+"""How long a product takes on the device, and whether it is right."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import jax
+import jax.numpy as jnp
+
+from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from jgg.measuring.workloads import operands
+from jgg.problem import GroupedGemmProblem
+
+_REPEATS = 5
+_SECONDS = 0.02  # a repeat lasts about so long
+MAX_CALLS = 64
+# FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
+_FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
+_LARGER_THAN_L2 = 128 * 2**20  # bytes
+
+
+@functools.cache  # so that programs of the same product share what is compiled
+def product(op: str, problem: GroupedGemmProblem, implementation: str | None, config=None) -> Callable:
+    """The function from operands (`workloads.operands`) to y, dx or dw."""
+    options = {
+        "topk": problem.topk,
+        "permute_x": problem.permute_x,
+        "permute_y": problem.permute_y,
+        "w_layout": problem.w_layout,
+        "precision": problem.precision,
+        "kernel_config": config,
+        "implementation": implementation,
+    }
+
+    def run(arrays):
+        shared = {name: arrays.get(name) for name in ("gather_indices", "topk_weights")}
+        sizes = arrays["group_sizes"]
+        if op == "forward":
+            y_options = {"bias": arrays.get("bias"), "preferred_element_type": problem.out_dtype}
+            return grouped_gemm_forward(arrays["x"], arrays["w"], sizes, **shared, **y_options, **options)
+        if op == "dx":
+            return grouped_gemm_dx(arrays["dy"], arrays["w"], group_sizes=sizes, **shared, **options)
+        return grouped_gemm_dw(arrays["x"], arrays["dy"], sizes, **shared, **options)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a product must be: the xla implementation's in float32, within twice its own error in the problem's dtype.
+
+    Attributes:
+      exact: the product in float32.
+      bound: largest error allowed, relative to the largest element.
+    """
+
+    exact: jax.Array
+    bound: float
+
+    @classmethod
+    def of(cls, op: str, problem: GroupedGemmProblem, arrays, lock: AbstractContextManager = nullcontext()):  # noqa: B008
+        """Computes both products of the operands; lock as in `measure`."""
+        programs = _reference_programs(op, problem)
+        with lock:
+            exact, own = (program(arrays) for program in programs)
+            return cls(exact, 2 * float(_error(own, exact)) + 1e-5)
+
+    def error(self, result) -> float:
+        """The largest error of a result relative to the largest element; NaN or Inf where the result has some."""
+        return float(_error(result, self.exact))
+
+    def allows(self, result) -> bool:
+        """Whether a result is right."""
+        return self.error(result) <= self.bound
+
+
+@functools.lru_cache(maxsize=8)
+def _reference_programs(op, problem):
+    """The product compiled in float32 and in the problem's dtype."""
+    in_float32 = dataclasses.replace(
+        problem, dtype=jnp.dtype("float32"), out_dtype=jnp.dtype("float32"), precision=jax.lax.Precision.HIGHEST
+    )
+    functions = _in_float32(product(op, in_float32, "xla")), product(op, problem, "xla")
+    shapes = jax.eval_shape(functools.partial(operands, problem))
+    return [jax.jit(function).lower(shapes).compile() for function in functions]
+
+
+def _in_float32(function):
+    def run(arrays):
+        floats = {name: arrays[name].astype(jnp.float32) for name in ("x", "w", "dy", "bias") if name in arrays}
+        return function(arrays | floats)
+
+    return run
+
+
+@jax.jit
+def _error(result, exact):
+    error = jnp.max(jnp.abs(result.astype(jnp.float32) - exact), initial=0)
+    return error / jnp.maximum(jnp.max(jnp.abs(exact), initial=0), 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of a call, the median of several repeats, and the result of one call."""
+
+    seconds: float
+    result: jax.Array
+
+
+def measure(
+    function: Callable, arrays: dict[str, jax.Array], flops: int, bytes_accessed: int, max_calls: int = MAX_CALLS,
+    lock: AbstractContextManager = nullcontext(),  # noqa: B008
+) -> Timing:  # fmt: skip
+    """Times `function(arrays)` on the device; arrays must have group_sizes.
+
+    Many calls run one after the other inside one compiled program, so that none waits for the host. Where their arrays
+    could stay in the L2 cache, a larger one is written between the calls, and what that takes is subtracted.
+
+    Args:
+      flops, bytes_accessed: of one call, to choose how many there are.
+      max_calls: no more than so many.
+      lock: held while the device is used, and not while programs are compiled.
+    """
+    calls = min(_calls(flops, bytes_accessed), max_calls)
+    flushes = jax.default_backend() == "gpu" and bytes_accessed < 2 * _LARGER_THAN_L2
+    program = _repeated(function, calls, flushes).lower(arrays).compile()
+    baseline = _baseline(calls) if flushes else None
+    with lock:
+        seconds, (_, result) = _time(program, arrays)
+        if baseline is not None:
+            seconds -= _time(baseline, {"group_sizes": jnp.zeros(1, jnp.int32)})[0]
+    return Timing(max(seconds, 1e-9) / calls, result)
+
+
+@functools.cache
+def _baseline(calls):
+    """The program that only empties the L2 cache between its calls."""
+    return (
+        _repeated(lambda arrays: arrays["group_sizes"], calls, True)
+        .lower({"group_sizes": jax.ShapeDtypeStruct((1,), jnp.int32)})
+        .compile()
+    )
+
+
+def _calls(flops, bytes_accessed):
+    flop_rate, byte_rate = _FAST.get(jax.default_backend(), _FAST["cpu"])
+    return max(1, min(MAX_CALLS, int(_SECONDS / (flops / flop_rate + bytes_accessed / byte_rate + 1e-5))))
+
+
+def _repeated(function, calls, flushes):
+    """A program of that many calls; arrays depend on the call before, lest XLA compute a part of it just once."""
+
+    def program(arrays):
+        def call(_, carry):
+            flushed, _, sizes = carry
+            flushed, tied = jax.lax.optimization_barrier((flushed + 1, arrays | {"group_sizes": sizes}))
+            return jax.lax.optimization_barrier((flushed, function(tied), tied["group_sizes"]))
+
+        flushed = jnp.zeros(_LARGER_THAN_L2 if flushes else 1, jnp.int8)
+        result = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, arrays))
+        flushed, result, _ = jax.lax.fori_loop(0, calls, call, (flushed, result, arrays["group_sizes"]))
+        return flushed[0], result
+
+    return jax.jit(program)
+
+
+def _time(program, arrays):
+    result = jax.block_until_ready(program(arrays))
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        result = jax.block_until_ready(program(arrays))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), result

@@ -1,0 +1,135 @@
+"""What is tuned and measured: the GEMMs of well-known MoE layers or of the user's own, and data for them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgg.problem import GroupedGemmProblem, canonical_precision
+
+OPS = ("forward", "dx", "dw")
+GROUPS = ("uneven", "even", "one", "some-empty")
+_DIRICHLET = 1 / 0.09
+_LAYERS = Path(__file__).parent.parent / "layers.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of an MoE layer with a gated MLP; experts are those of one device.
+
+    Attributes:
+      tokens: T, tokens of a step on one device.
+      hidden: H, features of a token.
+      expert_intermediate: I, hidden features of an expert.
+      experts: E.
+      topk: k, experts of a token.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    expert_intermediate: int
+    experts: int
+    topk: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{field.name} of layer {self.name!r} must be a positive int, got {value!r}.")
+        if self.topk > self.experts:
+            raise ValueError(
+                f"topk of layer {self.name!r} must be at most its {self.experts} experts, got {self.topk}."
+            )
+
+    def gemms(self, **options) -> dict[str, GroupedGemmProblem]:
+        """The layer's products: "up" [H -> 2 * I] and "down" [I -> H]; options as in `gemm`."""
+        sizes = {"num_rows": self.tokens * self.topk, "num_experts": self.experts, "topk": self.topk}
+        return {
+            "up": gemm(in_features=self.hidden, out_features=2 * self.expert_intermediate, **sizes, **options),
+            "down": gemm(in_features=self.expert_intermediate, out_features=self.hidden, **sizes, **options),
+        }
+
+
+def gemm(
+    *, num_rows, in_features, out_features, num_experts, topk=1, dtype="bfloat16", w_layout="enk", permute_x=False,
+    permute_y=False, weighted=False, biased=False, precision=None,
+) -> GroupedGemmProblem:  # fmt: skip
+    """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise."""
+    if num_rows % topk:
+        raise ValueError(f"num_rows must be a multiple of topk, {topk}, got {num_rows}.")
+    return GroupedGemmProblem(
+        num_rows=num_rows,
+        num_experts=num_experts,
+        in_features=in_features,
+        out_features=out_features,
+        topk=topk,
+        dtype=jnp.dtype(dtype),
+        out_dtype=jnp.dtype(dtype),
+        w_layout=w_layout,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        has_topk_weights=weighted,
+        has_bias=biased,
+        precision=canonical_precision(precision),
+    )
+
+
+def load_layers(path: str | Path | None = None) -> dict[str, Layer]:
+    """Layers by name from a JSON file {"layers": [{"name": ..., "tokens": ..., ...}]}, by default those that jgg knows.
+
+    Keys that `Layer` has no attribute for are ignored.
+
+    Raises: ValueError: the file is no JSON of that form; the message names it.
+    """
+    path = Path(path or _LAYERS)
+    names = [field.name for field in dataclasses.fields(Layer)]
+    try:
+        entries = json.loads(path.read_text())["layers"]
+        layers = [Layer(**{name: entry[name] for name in names}) for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"no key {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} must be a JSON file with a list of layers, each with {names}: {what}") from error
+    return {layer.name: layer for layer in layers}
+
+
+def group_sizes(kind: str, num_rows: int, num_experts: int, seed: int = 0) -> np.ndarray:
+    """Rows of each expert, int32 [E], whose sum is num_rows.
+
+    Args:
+      kind: "uneven" (drawn from a Dirichlet distribution: for 65,536 rows over 128 experts about 160 to 1,070),
+        "even", "one" (all rows in the first group) or "some-empty" (uneven, and every fourth expert without rows).
+    """
+    rng = np.random.default_rng(seed)
+    shares = np.ones(num_experts)
+    if kind in ("uneven", "some-empty"):
+        shares = rng.dirichlet(shares * _DIRICHLET)
+    if kind == "some-empty":
+        shares[3::4] = 0
+    if kind == "one":
+        shares[1:] = 0
+    if kind == "even":
+        return np.diff(np.arange(num_experts + 1) * num_rows // num_experts).astype(np.int32)
+    return rng.multinomial(num_rows, shares / shares.sum()).astype(np.int32)
+
+
+def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> dict[str, jax.Array]:
+    """Random x, w, dy, group_sizes and, where the problem has them, gather_indices, topk_weights and bias."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    arrays = {
+        "x": normal(keys[0], problem.x_shape, problem.dtype),
+        "w": normal(keys[1], problem.w_shape, problem.dtype) * jnp.asarray(problem.in_features**-0.5, problem.dtype),
+        "dy": normal(keys[2], problem.y_shape, problem.dtype),
+        "group_sizes": jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed)),
+    }
+    if problem.permute_x or problem.permute_y:
+        arrays["gather_indices"] = jax.random.permutation(keys[3], problem.num_rows).astype(jnp.int32)
+    if problem.has_topk_weights:
+        arrays["topk_weights"] = jax.random.uniform(keys[4], (problem.num_rows,), minval=0.1)
+    if problem.has_bias:
+        arrays["bias"] = jnp.ones((problem.num_experts, problem.out_features), problem.dtype)
+    return arrays

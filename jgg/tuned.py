@@ -1,0 +1,227 @@
+"""Configurations that `jgg tune` measured, in JSON files, and the choice of one: tuned, else by the heuristic."""
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import platformdirs
+
+from jgg.config import CONFIG_TYPES, heuristic_config, rows_are_aligned
+from jgg.problem import GroupedGemmProblem
+from jgg.target import Target
+
+_logger = logging.getLogger("jgg")
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A measured configuration.
+
+    Attributes:
+      op: "forward", "dx" or "dw".
+      problem: what was computed.
+      config: the fastest configuration, of the op's type.
+      milliseconds: of one call on the device.
+      device: as the driver names it.
+      compute_capability: 10 * major + minor; the entry serves every device that has it.
+      versions: of jgg, JAX and Triton.
+      date: ISO 8601.
+    """
+
+    op: str
+    problem: GroupedGemmProblem
+    config: Any
+    milliseconds: float
+    device: str
+    compute_capability: int
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def tflops(self) -> float:
+        """TF/s, of 2 * M * K * N floating-point operations."""
+        return self.problem.flops / self.milliseconds / 1e9
+
+    @property
+    def identity(self) -> tuple:
+        """What a file has one entry for."""
+        return self.op, self.problem, self.device
+
+    def as_json(self) -> dict:
+        """The entry as it is in a file."""
+        problem = dataclasses.asdict(self.problem)
+        problem |= {name: problem[name].name for name in ("dtype", "out_dtype", "precision")}
+        own = {name: getattr(self, name) for name in ("device", "compute_capability", "versions", "date")}
+        time = {"milliseconds": self.milliseconds, "tflops": round(self.tflops, 1)}
+        return {"op": self.op, "problem": problem, "config": dataclasses.asdict(self.config), **time, **own}
+
+    @classmethod
+    def from_json(cls, entry: dict) -> Self:
+        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        problem = dict(entry["problem"])
+        problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
+        problem["precision"] = jax.lax.Precision[problem["precision"]]
+        return cls(
+            op=entry["op"],
+            problem=GroupedGemmProblem(**problem),
+            config=CONFIG_TYPES[entry["op"]](**entry["config"]),
+            milliseconds=float(entry["milliseconds"]),
+            device=str(entry["device"]),
+            compute_capability=int(entry["compute_capability"]),
+            versions=dict(entry["versions"]),
+            date=str(entry["date"]),
+        )
+
+
+def choose_config(op: str, problem: GroupedGemmProblem, target: Target):
+    """The configuration of a product: the nearest tuned one, else the heuristic's. Files are read at trace time."""
+    entry = find(op, problem, target)
+    if entry is not None:
+        return entry.config
+    if target.has_tma and problem.dtype.itemsize == 2:  # what files are about
+        _log_miss(op, problem)
+    return heuristic_config(op, problem, target)
+
+
+def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
+    """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
+
+    An entry must be for the same product with the same options, compute capability and size of dtype, and none of K, N
+    and rows per expert may be more than twice the other's.
+    """
+    for path in (user_file(), *shipped_files()):
+        near = [
+            entry
+            for entry in load(path)
+            if entry.compute_capability == target.compute_capability
+            and entry.op == op
+            and _options(op, entry.problem) == _options(op, problem)
+            and max(_distances(entry.problem, problem)[:3]) <= 1
+        ]
+        if near:
+            return min(near, key=lambda entry: (sum(_distances(entry.problem, problem)), entry.device != target.name))
+    return None
+
+
+def user_file() -> Path:
+    """The user's file: $JGG_TUNED, else tuned.json in the platform's folder for caches. It need not exist."""
+    named = os.environ.get("JGG_TUNED")
+    return Path(named) if named else platformdirs.user_cache_path("jgg", appauthor=False) / "tuned.json"
+
+
+def shipped_files() -> list[Path]:
+    """The files that come with jgg."""
+    return sorted((Path(__file__).parent / "tuned").glob("*.json"))
+
+
+def load(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file; none where there is no such file or, with a warning, where it is damaged."""
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError:
+        return ()
+    return _load(path, modified)
+
+
+@functools.lru_cache(maxsize=32)
+def _load(path, modified):
+    try:
+        return parse(path)
+    except ValueError as error:
+        warnings.warn(f"{error}; it is ignored.", stacklevel=2)
+        return ()
+
+
+def parse(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file.
+
+    Raises: ValueError: the file is damaged; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+        return tuple(Entry.from_json(entry) for entry in content["entries"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no file of tuned configurations: {what}") from error
+
+
+def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
+    """Writes a file that has `entry` in place of one for the same product, problem and device.
+
+    Args:
+      keep_faster: leave the file alone if the entry that it has is the faster one.
+
+    Raises: ValueError: the file is damaged; it is left as it is.
+    """
+    entries = {old.identity: old for old in (parse(path) if path.exists() else ())}
+    old = entries.get(entry.identity)
+    if keep_faster and old is not None and old.milliseconds <= entry.milliseconds:
+        return
+    entries[entry.identity] = entry
+    lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
+    temporary.replace(path)
+
+
+def _options(op, problem):
+    """What must be the same; precision is for float32 alone, and dx knows no bias."""
+    precision = problem.precision if problem.dtype.itemsize == 4 else None
+    return (
+        problem.dtype.itemsize,
+        precision,
+        rows_are_aligned(problem),
+        problem.w_layout,
+        problem.permute_x,
+        problem.permute_y,
+        problem.has_topk_weights,
+        problem.has_bias and op != "dx",
+    )
+
+
+def _distances(one, other):
+    """How far apart K, N, rows per expert and E are, in doublings."""
+    return [
+        abs(math.log2(a / b))
+        for a, b in (
+            (one.in_features, other.in_features),
+            (one.out_features, other.out_features),
+            (one.num_rows / one.num_experts, other.num_rows / other.num_experts),
+            (one.num_experts, other.num_experts),
+        )
+    ]
+
+
+@functools.cache
+def _log_miss(op, problem):
+    _logger.info(
+        "No tuned configuration is near this %s; the heuristic chose one. To tune it on the GPU: %s",
+        op,
+        tune_command(op, problem),
+    )
+
+
+def tune_command(op: str, problem: GroupedGemmProblem) -> str:
+    """The command line that tunes one product of a problem."""
+    sizes = {"m": problem.num_rows, "k": problem.in_features, "n": problem.out_features, "experts": problem.num_experts}
+    sizes |= {"topk": problem.topk, "op": op, "dtype": problem.dtype.name, "w-layout": problem.w_layout}
+    flags = {
+        "permute-x": problem.permute_x,
+        "permute-y": problem.permute_y,
+        "weighted": problem.has_topk_weights,
+        "biased": problem.has_bias,
+    }
+    words = [f"--{name} {value}" for name, value in sizes.items()]
+    return " ".join(["jgg tune", *words, *(f"--{name}" for name, is_set in flags.items() if is_set)])

@@ -1,0 +1,198 @@
+"""The search for fast configurations on the GPU at hand, outside jit: candidates, checks, times, entries in a file."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from jgg.config import heuristic_config
+from jgg.measuring.timing import Reference, measure, product
+from jgg.measuring.workloads import OPS, gemm, operands
+from jgg.problem import GroupedGemmProblem
+from jgg.target import Target, current_target, device_target
+from jgg.tuned import Entry, merge, user_file
+
+_logger = logging.getLogger("jgg")
+
+# Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
+# docs/performance.md has what each was seen to do.
+_TILES = (
+    (128, 256, 8, 4, 1),
+    (128, 256, 8, 3, 1),
+    (128, 128, 8, 4, 1),
+    (128, 128, 4, 3, 2),
+    (256, 128, 8, 3, 1),
+    (64, 256, 4, 4, 1),
+    (64, 128, 4, 4, 2),
+)
+_BANDS = (2, 4, 16)
+# which blocks are the rows and the columns of the output tile, and which is the step along the reduced axis
+_AXES = {"forward": ("m", "n", "k"), "dx": ("m", "k", "n"), "dw": ("n", "k", "m")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One configuration tried.
+
+    Attributes:
+      milliseconds: of one call, or None where it failed.
+      failure: why it was not timed: it does not compile, does not fit, or gave a wrong result.
+    """
+
+    config: Any
+    milliseconds: float | None = None
+    failure: str | None = None
+
+
+def tune(
+    num_rows: int, in_features: int, out_features: int, num_experts: int, topk: int = 1, *, ops: Iterable[str] = OPS,
+    dtype="bfloat16", w_layout: str = "enk", permute_x: bool = False, permute_y: bool = False, weighted: bool = False,
+    biased: bool = False, out: str | Path | None = None,
+) -> list[Entry]:  # fmt: skip
+    """Finds fast kernel configurations for a grouped GEMM on the GPU at hand and writes them to a file.
+
+    Programs traced later get them, on any GPU of this compute capability, for this problem and for near ones.
+    It runs kernels, so call it outside `jit`. Each configuration's result is checked before it is timed, on uneven
+    random groups.
+
+    Args:
+      num_rows: M, routed rows.
+      in_features, out_features: K, N.
+      num_experts: E.
+      topk: k, rows of each token.
+      ops: of "forward", "dx" and "dw".
+      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`.
+      weighted, biased: with topk_weights, with a bias.
+      out: the file, by default $JGG_TUNED or else tuned.json in the platform's folder for caches, where jgg looks.
+
+    Returns: an entry for each op, also merged into the file.
+
+    Raises:
+      RuntimeError: there is no CUDA device that the kernels run on, or no configuration works.
+      ValueError: an option is none of those listed, or the file is damaged.
+    """
+    problem = gemm(
+        num_rows=num_rows, in_features=in_features, out_features=out_features, num_experts=num_experts, topk=topk,
+        dtype=dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y, weighted=weighted, biased=biased,
+    )  # fmt: skip
+    if device_target() is None:
+        raise RuntimeError("jgg.tune needs a CUDA device: see jgg info")
+    return [tune_op(op, problem, Path(out) if out else user_file()) for op in ops]
+
+
+def tune_op(
+    op: str, problem: GroupedGemmProblem, out: Path, implementation: str = "triton",
+    report: Callable[[Trial], None] = lambda trial: None, lock: AbstractContextManager = nullcontext(),  # noqa: B008
+) -> Entry:  # fmt: skip
+    """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
+
+    Args:
+      implementation: "interpret" runs the search without a GPU; its entries serve none.
+      report: called with each trial.
+      lock: held while the GPU or the file is used, so that several processes can search at once.
+    """
+    target = current_target()
+    with lock:
+        arrays = operands(problem)
+    reference = Reference.of(op, problem, arrays, lock)
+    best = failure = None
+
+    def attempt(config):
+        nonlocal best, failure
+        trial = _try(op, problem, config, arrays, reference, implementation, lock)
+        report(trial)
+        if trial.failure is not None:
+            failure = trial.failure
+            _logger.info("tuning %s: %s is out: %s", op, config, failure)
+        elif best is None or trial.milliseconds < best.milliseconds:
+            best = trial
+            with lock:
+                merge(out, _entry(op, problem, trial, target, implementation), keep_faster=True)
+
+    for config in first_candidates(op, problem, target):
+        attempt(config)
+    if best is None:
+        raise RuntimeError(f"No configuration of {op} works for {problem}: {failure}")
+    for config in second_candidates(op, problem, best.config):
+        attempt(config)
+    entry = _entry(op, problem, best, target, implementation)
+    with lock:
+        merge(out, entry)
+    return entry
+
+
+def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[Any]:
+    """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
+    base = heuristic_config(op, problem, target)
+    row_axis, column_axis, _ = _AXES[op]
+    configs = [base]
+    for rows, columns, num_warps, num_stages, programs_per_sm in _TILES:
+        config = dataclasses.replace(
+            base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm,
+            **{f"block_{row_axis}": rows, f"block_{column_axis}": columns},
+        )  # fmt: skip
+        if config not in configs and _is_sensible(op, problem, config, base, target):
+            configs.append(config)
+    return configs
+
+
+def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[Any]:
+    """The best so far with another order of tiles, and with rows gathered the other way."""
+    for band in _BANDS:
+        yield dataclasses.replace(best, band=band)
+    gathers = {"forward": problem.permute_x, "dx": problem.permute_y, "dw": problem.permute_x or problem.permute_y}
+    if gathers[op]:
+        yield dataclasses.replace(best, fuse_gather=not best.fuse_gather)
+
+
+def _is_sensible(op, problem, config, base, target):
+    """Whether a tile fits shared memory and registers, is no wider than its axis and no taller than the groups."""
+    rows, columns, step = (getattr(config, f"block_{axis}") for axis in _AXES[op])
+    features = {"k": problem.in_features, "n": problem.out_features, "m": base.block_m}
+    fits_axes = all(size <= max(128, features[axis]) for axis, size in zip(_AXES[op][:2], (rows, columns), strict=True))
+    if op != "dw" and rows > base.block_m * 2:  # the heuristic's tiles are as tall as the groups have rows
+        return False
+    memory = config.num_stages * (rows + columns) * step * problem.dtype.itemsize * config.programs_per_sm
+    accumulators = rows * columns // (32 * config.num_warps)
+    return fits_axes and memory <= target.shared_memory and accumulators <= 128
+
+
+def _try(op, problem, config, arrays, reference, implementation, lock):
+    # an interpreted kernel is run once: its time says nothing
+    max_calls = {"max_calls": 1} if implementation == "interpret" else {}
+    function = product(op, problem, implementation, config)
+    try:
+        timing = measure(function, arrays, problem.flops, problem.bytes_accessed, lock=lock, **max_calls)
+    except Exception as error:  # whatever a compiler or a driver may raise
+        return Trial(config, failure=f"{type(error).__name__}: {str(error).partition('\n')[0]}")
+    with lock:
+        error = reference.error(timing.result)
+    if not error <= reference.bound:
+        return Trial(config, failure=f"error {error:.1e}, allowed {reference.bound:.1e}")
+    return Trial(config, milliseconds=1e3 * timing.seconds)
+
+
+def _entry(op, problem, trial, target, implementation):
+    packages = ("jgg", "jax", "jax-triton", "triton")
+    is_real = implementation == "triton"
+    return Entry(
+        op=op,
+        problem=problem,
+        config=trial.config,
+        milliseconds=trial.milliseconds,
+        device=target.name if is_real else "interpreter",
+        compute_capability=target.compute_capability if is_real else 0,
+        versions={package: _version(package) for package in packages},
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"

@@ -1,0 +1,329 @@
+"""Tuned configurations: which is chosen, what a file may hold, how the search keeps what it measured."""
+
+import json
+import logging
+import shlex
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgg
+from jgg import tuned, tuning
+from jgg.cli import main
+from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.implementations import kernels
+from jgg.measuring.workloads import gemm, load_layers
+from jgg.schedule import group_bounds
+from jgg.target import Target
+
+HOPPER = Target(90, 132, "NVIDIA H200")
+SIZES = {"num_rows": 65536, "in_features": 2048, "out_features": 1536, "num_experts": 128, "topk": 8}
+PROBLEM = gemm(**SIZES)
+UNUSUAL = jgg.KernelConfigForward(band=3)
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path, monkeypatch):
+    """The user's file is one that does not exist yet, and none comes with jgg."""
+    path = tmp_path / "own" / "tuned.json"
+    monkeypatch.setenv("JGG_TUNED", str(path))
+    monkeypatch.setattr(tuned, "shipped_files", lambda: [tmp_path / "shipped.json"])
+    tuned._log_miss.cache_clear()
+    return path
+
+
+def entry(problem=PROBLEM, config=UNUSUAL, op="forward", milliseconds=1.0, capability=90, device="NVIDIA H200"):
+    return tuned.Entry(op, problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
+
+
+def chosen(problem=PROBLEM, op="forward", target=HOPPER):
+    return tuned.choose_config(op, problem, target)
+
+
+def test_an_entry_survives_its_file(own_file):
+    entries = [
+        entry(),
+        entry(gemm(**SIZES, w_layout="ekn", permute_x=True, biased=True), jgg.KernelConfigDX(num_warps=4), op="dx"),
+        entry(gemm(**SIZES, dtype="float32", precision="highest", permute_y=True, weighted=True), UNUSUAL),
+    ]
+    for each in entries:
+        tuned.merge(own_file, each)
+    assert list(tuned.parse(own_file)) == entries
+    assert [path.name for path in own_file.parent.iterdir()] == ["tuned.json"]
+
+
+def test_without_a_file_the_heuristic_chooses():
+    for op in CONFIG_TYPES:
+        assert chosen(op=op) == heuristic_config(op, PROBLEM, HOPPER)
+
+
+def test_the_kernel_gets_the_tuned_configuration(own_file):
+    launches = []
+
+    def call(name, launch):
+        launches.append(launch)
+        return {key: jnp.zeros(out.shape, out.dtype) for key, out in launch.outputs.items()}
+
+    problem = gemm(num_rows=64, in_features=64, out_features=64, num_experts=4)
+    x, w = jnp.ones(problem.x_shape, problem.dtype), jnp.ones(problem.w_shape, problem.dtype)
+    bounds = group_bounds(jnp.full(4, 16), 64)
+    for expected in (heuristic_config("forward", problem, HOPPER).band, 3):
+        kernels.forward(call, HOPPER, problem, None, x, w, bounds, None, None, None)
+        assert launches[-1].constants["BAND"] == expected
+        tuned.merge(own_file, entry(problem))
+    kernels.forward(call, HOPPER, problem, jgg.KernelConfigForward(band=5), x, w, bounds, None, None, None)
+    assert launches[-1].constants["BAND"] == 5
+
+
+NEAR = {"rows": {"num_rows": 2 * 65536}, "K": {"in_features": 1024}, "N": {"out_features": 2880}}
+FAR = {"rows": {"num_rows": 4 * 65536}, "K": {"in_features": 512}, "N": {"out_features": 4096}}
+OTHER = {
+    "layout": {"w_layout": "ekn"},
+    "permute_x": {"permute_x": True},
+    "permute_y": {"permute_y": True},
+    "weights": {"weighted": True},
+    "bias": {"biased": True},
+    "size of dtype": {"dtype": "float32"},
+    "alignment": {"out_features": 1537},
+}
+
+
+@pytest.mark.parametrize("change", NEAR.values(), ids=NEAR)
+def test_a_near_problem_uses_the_entry(own_file, change):
+    tuned.merge(own_file, entry())
+    assert chosen(gemm(**SIZES | change)) == UNUSUAL
+
+
+@pytest.mark.parametrize("change", [*FAR.values(), *OTHER.values()], ids=[*FAR, *OTHER])
+def test_another_problem_does_not(own_file, change):
+    tuned.merge(own_file, entry())
+    assert chosen(gemm(**SIZES | change)) != UNUSUAL
+
+
+def test_another_device_or_product_does_not(own_file):
+    tuned.merge(own_file, entry())
+    assert chosen() == UNUSUAL
+    assert chosen(target=Target(90, 132, "NVIDIA H100 80GB HBM3")) == UNUSUAL  # the same multiprocessor
+    assert chosen(target=Target(90, 132)) == UNUSUAL  # named for ahead-of-time lowering
+    assert chosen(target=Target(100, 148)) != UNUSUAL
+    assert chosen(op="dx") == heuristic_config("dx", PROBLEM, HOPPER)
+
+
+def test_the_nearest_entry_is_used(own_file):
+    for features, band in ((1024, 11), (1536, 12), (2560, 13)):
+        tuned.merge(own_file, entry(gemm(**SIZES | {"in_features": features}), jgg.KernelConfigForward(band=band)))
+    assert [chosen(gemm(**SIZES | {"in_features": k})).band for k in (1024, 1120, 1600, 2048, 4096)] == [
+        11, 11, 12, 13, 13,
+    ]  # fmt: skip
+
+
+def test_the_own_file_comes_before_the_shipped_one(own_file):
+    (shipped,) = tuned.shipped_files()
+    tuned.merge(shipped, entry(config=jgg.KernelConfigForward(band=5)))
+    assert chosen().band == 5
+    tuned.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024})))
+    assert chosen() == UNUSUAL
+
+
+def test_a_miss_is_logged_once_with_the_command_that_fills_it(caplog, monkeypatch):
+    problem = gemm(**SIZES, permute_y=True, weighted=True, w_layout="ekn")
+    with caplog.at_level(logging.INFO, logger="jgg"):
+        for _ in range(2):
+            chosen(problem, op="dw")
+    (record,) = caplog.records
+    command = record.getMessage().partition("GPU: ")[2]
+
+    calls = []
+    monkeypatch.setattr("jgg.cli.tune.device_target", lambda: HOPPER)
+    monkeypatch.setattr("jgg.cli.tune_run.run_all", lambda *arguments: calls.append(arguments) or 0)
+    assert main(shlex.split(command)[1:]) == 0
+    (((search,), *_),) = calls
+    assert (search.problem, search.op) == (problem, "dw")
+
+
+DAMAGED = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "other format": '{"format": 99, "entries": []}',
+    "no entries": '{"format": 1}',
+    "bad config": json.dumps(
+        {"format": 1, "entries": [entry().as_json() | {"config": {"block_m": 100}}]},
+    ),
+    "unknown field": json.dumps({"format": 1, "entries": [entry().as_json() | {"config": {"warp": 1}}]}),
+    "unknown op": json.dumps({"format": 1, "entries": [entry().as_json() | {"op": "sideways"}]}),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, content):
+    own_file.parent.mkdir()
+    own_file.write_text(content)
+    with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations"):
+        assert chosen() == heuristic_config("forward", PROBLEM, HOPPER)
+    with pytest.raises(ValueError, match=r"tuned\.json is no file"):
+        tuned.merge(own_file, entry())
+    assert own_file.read_text() == content
+
+
+def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
+    others = [entry(op="dx", config=jgg.KernelConfigDX()), entry(device="NVIDIA H100")]
+    for each in (*others, entry(milliseconds=2.0)):
+        tuned.merge(own_file, each)
+    tuned.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
+    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 2]
+    tuned.merge(own_file, entry(milliseconds=1.5), keep_faster=True)
+    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 1.5]
+    tuned.merge(own_file, entry(milliseconds=4.0))
+    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 4]
+
+
+def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("JGG_TUNED")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path / "cache")
+    tuned.merge(tuned.user_file(), entry())
+    assert chosen() == UNUSUAL
+
+
+# The search itself, on the kernels in the interpreter.
+TINY = {"num_rows": 48, "in_features": 32, "out_features": 48, "num_experts": 3, "dtype": "float32"}
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("op", CONFIG_TYPES)
+def test_search(op, own_file):
+    trials = []
+    found = tuning.tune_op(op, gemm(**TINY), own_file, "interpret", trials.append)
+    assert len(trials) >= 4
+    assert {trial.failure for trial in trials} == {None}
+    assert found.milliseconds == min(trial.milliseconds for trial in trials)
+    assert tuned.parse(own_file) == (found,)
+    assert tuned.find(op, gemm(**TINY), HOPPER) is None  # what the interpreter measured is for no GPU
+
+
+@pytest.mark.interpret
+def test_an_interrupted_search_keeps_the_best_so_far(own_file):
+    trials = []
+
+    def report(trial):
+        trials.append(trial)
+        if len(trials) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune_op("forward", gemm(**TINY), own_file, "interpret", report)
+    (kept,) = tuned.parse(own_file)
+    assert kept.milliseconds == min(trial.milliseconds for trial in trials[:2])
+
+
+@pytest.mark.interpret
+def test_a_wrong_or_failing_configuration_is_never_chosen(own_file, monkeypatch):
+    right = tuning.product
+
+    def fail(arrays):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: shared memory\nand more")
+
+    def product(op, problem, implementation, config=None):
+        function = right(op, problem, implementation, config)
+        if config is not None and config.band == 2:
+            return lambda arrays: function(arrays) * 1.01
+        return fail if config is not None and config.band == 4 else function
+
+    monkeypatch.setattr(tuning, "product", product)
+    trials = []
+    found = tuning.tune_op("forward", gemm(**TINY), own_file, "interpret", trials.append)
+    failures = {trial.config.band: trial.failure for trial in trials if trial.failure}
+    assert failures.keys() == {2, 4}
+    assert "allowed" in failures[2]
+    assert failures[4] == "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory"
+    assert found.config.band in (8, 16)
+
+    monkeypatch.setattr(tuning, "product", lambda *_: fail)
+    with pytest.raises(RuntimeError, match=r"No configuration of dx works.*shared memory"):
+        tuning.tune_op("dx", gemm(**TINY), own_file, "interpret")
+
+
+def test_candidates_fit_the_device():
+    for layer in load_layers().values():
+        for problem in layer.gemms().values():
+            for op in CONFIG_TYPES:
+                configs = tuning.first_candidates(op, problem, HOPPER)
+                assert configs[0] == heuristic_config(op, problem, HOPPER)
+                assert len(set(configs)) == len(configs) > 2
+                for config in configs:
+                    steps = {"forward": "block_k", "dx": "block_n", "dw": "block_m"}
+                    step = getattr(config, steps[op])
+                    blocks = config.block_m * config.block_n * config.block_k // step
+                    assert blocks // (32 * config.num_warps) <= 128  # accumulators of a thread
+
+
+def test_tune_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(tuning, "device_target", lambda: None)
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        jgg.tune(64, 32, 32, 4)
+    with pytest.raises(ValueError, match="num_rows must be a multiple of topk, 3, got 64"):
+        jgg.tune(64, 32, 32, 4, 3)
+
+
+USAGE = {
+    "unknown layer": (["--layer", "nonesuch"], "--layer must be one of qwen3-30b-a3b"),
+    "size missing": (["--m", "64", "--k", "32", "--n", "32"], "missing ['--experts']"),
+    "layer and sizes": (["--layer", "olmoe-1b-7b", "--m", "64"], "no layers"),
+    "topk": (["--m", "64", "--k", "32", "--n", "32", "--experts", "4", "--topk", "3"], "multiple of --topk, 3, got 64"),
+    "unknown op": (["--op", "fwd,up"], "--op must be of forward, dx, dw, got up"),
+    "no file": (["--shapes", "nonesuch.json"], "nonesuch.json"),
+    "nowhere to write": (["--interpret"], "--interpret needs --out"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE.values(), ids=USAGE)
+def test_usage_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("workers", [1, 2])
+def test_command(workers, tmp_path, capsys):
+    sizes = {"m": 48, "k": 32, "n": 48, "experts": 3, "dtype": "float32", "w-layout": "ekn"}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    out = tmp_path / "found.json"
+    options = ["--op", "fwd,dx", "--interpret", "--permute-y", "--weighted", "--workers", str(workers)]
+    assert main(["tune", *words, *options, "--out", str(out)]) == 0
+    found = tuned.parse(out)
+    assert {entry.op for entry in found} == {"forward", "dx"}
+    assert {entry.problem for entry in found} == {gemm(**TINY, w_layout="ekn", permute_y=True, weighted=True)}
+    assert str(out) in capsys.readouterr().out
+
+
+@pytest.mark.interpret
+def test_command_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    def tune_op(op, *arguments, **options):
+        if op == "dx":
+            raise RuntimeError("No configuration of dx works")
+        return tuning.tune_op(op, *arguments, **options)
+
+    monkeypatch.setattr("jgg.cli.tune_run.tune_op", tune_op)
+    sizes = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2", "--dtype", "float32", "--w-layout", "enk"]
+    out = tmp_path / "found.json"
+    assert main(["tune", *sizes, "--op", "dx,dw", "--interpret", "--workers", "1", "--out", str(out)]) == 1
+    assert [entry.op for entry in tuned.parse(out)] == ["dw"]
+    assert "No configuration of dx works" in capsys.readouterr().out
+
+
+def test_shapes_file(tmp_path):
+    fields = {"name": "own", "tokens": 8, "hidden": 16, "expert_intermediate": 32, "experts": 4, "topk": 2}
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({"comment": "", "layers": [fields | {"ep": 8}]}))
+    up, down = load_layers(path)["own"].gemms().values()
+    assert (up.num_rows, up.in_features, up.out_features) == (16, 16, 64)
+    assert (down.in_features, down.out_features, down.num_experts) == (32, 16, 4)
+    for change, message in (({"topk": 5}, "at most its 4 experts, got 5"), ({"hidden": "x"}, "hidden of layer 'own'")):
+        path.write_text(json.dumps({"layers": [fields | change]}))
+        with pytest.raises(ValueError, match=message):
+            load_layers(path)
+    path.write_text(json.dumps({"layers": [{"name": "own"}]}))
+    with pytest.raises(ValueError, match="no key 'tokens'"):
+        load_layers(path)
