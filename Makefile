@@ -30,7 +30,7 @@ help:
 	@echo 'make lint      check style and formatting'
 	@echo 'make notebook  execute the notebooks in place'
 	@echo 'make venv      install everything for development into .venv'
-	@echo 'make clean     remove .venv, builds, caches and outputs of the demo'
+	@echo 'make clean     remove .venv, builds, caches and outputs'
 	@echo
 	@echo 'GPU=cuda12, GPU=cuda13  install JAX for that CUDA and use the GPU'
 	@echo 'PYTHON=/path/to/python  make .venv with this Python, 3.12 or newer'
@@ -65,5 +65,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json
+	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

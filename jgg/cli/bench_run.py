@@ -1,0 +1,221 @@
+"""Measures for `jgg bench`: each product is checked against a reference, then timed, beside its bounds and peers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jgg.cli.bench import Settings
+from jgg.measuring.peers import PEERS, JaxProduct, Unsupported, first_line
+from jgg.measuring.timing import Reference, measure, product
+from jgg.measuring.workloads import group_sizes, operands
+from jgg.problem import GroupedGemmProblem
+
+JGG = "jgg"
+DENSE = "dense"
+BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it
+RIGHT, WRONG, FAILED, UNSUPPORTED = "right", "WRONG", "failed", "unsupported"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What came of one product.
+
+    Attributes:
+      status: RIGHT, WRONG, FAILED (it raised) or UNSUPPORTED.
+      seconds: of a call; None unless right.
+      error: largest error relative to the largest element.
+      allowed_error: what error may be.
+      reason: why it failed or is unsupported, in one line.
+      variant: which of several configurations it is, the fastest.
+      others: what came of those configurations that were not right.
+    """
+
+    status: str
+    seconds: float | None = None
+    error: float | None = None
+    allowed_error: float | None = None
+    reason: str | None = None
+    variant: str = ""
+    others: tuple[str, ...] = ()
+
+    def __str__(self):
+        """The status with what explains it."""
+        if self.reason is not None:
+            return f"{self.status}: {self.reason}"
+        return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The measurements of one product of one GEMM, by JGG, the values of BOUNDS and the names of peers."""
+
+    layer: str
+    gemm: str
+    op: str
+    problem: GroupedGemmProblem
+    measurements: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+
+    def seconds(self, name: str) -> float | None:
+        """Seconds of a call; None where there is no right one."""
+        measurement = self.measurements.get(name)
+        return measurement and measurement.seconds
+
+    def tflops(self, name: str) -> float | None:
+        """TF/s, counting the rows that there are."""
+        seconds = self.seconds(name)
+        return seconds and self.problem.flops / seconds / 1e12
+
+    def ratio(self, name: str) -> float | None:
+        """How many times as fast as `name` jgg is."""
+        own, other = self.seconds(JGG), self.seconds(name)
+        return other / own if own and other else None
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run measured.
+
+    Attributes:
+      settings: its options.
+      peers: names of the peers that could run.
+      skipped: the reason for each peer that could not.
+      copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
+      rows: in the order measured; the last may be incomplete after an interrupt.
+      interrupted: from the keyboard.
+    """
+
+    settings: Settings
+    peers: list[str] = dataclasses.field(default_factory=list)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    copy_bandwidth: float | None = None
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no product is wrong and none of jgg's failed."""
+        measured = [item for row in self.rows for item in row.measurements.items()]
+        return not any(
+            m.status == WRONG or (m.status == FAILED and name in (JGG, *BOUNDS.values())) for name, m in measured
+        )
+
+
+def run(settings: Settings) -> Result:
+    """Measures all products; an interrupt from the keyboard ends it with what there is."""
+    result = Result(settings)
+    try:
+        for name in settings.peers:
+            reason = PEERS[name].unavailable()
+            if reason is None:
+                result.peers.append(name)
+            else:
+                result.skipped[name] = reason
+        result.copy_bandwidth = copy_bandwidth()
+        _measure_rows(result)
+    except KeyboardInterrupt:
+        result.interrupted = True
+        result.rows = [row for row in result.rows if row.measurements]
+    return result
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a plain copy on the device."""
+    array = jnp.zeros(2**28 if jax.default_backend() == "gpu" else 2**23, jnp.int32)
+    arrays = {"array": array, "group_sizes": jnp.zeros(1, jnp.int32)}
+    num_bytes = 2 * array.nbytes
+    timed = measure(lambda arrays: arrays["array"] ^ arrays["group_sizes"][0], arrays, 0, num_bytes)
+    return num_bytes / timed.seconds
+
+
+def _measure_rows(result):
+    settings = result.settings
+    problems = {op: settings.problems(op) for op in settings.ops}
+    plan = _plan(settings.groups, result.peers)
+    gemms = list(problems[settings.ops[0]])
+    steps = len(gemms) * len(settings.ops) * sum(map(len, plan.values()))
+    with tqdm(total=steps, disable=settings.quiet, unit="product") as progress:
+        for layer, gemm in gemms:
+            for op in settings.ops:
+                row = Row(layer, gemm, op, problems[op][layer, gemm])
+                result.rows.append(row)
+                _measure_row(row, settings, plan, progress)
+
+
+def _plan(groups, peers) -> dict[str, list[str]]:
+    """What is measured with each kind of group sizes: jgg and the peers with the one asked for, jgg with BOUNDS."""
+    plan = {kind: [JGG] for kind in (groups, *BOUNDS)}
+    plan[groups] += [name for name in peers if name != DENSE]
+    plan["one"] += [name for name in peers if name == DENSE]  # a dense product is that of one group
+    return plan
+
+
+def _measure_row(row, settings, plan, progress):
+    """Fills in the measurements; operands and references are freed before it returns."""
+    op = "forward" if row.op == "gather" else row.op
+    arrays = operands(row.problem, settings.groups, settings.seed)
+    for groups, names in plan.items():
+        sizes = group_sizes(groups, row.problem.num_rows, row.problem.num_experts, settings.seed)
+        arrays["group_sizes"] = jnp.asarray(sizes)
+        measured = _measure_all(op, row, names, arrays, settings.implementation, progress)
+        for name, measurement in measured:
+            labels = [name]
+            if name == JGG:
+                labels = [JGG] if groups == settings.groups else []
+                labels += [BOUNDS[groups]] if groups in BOUNDS else []
+            row.measurements.update(dict.fromkeys(labels, measurement))
+
+
+def _measure_all(op, row, names, arrays, implementation, progress):
+    """Yields each name with its measurement, all against one reference."""
+    try:
+        reference = Reference.of(op, row.problem, arrays)
+    except Exception as error:  # such as too little memory: report it and go on
+        reference, reason = None, f"no reference: {first_line(error)}"
+    for name in names:
+        progress.set_description(f"{row.layer} {row.gemm} {row.op} {name}", refresh=True)
+        if reference is None:
+            yield name, Measurement(FAILED, reason=reason)
+        elif name == JGG:
+            own = JaxProduct(product(op, row.problem, implementation), arrays, row.problem)
+            yield name, measure_best(lambda own=own: [own], reference)
+        else:
+            yield name, measure_best(lambda name=name: PEERS[name].prepare(op, row.problem, arrays), reference)
+        progress.update()
+
+
+def measure_best(prepare: Callable, reference: Reference) -> Measurement:
+    """Checks and times each way that `prepare()` gives: the fastest right one, else the first wrong one."""
+    try:
+        ways = prepare()
+    except Unsupported as error:
+        return Measurement(UNSUPPORTED, reason=str(error))
+    except Exception as error:  # whatever another library raises
+        return Measurement(FAILED, reason=first_line(error))
+    measured = [_check_and_time(way, reference) for way in ways]
+    order = (RIGHT, WRONG, FAILED)
+    best = min(measured, key=lambda m: (order.index(m.status), m.seconds or 0))
+    others = tuple(f"{m.variant}: {m}" for m in measured if m is not best and m.status != RIGHT)
+    return dataclasses.replace(best, others=others)
+
+
+def _check_and_time(way, reference):
+    """Checks the result before and after the calls that are timed."""
+    try:
+        error = reference.error(way.compute())
+        seconds = None
+        if error <= reference.bound:
+            timed = way.measure()
+            seconds, error = timed.seconds, reference.error(timed.result)
+    except Exception as raised:  # whatever another library raises
+        return Measurement(FAILED, reason=first_line(raised), variant=way.variant)
+    is_right = error <= reference.bound
+    return Measurement(
+        status=RIGHT if is_right else WRONG,
+        seconds=seconds if is_right else None,
+        error=error,
+        allowed_error=reference.bound,
+        variant=way.variant,
+    )

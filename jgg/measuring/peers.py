@@ -1,0 +1,295 @@
+"""What jgg is measured against: a dense product and other libraries' grouped GEMMs, where those are installed."""
+
+import dataclasses
+import functools
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgg.measuring.timing import Timing, measure
+from jgg.problem import GroupedGemmProblem
+
+_REPEATS = 5
+_SECONDS = 0.02  # a repeat lasts about so long
+_MAX_CALLS = 64
+_LARGER_THAN_L2 = 128 * 2**20  # bytes
+
+
+class Unsupported(Exception):
+    """A peer has no such product; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """What jgg is compared with.
+
+    Attributes:
+      unavailable: () -> why it cannot run here, in one line, or None.
+      prepare: (op, problem, arrays) -> the ways in which it computes that product of operands (`workloads.operands`),
+        which it brings into the layout that it wants. Raises Unsupported where it has no such product.
+    """
+
+    unavailable: Callable[[], str | None]
+    prepare: Callable[[str, GroupedGemmProblem, dict[str, jax.Array]], list]
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+
+
+def _same(array):
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxProduct:
+    """A product computed by JAX.
+
+    Attributes:
+      function, arrays: `function(arrays)` is the product.
+      problem: the product's sizes.
+      finish: brings the product into jgg's layout; not timed.
+      variant: what tells it from a peer's other ways.
+    """
+
+    function: Callable[[dict[str, jax.Array]], jax.Array]
+    arrays: dict[str, jax.Array]
+    problem: GroupedGemmProblem
+    finish: Callable[[jax.Array], jax.Array] = _same
+    variant: str = ""
+
+    def compute(self) -> jax.Array:
+        """The product, in jgg's layout."""
+        return self.finish(jax.jit(self.function)(self.arrays))
+
+    def measure(self) -> Timing:
+        """Times the product; its result is in jgg's layout."""
+        start = time.perf_counter()
+        jax.block_until_ready(jax.jit(self.function)(self.arrays))
+        is_slow = time.perf_counter() - start > _SECONDS
+        most = {"max_calls": 1} if is_slow else {}
+        timed = measure(self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed, **most)
+        return Timing(timed.seconds, self.finish(timed.result))
+
+
+def _dense(op, problem, arrays):
+    """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group."""
+    w = "nk" if problem.w_layout == "enk" else "kn"
+    if op == "dw":
+        left, right, einsum = ("dy", "x", "mn,mk->nk") if w == "nk" else ("x", "dy", "mk,mn->kn")
+    else:
+        left, right, einsum = ("x", "w", f"mk,{w}->mn") if op == "forward" else ("dy", "w", f"mn,{w}->mk")
+    x = _rows(problem, arrays) if problem.permute_x else arrays["x"]
+    operands = {"x": x, "w": arrays["w"][0], "dy": arrays["dy"], "group_sizes": arrays["group_sizes"]}
+
+    def run(arrays):
+        precision, dtype = problem.precision, problem.dtype
+        return jnp.einsum(einsum, arrays[left], arrays[right], precision=precision, preferred_element_type=dtype)
+
+    def among_experts(result):
+        return jnp.zeros(problem.w_shape, result.dtype).at[0].set(result)
+
+    return [JaxProduct(run, operands, problem, among_experts if op == "dw" else _same)]
+
+
+def _ragged_dot(module, op, problem, arrays):
+    """A module's function with the interface of jax.lax.ragged_dot, on w [E, K, N]; gradients by jax.vjp."""
+    function = importlib.import_module(module).ragged_dot
+    precision = None if problem.precision == jax.lax.Precision.DEFAULT else problem.precision
+    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else _same
+
+    def run(arrays):
+        x = _rows(problem, arrays) if problem.permute_x else arrays["x"]
+
+        def product(x, w):
+            return function(x, w, arrays["group_sizes"], precision=precision)
+
+        if op == "forward":
+            return product(x, arrays["w"])
+        gradients = jax.vjp(product, x, arrays["w"])[1](arrays["dy"])
+        return gradients[("dx", "dw").index(op)]
+
+    return [JaxProduct(run, arrays | {"w": swap(arrays["w"])}, problem, swap if op == "dw" else _same)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchProduct:
+    """A product computed by torch on the GPU that JAX uses.
+
+    Attributes:
+      call: starts it and returns its tensor.
+      problem: the product's sizes.
+      out: the tensor that every call writes, where it is always the same one.
+      variant: what tells it from a peer's other ways.
+    """
+
+    call: Callable[[], Any]
+    problem: GroupedGemmProblem
+    out: Any = None
+    variant: str = ""
+
+    def compute(self) -> jax.Array:
+        """The product."""
+        if self.out is not None:
+            self.out.fill_(float("nan"))  # lest an earlier call's result be taken for this one's
+        return _to_jax(self.call())
+
+    def measure(self) -> Timing:
+        """Times the product."""
+        seconds = _torch_seconds(self.call, flushes=self.problem.bytes_accessed < 2 * _LARGER_THAN_L2)
+        return Timing(seconds, self.compute())
+
+
+def _grouped_mm(op, problem, arrays):
+    """torch._grouped_mm (CUTLASS), after index_select where x is in token order."""
+    torch = importlib.import_module("torch")
+    if problem.dtype != jnp.bfloat16:
+        raise Unsupported(f"torch._grouped_mm is measured for bfloat16, got {problem.dtype}")
+    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
+    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
+    ends = _to_torch(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32))
+    tokens = _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
+    grouped_mm = functools.partial(torch._grouped_mm, offs=ends)
+
+    def call():
+        if op == "forward":
+            return grouped_mm(x if tokens is None else x.index_select(0, tokens), w_enk.transpose(1, 2))
+        if op == "dx":
+            return grouped_mm(dy, w_enk)
+        left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
+        return grouped_mm(left.t(), right)
+
+    return [TorchProduct(call, problem)]
+
+
+_QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # the last: ping-pong
+
+
+def _quack(op, problem, arrays):
+    """QuACK's GEMM of variable lengths (CuTe DSL) by several tiles and clusters; it gathers rows in the kernel."""
+    torch = importlib.import_module("torch")
+    if problem.dtype == jnp.float32:
+        raise Unsupported(f"QuACK is measured for 16-bit dtypes, got {problem.dtype}")
+    gemm = importlib.import_module("quack.gemm").gemm
+    a, b, shape, lengths = _quack_operands(op, problem, arrays)
+    out = torch.empty(shape, dtype=a.dtype, device=a.device)
+
+    def product(tile_m, tile_n, pingpong, cluster_m):
+        sizes = {"tile_M": tile_m, "tile_N": tile_n, "cluster_M": cluster_m, "cluster_N": 1}
+
+        def call():
+            gemm(a, b, out, None, None, **sizes, pingpong=pingpong, persistent=True, **lengths)
+            return out
+
+        return TorchProduct(call, problem, out, f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1")
+
+    return [product(*tile, cluster_m) for tile in _QUACK_TILES for cluster_m in (2, 1)]
+
+
+def _quack_operands(op, problem, arrays):
+    """A, B, D's shape and bounds of the groups: D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T."""
+    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
+    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
+    bounds = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
+    if op == "dw":
+        a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
+        return a.t(), b.t(), problem.w_shape, {"cu_seqlens_k": bounds}
+    if op == "dx":
+        return dy, w_enk.transpose(1, 2), problem.x_shape, {"cu_seqlens_m": bounds}
+    gather = {"A_idx": _to_torch(_tokens(problem, arrays))} if problem.permute_x else {}
+    return x, w_enk, problem.y_shape, {"cu_seqlens_m": bounds, **gather}
+
+
+def _tokens(problem, arrays):
+    return arrays["gather_indices"] // problem.topk
+
+
+def _rows(problem, arrays):
+    """X in expert order, [M, K]."""
+    return arrays["x"][_tokens(problem, arrays)]
+
+
+def _why_not_imported(*modules) -> str | None:
+    try:
+        list(map(importlib.import_module, modules))
+    except Exception as error:  # whatever another library raises
+        return first_line(error)
+    return None
+
+
+def _why_no_torch(*modules) -> str | None:
+    """Why torch cannot run on the GPU that JAX uses, or needed modules cannot be imported."""
+    reason = _why_not_imported("torch", *modules)
+    if reason is not None or jax.default_backend() != "gpu":
+        return reason or "JAX has no GPU"
+    torch = importlib.import_module("torch")
+    return None if torch.cuda.is_available() else "torch has no CUDA device"
+
+
+def _to_torch(array):
+    """The array as a tensor on the GPU, without a copy where DLPack allows."""
+    torch = importlib.import_module("torch")
+    array = jax.block_until_ready(array)
+    try:
+        return torch.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        integers = np.array(array).view(f"int{8 * array.dtype.itemsize}")  # NumPy's bfloat16 is not torch's
+        return torch.from_numpy(integers).cuda().view(getattr(torch, array.dtype.name))
+
+
+def _to_jax(tensor):
+    """The tensor as an array, without a copy where DLPack allows."""
+    torch = importlib.import_module("torch")
+    tensor = tensor.contiguous()
+    torch.cuda.synchronize()
+    try:
+        return jax.dlpack.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError):
+        integers = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).cpu().numpy()
+        return jnp.asarray(integers.view(jnp.dtype(str(tensor.dtype).removeprefix("torch."))))
+
+
+def _torch_seconds(call, flushes) -> float:
+    """Seconds of a call on the device, as `timing.measure` takes them: after one another, the L2 cache overwritten."""
+    torch = importlib.import_module("torch")
+    scratch = torch.empty(_LARGER_THAN_L2 if flushes else 0, dtype=torch.int8, device="cuda")
+
+    def flush_and_call():
+        scratch.zero_()
+        call()
+
+    calls = max(1, min(_MAX_CALLS, int(3 * _SECONDS / _event_seconds(flush_and_call, 3))))
+    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(_REPEATS))
+    if flushes:
+        seconds -= statistics.median(_event_seconds(scratch.zero_, calls) for _ in range(_REPEATS))
+    torch.cuda.empty_cache()  # JAX needs the memory
+    return max(seconds, 1e-9) / calls
+
+
+def _event_seconds(call, calls):
+    """Seconds of that many calls on the device."""
+    torch = importlib.import_module("torch")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()  # while it runs, the host gets ahead of the device
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+PEERS = {
+    "dense": Peer(lambda: None, _dense),
+    "ragged_dot": Peer(lambda: None, functools.partial(_ragged_dot, "jax.lax")),
+    "tokamax": Peer(lambda: _why_not_imported("tokamax"), functools.partial(_ragged_dot, "tokamax")),
+    "torch": Peer(_why_no_torch, _grouped_mm),
+    "quack": Peer(lambda: _why_no_torch("quack.gemm"), _quack),
+}
