@@ -10,6 +10,7 @@ from jgg.grouped_gemm import (
     ragged_dot,
 )
 from jgg.moe import moe_mlp
+from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
 from jgg.target import target
 from jgg.tuning import tune
@@ -26,10 +27,13 @@ __all__ = [
     "grouped_gemm_dw",
     "grouped_gemm_dx",
     "grouped_gemm_forward",
+    "load_balancing_loss",
     "moe_mlp",
     "ragged_dot",
     "route",
+    "router_z_loss",
     "sort_by_expert",
     "target",
     "tune",
+    "update_selection_bias",
 ]

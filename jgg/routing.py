@@ -1,11 +1,15 @@
 """From router logits to rows sorted by expert."""
 
+import math
+import numbers
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.schedule import saturated_int32
+
+SCORES = ("softmax", "topk_softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
@@ -25,34 +29,111 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: jax.Array, topk: int, *, score: str = "softmax", normalize: bool = True, scale: float = 1.0
+    logits: jax.Array,
+    topk: int,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    selection_bias: jax.Array | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
 ) -> Routing:
     """Chooses each token's experts and sorts the rows by expert.
+
+    Each token takes the k experts of the highest score, plus `selection_bias` where there is one, and of equals the
+    lower expert. Their weights are their scores, without the bias, divided by the sum of all k with `normalize`, times
+    `scale`. All of it is computed in float32. The routers of published models:
+
+        Mixtral, gpt-oss, Granite-MoE     score="topk_softmax"
+        Qwen3-MoE                         (the defaults)
+        OLMoE                             normalize=False
+        DeepSeek-V2                       normalize=False, scale, num_groups, topk_groups
+        DeepSeek-V3, Kimi-K2, GLM-4.5     score="sigmoid", scale, selection_bias, num_groups, topk_groups
+        Llama-4                           score="sigmoid", normalize=False; the weights scale x, in the first GEMM
 
     Args:
       logits: float [T, E], the router's output.
       topk: k, experts per token.
-      score: "softmax" over all experts, in float32.
-      normalize: divide a token's k scores by their sum (Mixtral, Qwen3) rather than keep them (OLMoE).
-      scale: factor of the weights.
+      score: "softmax" over all experts; "topk_softmax", the logits, of which the k chosen go through a softmax;
+        "sigmoid" of each logit.
+      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. With k = 1 the weight is
+        then 1 whatever the logits. "topk_softmax" sums to 1 already and takes no False.
+      scale: finite number, factor of the weights.
+      selection_bias: float [E], added to the scores where experts and groups are chosen; it gets no gradient. See
+        `update_selection_bias`.
+      num_groups: groups of E / num_groups consecutive experts each.
+      topk_groups: groups of which a token may take experts, those of the highest group score: the sum of a group's two
+        highest scores for "sigmoid", else its highest score.
 
-    Returns: a Routing, differentiable in logits through topk_weights. Equal scores go to the lower expert.
-    Raises: ValueError: logits is not [T, E], topk is not in [1, E] or score is unknown. TypeError: logits is not float.
+    Returns:
+      a Routing, differentiable in logits through topk_weights. A NaN logit counts as infinite, so that its expert is
+      chosen and the weight shows it; the token's topk_indices are k different experts all the same.
+
+    Raises:
+      ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
+      TypeError: logits or selection_bias is not float, or an option is not a number.
     """
-    if logits.ndim != 2:
-        raise ValueError(f"logits must be [T, E], 2-dimensional, got {list(logits.shape)}.")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"logits must be a float array, got {logits.dtype}.")
+    check_logits(logits)
     num_experts = logits.shape[1]
-    if not 1 <= topk <= num_experts:
-        raise ValueError(f"topk must be between 1 and the number of experts, {num_experts}, got {topk}.")
-    if score != "softmax":
-        raise ValueError(f"score must be 'softmax', got {score!r}.")
-    scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    topk_weights, topk_indices = jax.lax.top_k(scores, topk)
-    if normalize:
-        topk_weights = topk_weights / jnp.sum(topk_weights, axis=-1, keepdims=True)
-    return Routing(topk_weights * scale, topk_indices, *sort_by_expert(topk_indices, num_experts))
+    _check_options(score, normalize, scale)
+    _check_counts(num_experts, topk, num_groups, topk_groups)
+    logits = logits.astype(jnp.float32)
+    if selection_bias is not None:
+        check_selection_bias(selection_bias, num_experts)
+        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+    topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups)
+    topk_weights = _weigh(logits, topk_indices, score, normalize) * float(scale)
+    return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts))
+
+
+def _choose(logits, topk, score, selection_bias, num_groups, topk_groups):
+    """The experts of each token, int32 [T, k], of the highest biased score first."""
+    if score == "topk_softmax":
+        scores = logits
+    else:
+        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    if selection_bias is None:
+        ranks = logits  # in the order of the scores, of which rounding makes some equal
+    else:
+        ranks = scores = scores + selection_bias[None, :]
+    if topk_groups == num_groups:
+        return _top_k(ranks, topk)[1]
+    num_tokens, num_experts = logits.shape
+    group_size = num_experts // num_groups
+    grouped = (num_tokens, num_groups, group_size)
+    if score == "sigmoid":
+        group_scores = jnp.sum(_top_k(scores.reshape(grouped), min(2, group_size))[0], axis=-1)
+    else:
+        group_scores = jnp.max(ranks.reshape(grouped), axis=-1)
+    # The eligible experts are gathered, since no value that masks the others is lower than every score. In ascending
+    # order, so that of equals the lower still goes first.
+    groups = jnp.sort(_top_k(group_scores, topk_groups)[1], axis=-1)  # [T, topk_groups]
+    eligible = jnp.take_along_axis(ranks.reshape(grouped), groups[:, :, None], axis=1)
+    chosen = _top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)[1]
+    return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
+
+
+def _top_k(scores, k):
+    """The k highest scores of each row and their indices; of equals the lower index first, NaN counting as infinity."""
+    # lax.top_k has the total order: -0.0 below 0.0, and a NaN at one end or the other by its sign
+    scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
+    return jax.lax.top_k(scores, k)
+
+
+def _weigh(logits, topk_indices, score, normalize):
+    """The weights of the chosen experts before scaling, float32 [T, k]."""
+    if score == "softmax" and not normalize:
+        return jnp.take_along_axis(jax.nn.softmax(logits), topk_indices, axis=1)
+    chosen = jnp.take_along_axis(logits, topk_indices, axis=1)
+    if score != "sigmoid":
+        return jax.nn.softmax(chosen)  # what dividing by the sum makes of a softmax over all experts, too
+    if not normalize:
+        return jax.nn.sigmoid(chosen)
+    # s / (sum of s + 1e-20) as a softmax over log(s) and log(1e-20): the gradient of the quotient overflows where all
+    # of s are tiny
+    terms = jnp.pad(jax.nn.log_sigmoid(chosen), ((0, 0), (0, 1)), constant_values=math.log(1e-20))
+    return jax.nn.softmax(terms)[:, :-1]
 
 
 def sort_by_expert(topk_indices: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -75,3 +156,49 @@ def sort_by_expert(topk_indices: jax.Array, num_experts: int) -> tuple[jax.Array
     gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ends = jnp.searchsorted(experts[gather_indices], jnp.arange(num_experts, dtype=jnp.int32), side="right")
     return jnp.diff(ends, prepend=0).astype(jnp.int32), gather_indices
+
+
+def check_logits(logits):
+    """Raises unless logits are float [T, E]."""
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be [T, E], 2-dimensional, got {list(logits.shape)}.")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"logits must be a float array, got {logits.dtype}.")
+
+
+def check_score(score):
+    """Raises unless score is one of SCORES."""
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
+
+
+def _check_options(score, normalize, scale):
+    check_score(score)
+    if score == "topk_softmax" and not normalize:
+        raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number, got {scale!r}.")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}.")
+
+
+def _check_counts(num_experts, topk, num_groups, topk_groups):
+    for name, count in (("topk", topk), ("num_groups", num_groups), ("topk_groups", topk_groups)):
+        if not isinstance(count, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {count!r}.")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups must divide the number of experts, {num_experts}, got {num_groups}.")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups must be between 1 and num_groups, {num_groups}, got {topk_groups}.")
+    eligible = topk_groups * (num_experts // num_groups)
+    if not 1 <= topk <= eligible:
+        what = "experts" if topk_groups == num_groups else f"experts in topk_groups of num_groups={num_groups} groups"
+        raise ValueError(f"topk must be between 1 and the number of {what}, {eligible}, got {topk}.")
+
+
+def check_selection_bias(selection_bias, num_experts):
+    """Raises unless selection_bias is float [E]."""
+    if selection_bias.shape != (num_experts,):
+        raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
+    if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
+        raise TypeError(f"selection_bias must be a float array, got {selection_bias.dtype}.")

@@ -244,7 +244,7 @@ PRODUCT_ERRORS = {
     "route-score": (
         lambda: jgg.route(zeros(8, 4), 2, score="relu"),
         ValueError,
-        "score must be 'softmax', got 'relu'",
+        "score must be one of ('softmax', 'topk_softmax', 'sigmoid'), got 'relu'",
     ),
     "sort-dtype": (
         lambda: jgg.sort_by_expert(zeros(8, 2), 4),

@@ -1,0 +1,109 @@
+"""What keeps the experts' loads even: auxiliary losses of the router and the update of the selection bias."""
+
+import jax
+import jax.numpy as jnp
+
+from jgg.routing import check_logits, check_score, check_selection_bias, sort_by_expert
+from jgg.schedule import saturated_int32
+
+
+def load_balancing_loss(
+    logits: jax.Array, topk_indices: jax.Array, *, score: str = "softmax", mask: jax.Array | None = None
+) -> jax.Array:
+    """The auxiliary loss that evens out the experts' loads.
+
+    Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that are expert e's and P[e] the
+    mean over tokens of the router's probability of e. It is 1 where f or P is even and E at worst;
+    `load_balancing_loss_func` of Hugging Face Transformers is k times it. The gradient flows through P.
+
+    Args:
+      logits: float [T, E], the router's output.
+      topk_indices: integer [T, k], the expert of each choice.
+      score: as in `route`: how logits become probabilities. Those of "sigmoid" are divided by their sum over E.
+      mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default none.
+
+    Returns: float32 scalar, 0 where no token counts.
+    Raises: ValueError, TypeError: as `route`.
+    Source: Fedus et al., Switch Transformers, 2021, equations 4 to 6; for "sigmoid" DeepSeek-AI, DeepSeek-V3 Technical
+      Report, 2024, equations 17 to 20, over all tokens given rather than each sequence.
+    """
+    check_logits(logits)
+    check_score(score)
+    num_tokens, num_experts = logits.shape
+    if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
+        raise TypeError(f"topk_indices must be an integer array, got {topk_indices.dtype}.")
+    if topk_indices.ndim != 2 or topk_indices.shape[0] != num_tokens or topk_indices.shape[1] == 0:
+        raise ValueError(
+            f"topk_indices must be [T, k] with T equal to logits's {num_tokens} and k at least 1, "
+            f"got {list(topk_indices.shape)}."
+        )
+    logits, counts = _masked(logits, mask)
+    # of logarithms of the sigmoids, the softmax is each sigmoid divided by their sum
+    probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits)
+    # the rows of tokens left out go past every group
+    rows, _ = sort_by_expert(jnp.where(counts[:, None], saturated_int32(topk_indices), -1), num_experts)
+    num_counted = jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
+    loads = rows.astype(jnp.float32) / (num_counted * topk_indices.shape[1])
+    mean_probabilities = jnp.sum(jnp.where(counts[:, None], probabilities, 0.0), axis=0) / num_counted
+    return num_experts * jnp.sum(loads * mean_probabilities)
+
+
+def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """The auxiliary loss that keeps the router's logits small: the mean over tokens of logsumexp(logits) squared.
+
+    Args:
+      logits: float [T, E], the router's output.
+      mask: as in `load_balancing_loss`.
+
+    Returns: float32 scalar, 0 where no token counts.
+    Raises: ValueError, TypeError: as `route`.
+    Source: Zoph et al., ST-MoE: Designing Stable and Transferable Sparse Expert Models, 2022, equation 5.
+    """
+    check_logits(logits)
+    logits, counts = _masked(logits, mask)
+    squares = jnp.where(counts, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0.0)
+    return jnp.sum(squares) / jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
+
+
+def update_selection_bias(selection_bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Array:
+    """Raises the bias of experts that got fewer rows than the mean by `rate` and lowers that of those that got more.
+
+    Computes `selection_bias + rate * sign(mean(group_sizes) - group_sizes)`, after each training step: balance without
+    an auxiliary loss and its gradient.
+
+    Args:
+      selection_bias: float [E], as `route` takes it; float32, since a narrower one loses small steps.
+      group_sizes: integer [E], rows of each expert in the step, summed over devices (`jax.lax.psum`) where each has its
+        own tokens.
+      rate: number or scalar array, 0.001 in DeepSeek-V3.
+
+    Returns: [E] in the dtype of selection_bias.
+    Raises: ValueError: a shape is wrong. TypeError: a dtype is wrong.
+    Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1;
+      DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.1.2.
+    """
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be an integer array, got {group_sizes.dtype}.")
+    if group_sizes.ndim != 1 or group_sizes.shape[0] == 0:
+        raise ValueError(f"group_sizes must be [E], 1-dimensional and not empty, got {list(group_sizes.shape)}.")
+    check_selection_bias(selection_bias, group_sizes.shape[0])
+    rate = jnp.asarray(rate, selection_bias.dtype)
+    if rate.ndim:
+        raise ValueError(f"rate must be a scalar, got {list(rate.shape)}.")
+    loads = saturated_int32(group_sizes)
+    # in integers: experts with the mean load keep their bias exactly
+    mean, rest = jnp.divmod(jnp.sum(loads, dtype=jnp.int32), jnp.int32(len(loads)))
+    signs = jnp.where(loads == mean, jnp.sign(rest), jnp.sign(mean - loads))
+    return selection_bias + rate * signs.astype(selection_bias.dtype)
+
+
+def _masked(logits, mask):
+    """float32 logits with zeros at the tokens left out, and bool [T], which tokens count."""
+    logits = logits.astype(jnp.float32)
+    if mask is None:
+        return logits, jnp.ones(logits.shape[:1], bool)
+    if mask.shape != logits.shape[:1]:
+        raise ValueError(f"mask must be [T] with T equal to logits's {logits.shape[0]}, got {list(mask.shape)}.")
+    counts = mask.astype(bool)
+    # so that NaN there reaches neither the loss nor a gradient
+    return jnp.where(counts[:, None], logits, 0.0), counts
