@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jgg
 from jgg.config import heuristic_config
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target, current_target, device_target
-from jgg.tuned import Entry, merge, user_file
+from jgg.tuned_configs import Entry, merge, user_file
 
 _logger = logging.getLogger("jgg")
 
@@ -177,7 +178,7 @@ def _try(op, problem, config, arrays, reference, implementation, lock):
 
 
 def _entry(op, problem, trial, target, implementation):
-    packages = ("jgg", "jax", "jax-triton", "triton")
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "jax-triton", "triton")}
     is_real = implementation == "triton"
     return Entry(
         op=op,
@@ -186,13 +187,6 @@ def _entry(op, problem, trial, target, implementation):
         milliseconds=trial.milliseconds,
         device=target.name if is_real else "interpreter",
         compute_capability=target.compute_capability if is_real else 0,
-        versions={package: _version(package) for package in packages},
+        versions={"jgg": jgg.__version__} | versions,
         date=datetime.date.today().isoformat(),
     )
-
-
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"

@@ -1,10 +1,12 @@
 """Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
+With a file of tuned configurations as a second argument it lowers those, else what the heuristic chooses.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory and
 the bytes that it spills to memory.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -17,7 +19,10 @@ import jax
 import triton
 
 import jgg
+from jgg import tuned_configs
 from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.measuring.timing import product
+from jgg.measuring.workloads import operands
 from jgg.problem import check_problem
 from jgg.target import current_target
 
@@ -109,6 +114,13 @@ def lower(compute_capability, problem, dtype, precision):
         jax.jit(forward_and_backward).trace(floats, arrays).lower(lowering_platforms=("cuda",))
 
 
+def lower_entry(compute_capability, entry):
+    shapes = jax.eval_shape(functools.partial(operands, entry.problem))
+    with jgg.target(compute_capability):
+        function = product(entry.op, entry.problem, "triton", entry.config)
+        jax.jit(function).trace(shapes).lower(lowering_platforms=("cuda",))
+
+
 def assemble(folder, compute_capability):
     """Name, shared memory and spills of the kernel dumped in a folder."""
     (ptx,), (info,) = folder.glob("*.ptx"), folder.glob("*.compile_info")
@@ -133,19 +145,32 @@ def assemble(folder, compute_capability):
     return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills))}
 
 
-def main():
-    compute_capability = int(sys.argv[1])
-    dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
+def heuristic_kernels(compute_capability):
+    """(what a kernel is for, the function that lowers it) of each configuration of the heuristic."""
     with jgg.target(compute_capability):
         target = current_target()
     for (dtype, precision), same in MODES.items():
         problems = list(problems_to_lower(target, dtype, precision))
         for problem in problems[:1] if same else problems:
-            before = set(dumped.iterdir())
-            lower(compute_capability, problem, dtype, precision)
-            for folder in set(dumped.iterdir()) - before:
-                kernel = assemble(folder, compute_capability)
-                print(json.dumps({"problem": [*problem, dtype, precision], **kernel}), flush=True)
+            yield [*problem, dtype, precision], functools.partial(lower, compute_capability, problem, dtype, precision)
+
+
+def tuned_kernels(compute_capability, path):
+    """The same of each entry of a file."""
+    for entry in tuned_configs.parse(path):
+        yield entry.as_json(), functools.partial(lower_entry, compute_capability, entry)
+
+
+def main():
+    compute_capability = int(sys.argv[1])
+    dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
+    files = map(Path, sys.argv[2:])
+    kernels = itertools.chain.from_iterable(tuned_kernels(compute_capability, file) for file in files)
+    for problem, lower_it in kernels if sys.argv[2:] else heuristic_kernels(compute_capability):
+        before = set(dumped.iterdir())
+        lower_it()
+        for folder in set(dumped.iterdir()) - before:
+            print(json.dumps({"problem": problem, **assemble(folder, compute_capability)}), flush=True)
 
 
 if __name__ == "__main__":

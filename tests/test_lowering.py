@@ -13,36 +13,58 @@ import pytest
 from lower_kernels import KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 
 import jgg
+from jgg import tuned_configs
+from jgg.config import CONFIG_TYPES
 from jgg.target import current_target
 
 TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])
 
 
-@TARGETS
-def test_kernels_compile_and_fit(compute_capability, tmp_path):
+def lowered(folder, compute_capability, *files):
+    """The kernels that lower_kernels.py compiled."""
     script = Path(__file__).parent / "lower_kernels.py"
     done = subprocess.run(
-        [sys.executable, script, str(compute_capability)],
+        [sys.executable, script, str(compute_capability), *files],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "JAX_PLATFORMS": "cpu",
-            "JAX_TRITON_DUMP_DIR": str(tmp_path),
+            "JAX_TRITON_DUMP_DIR": str(folder),
         },
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel"}
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
+
+def assert_fit(kernels, compute_capability):
+    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel"}
     with jgg.target(compute_capability):
         limit = current_target().shared_memory
     too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
     spilling = [kernel for kernel in kernels if kernel["spills"]]
     assert not spilling, f"registers spill: {table(spilling)}"
+
+
+@TARGETS
+def test_kernels_compile_and_fit(compute_capability, tmp_path):
+    assert_fit(lowered(tmp_path, compute_capability), compute_capability)
+
+
+@pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
+def test_tuned_configurations_compile_and_fit(path, tmp_path):
+    (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}
+    assert_fit(lowered(tmp_path, compute_capability, path), compute_capability)
+
+
+def test_a_tuned_file_comes_along():
+    (path,) = tuned_configs.shipped_files()
+    entries = tuned_configs.parse(path)
+    assert {entry.op for entry in entries} == CONFIG_TYPES.keys()
+    assert len({entry.identity for entry in entries}) == len(entries)
 
 
 def table(kernels):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 import jgg
-from jgg import tuned
+from jgg import tuned_configs
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
@@ -88,7 +88,9 @@ def gather() -> Facts:
         has_nvidia_gpu=_has_nvidia_gpu(),
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
         backend_error=backend_error,
-        tuned_files=tuple(_tuned_file(path) for path in (tuned.user_file(), *tuned.shipped_files()) if path.exists()),
+        tuned_files=tuple(
+            _tuned_file(path) for path in (tuned_configs.user_file(), *tuned_configs.shipped_files()) if path.exists()
+        ),
     )
 
 
@@ -122,7 +124,7 @@ def _cuda_device(device):
 
 def _tuned_file(path):
     try:
-        entries = tuned.parse(path)
+        entries = tuned_configs.parse(path)
     except ValueError as error:
         return TunedFile(str(path), damage=str(error))
     names = [(entry.device, "{}.{}".format(*divmod(entry.compute_capability, 10))) for entry in entries]

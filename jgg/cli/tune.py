@@ -10,7 +10,7 @@ from jgg.cli.common import UsageError, import_with_extra, positive_int
 from jgg.measuring.workloads import OPS, gemm, load_layers
 from jgg.problem import DTYPES, W_LAYOUTS
 from jgg.target import device_target
-from jgg.tuned import user_file
+from jgg.tuned_configs import user_file
 
 _SIZES = {
     "m": ("num_rows", "routed rows, tokens times experts of each"),

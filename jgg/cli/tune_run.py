@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jgg.problem import GroupedGemmProblem
-from jgg.tuned import Entry
+from jgg.tuned_configs import Entry
 from jgg.tuning import tune_op
 
 _PATIENCE = 5  # seconds between looks at whether the workers still live

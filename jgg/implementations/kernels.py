@@ -14,7 +14,7 @@ from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
-from jgg.tuned import choose_config
+from jgg.tuned_configs import choose_config
 
 _PRECISIONS = {
     jax.lax.Precision.DEFAULT: "tf32",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg import tuned, tuning
+from jgg import tuned_configs, tuning
 from jgg.cli import main
 from jgg.config import CONFIG_TYPES, heuristic_config
 from jgg.implementations import kernels
@@ -28,17 +28,17 @@ def own_file(tmp_path, monkeypatch):
     """The user's file is one that does not exist yet, and none comes with jgg."""
     path = tmp_path / "own" / "tuned.json"
     monkeypatch.setenv("JGG_TUNED", str(path))
-    monkeypatch.setattr(tuned, "shipped_files", lambda: [tmp_path / "shipped.json"])
-    tuned._log_miss.cache_clear()
+    monkeypatch.setattr(tuned_configs, "shipped_files", lambda: [tmp_path / "shipped.json"])
+    tuned_configs._log_miss.cache_clear()
     return path
 
 
 def entry(problem=PROBLEM, config=UNUSUAL, op="forward", milliseconds=1.0, capability=90, device="NVIDIA H200"):
-    return tuned.Entry(op, problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
+    return tuned_configs.Entry(op, problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
 
 
 def chosen(problem=PROBLEM, op="forward", target=HOPPER):
-    return tuned.choose_config(op, problem, target)
+    return tuned_configs.choose_config(op, problem, target)
 
 
 def test_an_entry_survives_its_file(own_file):
@@ -48,8 +48,8 @@ def test_an_entry_survives_its_file(own_file):
         entry(gemm(**SIZES, dtype="float32", precision="highest", permute_y=True, weighted=True), UNUSUAL),
     ]
     for each in entries:
-        tuned.merge(own_file, each)
-    assert list(tuned.parse(own_file)) == entries
+        tuned_configs.merge(own_file, each)
+    assert list(tuned_configs.parse(own_file)) == entries
     assert [path.name for path in own_file.parent.iterdir()] == ["tuned.json"]
 
 
@@ -71,7 +71,7 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
     for expected in (heuristic_config("forward", problem, HOPPER).band, 3):
         kernels.forward(call, HOPPER, problem, None, x, w, bounds, None, None, None)
         assert launches[-1].constants["BAND"] == expected
-        tuned.merge(own_file, entry(problem))
+        tuned_configs.merge(own_file, entry(problem))
     kernels.forward(call, HOPPER, problem, jgg.KernelConfigForward(band=5), x, w, bounds, None, None, None)
     assert launches[-1].constants["BAND"] == 5
 
@@ -91,18 +91,18 @@ OTHER = {
 
 @pytest.mark.parametrize("change", NEAR.values(), ids=NEAR)
 def test_a_near_problem_uses_the_entry(own_file, change):
-    tuned.merge(own_file, entry())
+    tuned_configs.merge(own_file, entry())
     assert chosen(gemm(**SIZES | change)) == UNUSUAL
 
 
 @pytest.mark.parametrize("change", [*FAR.values(), *OTHER.values()], ids=[*FAR, *OTHER])
 def test_another_problem_does_not(own_file, change):
-    tuned.merge(own_file, entry())
+    tuned_configs.merge(own_file, entry())
     assert chosen(gemm(**SIZES | change)) != UNUSUAL
 
 
 def test_another_device_or_product_does_not(own_file):
-    tuned.merge(own_file, entry())
+    tuned_configs.merge(own_file, entry())
     assert chosen() == UNUSUAL
     assert chosen(target=Target(90, 132, "NVIDIA H100 80GB HBM3")) == UNUSUAL  # the same multiprocessor
     assert chosen(target=Target(90, 132)) == UNUSUAL  # named for ahead-of-time lowering
@@ -112,17 +112,19 @@ def test_another_device_or_product_does_not(own_file):
 
 def test_the_nearest_entry_is_used(own_file):
     for features, band in ((1024, 11), (1536, 12), (2560, 13)):
-        tuned.merge(own_file, entry(gemm(**SIZES | {"in_features": features}), jgg.KernelConfigForward(band=band)))
+        tuned_configs.merge(
+            own_file, entry(gemm(**SIZES | {"in_features": features}), jgg.KernelConfigForward(band=band))
+        )
     assert [chosen(gemm(**SIZES | {"in_features": k})).band for k in (1024, 1120, 1600, 2048, 4096)] == [
         11, 11, 12, 13, 13,
     ]  # fmt: skip
 
 
 def test_the_own_file_comes_before_the_shipped_one(own_file):
-    (shipped,) = tuned.shipped_files()
-    tuned.merge(shipped, entry(config=jgg.KernelConfigForward(band=5)))
+    (shipped,) = tuned_configs.shipped_files()
+    tuned_configs.merge(shipped, entry(config=jgg.KernelConfigForward(band=5)))
     assert chosen().band == 5
-    tuned.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024})))
+    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024})))
     assert chosen() == UNUSUAL
 
 
@@ -163,26 +165,26 @@ def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, conte
     with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations"):
         assert chosen() == heuristic_config("forward", PROBLEM, HOPPER)
     with pytest.raises(ValueError, match=r"tuned\.json is no file"):
-        tuned.merge(own_file, entry())
+        tuned_configs.merge(own_file, entry())
     assert own_file.read_text() == content
 
 
 def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
     others = [entry(op="dx", config=jgg.KernelConfigDX()), entry(device="NVIDIA H100")]
     for each in (*others, entry(milliseconds=2.0)):
-        tuned.merge(own_file, each)
-    tuned.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
-    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 2]
-    tuned.merge(own_file, entry(milliseconds=1.5), keep_faster=True)
-    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 1.5]
-    tuned.merge(own_file, entry(milliseconds=4.0))
-    assert [each.milliseconds for each in tuned.parse(own_file)] == [1, 1, 4]
+        tuned_configs.merge(own_file, each)
+    tuned_configs.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
+    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 2]
+    tuned_configs.merge(own_file, entry(milliseconds=1.5), keep_faster=True)
+    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 1.5]
+    tuned_configs.merge(own_file, entry(milliseconds=4.0))
+    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 4]
 
 
 def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("JGG_TUNED")
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path / "cache")
-    tuned.merge(tuned.user_file(), entry())
+    tuned_configs.merge(tuned_configs.user_file(), entry())
     assert chosen() == UNUSUAL
 
 
@@ -198,8 +200,8 @@ def test_search(op, own_file):
     assert len(trials) >= 4
     assert {trial.failure for trial in trials} == {None}
     assert found.milliseconds == min(trial.milliseconds for trial in trials)
-    assert tuned.parse(own_file) == (found,)
-    assert tuned.find(op, gemm(**TINY), HOPPER) is None  # what the interpreter measured is for no GPU
+    assert tuned_configs.parse(own_file) == (found,)
+    assert tuned_configs.find(op, gemm(**TINY), HOPPER) is None  # what the interpreter measured is for no GPU
 
 
 @pytest.mark.interpret
@@ -213,7 +215,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(own_file):
 
     with pytest.raises(KeyboardInterrupt):
         tuning.tune_op("forward", gemm(**TINY), own_file, "interpret", report)
-    (kept,) = tuned.parse(own_file)
+    (kept,) = tuned_configs.parse(own_file)
     assert kept.milliseconds == min(trial.milliseconds for trial in trials[:2])
 
 
@@ -292,7 +294,7 @@ def test_command(workers, tmp_path, capsys):
     out = tmp_path / "found.json"
     options = ["--op", "fwd,dx", "--interpret", "--permute-y", "--weighted", "--workers", str(workers)]
     assert main(["tune", *words, *options, "--out", str(out)]) == 0
-    found = tuned.parse(out)
+    found = tuned_configs.parse(out)
     assert {entry.op for entry in found} == {"forward", "dx"}
     assert {entry.problem for entry in found} == {gemm(**TINY, w_layout="ekn", permute_y=True, weighted=True)}
     assert str(out) in capsys.readouterr().out
@@ -309,7 +311,7 @@ def test_command_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     sizes = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2", "--dtype", "float32", "--w-layout", "enk"]
     out = tmp_path / "found.json"
     assert main(["tune", *sizes, "--op", "dx,dw", "--interpret", "--workers", "1", "--out", str(out)]) == 1
-    assert [entry.op for entry in tuned.parse(out)] == ["dw"]
+    assert [entry.op for entry in tuned_configs.parse(out)] == ["dw"]
     assert "No configuration of dx works" in capsys.readouterr().out
 
 
