@@ -3,21 +3,21 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes, initializers
+from flax.nnx.nn import dtypes
 
-from jgg.moe import moe_mlp
-from jgg.routing import route
+from jgg.layers import MoELayer, dense_init, expert_init
 
-_default_init = initializers.lecun_normal()
-# experts are a batch of matrices: the fan-in of [E, in, out] is in
-_default_expert_init = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+
+class SelectionBias(nnx.Variable):
+    """A router's selection bias, which optimizers leave alone; see `jgg.update_selection_bias`."""
 
 
 class MoE(nnx.Module):
-    """A mixture-of-experts layer: a softmax router and SwiGLU experts, dropless.
+    """A mixture-of-experts layer, dropless, with the routers, experts and shared experts of today's models.
 
-    Computes `y[t] = sum over the chosen experts e of p[t, e] * (silu(x[t] @ gate_e) * (x[t] @ up_e)) @ down_e` with
-    p the router's top-k weights. The router computes in float32.
+    Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, by default with
+    `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`, and p the router's top-k weights. The router computes in
+    float32.
 
     Example:
       >>> import jax, jgg.nnx
@@ -31,14 +31,17 @@ class MoE(nnx.Module):
       hidden_features: I, of each expert.
       num_experts: E.
       topk: k, experts per token.
-      normalize: divide a token's k router weights by their sum.
       dtype: of the computation; by default promoted from x and the parameters.
       param_dtype: of the parameters.
       precision: as in `jgg.grouped_gemm`.
-      kernel_init: initializer of w_gate_up [E, H, 2 * I] and w_down [E, I, H].
-      router_init: initializer of the router's kernel [H, E].
+      kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
+      router_init: initializer of w_router [H, E] and of the shared experts' matrices.
+      bias_init: initializer of the biases.
+      kernel_metadata: metadata of w_gate_up and w_down, such as their sharding.
       implementation: as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
+      **options: score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,
+        interleaved, use_bias, use_router_bias, shared_features and use_shared_gate, as in `jgg.layers.MoELayer`.
     """
 
     def __init__(
@@ -48,31 +51,24 @@ class MoE(nnx.Module):
         *,
         num_experts: int,
         topk: int,
-        normalize: bool = True,
         dtype=None,
         param_dtype=jnp.float32,
         precision=None,
-        kernel_init=_default_expert_init,
-        router_init=_default_init,
+        kernel_init=expert_init,
+        router_init=dense_init,
+        bias_init=nnx.initializers.zeros,
+        kernel_metadata=None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
+        **options,
     ):
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"topk must be between 1 and num_experts, {num_experts}, got {topk}.")
-        shapes = (num_experts, in_features, 2 * hidden_features), (num_experts, hidden_features, in_features)
-        self.w_gate_up, self.w_down = (nnx.Param(kernel_init(rngs.params(), shape, param_dtype)) for shape in shapes)
-        self.router = nnx.Linear(
-            in_features,
-            num_experts,
-            use_bias=False,
-            dtype=jnp.float32,
-            param_dtype=param_dtype,
-            kernel_init=router_init,
-            rngs=rngs,
-        )
-        self.num_experts = num_experts
-        self.topk = topk
-        self.normalize = normalize
+        self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
+        for name, shape in self.layer.shapes.items():
+            init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
+            metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
+        if self.layer.use_selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32))
         self.dtype = dtype
         self.precision = precision
         self.implementation = implementation
@@ -80,21 +76,17 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x.
 
-        Sows the intermediate "group_sizes" int32 [E], the rows that each expert got.
+        Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
+        "router_z_loss", float32 [], as in `jgg.layers.Metrics`.
         """
-        tokens = x.reshape(-1, x.shape[-1])
-        routing = route(self.router(tokens), self.topk, normalize=self.normalize)
-        self.sow(nnx.Intermediate, "group_sizes", routing.group_sizes, capture_noop=True)
-        tokens, w_gate_up, w_down = dtypes.promote_dtype(
-            (tokens, self.w_gate_up[...], self.w_down[...]), dtype=self.dtype
+        names = list(self.layer.shapes)
+        own = [name for name in names if not name.endswith("_router")]
+        x, *cast = dtypes.promote_dtype((x, *(getattr(self, name)[...] for name in own)), dtype=self.dtype)
+        params = {name: getattr(self, name)[...] for name in names} | dict(zip(own, cast, strict=True))
+        selection_bias = self.selection_bias[...] if self.layer.use_selection_bias else None
+        y, metrics = self.layer.apply(
+            params, x, selection_bias, precision=self.precision, implementation=self.implementation
         )
-        y = moe_mlp(
-            tokens,
-            w_gate_up,
-            w_down,
-            routing,
-            w_layout="ekn",
-            precision=self.precision,
-            implementation=self.implementation,
-        )
-        return y.reshape(x.shape)
+        for name, value in metrics._asdict().items():
+            self.sow(nnx.Intermediate, name, value, capture_noop=True)
+        return y

@@ -301,15 +301,6 @@ def test_too_many_rows():
         jax.eval_shape(jgg.grouped_gemm, x, RIGHT["w"], RIGHT["group_sizes"])
 
 
-def test_flax_layer():
-    from flax import nnx
-
-    import jgg.nnx
-
-    with pytest.raises(ValueError, match="topk must be between 1 and num_experts, 4, got 5"):
-        jgg.nnx.MoE(8, 16, num_experts=4, topk=5, rngs=nnx.Rngs(0))
-
-
 def test_triton_on_another_platform():
     @jax.jit
     def function(arguments):

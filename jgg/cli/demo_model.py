@@ -65,16 +65,9 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [B, S, H] to [B, S, H].
-
-        Sows the intermediate "router_probabilities" float32 [E], the mean over all positions.
-        """
+        """Maps x [B, S, H] to [B, S, H]."""
         x = x + self.attention(self.attention_norm(x))
-        h = self.moe_norm(x)
-        # the layer computes the same logits, and compiled it is done once
-        probabilities = jax.nn.softmax(self.moe.router(h))
-        self.sow(nnx.Intermediate, "router_probabilities", jnp.mean(probabilities, axis=(0, 1)))
-        return x + self.moe(h)
+        return x + self.moe(self.moe_norm(x))
 
 
 class LanguageModel(nnx.Module):
@@ -109,7 +102,7 @@ class Measured(NamedTuple):
     Attributes:
       bits: float32 [B, S], the cost of each byte.
       group_sizes: int32 [layers, E], rows that each expert got.
-      imbalance: float32 [], 1 where every layer's router loads its experts evenly, E at worst.
+      imbalance: float32 [], the layers' mean load-balancing loss: 1 where every router loads its experts evenly.
     """
 
     bits: jax.Array
@@ -125,19 +118,11 @@ def measure(graphdef, params, windows: jax.Array) -> Measured:
     logits, sown = _forward(graphdef, params, windows[:, :-1])
     targets = windows[:, 1:, None].astype(jnp.int32)
     log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=2)[:, :, 0]
-    blocks = [sown["blocks"][layer] for layer in sorted(sown["blocks"])]
-    group_sizes = jnp.stack([block["moe"]["group_sizes"][0] for block in blocks])
-    probabilities = jnp.stack([block["router_probabilities"][0] for block in blocks])
-    return Measured(-log_probabilities / math.log(2), group_sizes, _imbalance(group_sizes, probabilities))
-
-
-def _imbalance(group_sizes, probabilities):
-    """The load-balancing loss of both, [layers, E]: E times the sum over experts of their product.
-
-    Source: Fedus et al., Switch Transformers, 2021, equation 4, here the mean over layers.
-    """
-    loads = group_sizes / jnp.sum(group_sizes, axis=1, keepdims=True)
-    return jnp.mean(jnp.sum(loads * probabilities, axis=1)) * group_sizes.shape[1]
+    layers = [sown["blocks"][layer]["moe"] for layer in sorted(sown["blocks"])]
+    group_sizes, losses = (
+        jnp.stack([layer[name][0] for layer in layers]) for name in ("group_sizes", "load_balancing_loss")
+    )
+    return Measured(-log_probabilities / math.log(2), group_sizes, jnp.mean(losses))
 
 
 def sample(graphdef, params, key, settings: Settings, prompt: bytes, length: int) -> bytes:

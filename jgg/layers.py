@@ -1,0 +1,158 @@
+"""An MoE layer as a function of its parameters: what the layers of every framework share."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.activations import Activation, find_activation
+from jgg.moe import moe_mlp
+from jgg.router_losses import load_balancing_loss, router_z_loss
+from jgg.routing import SCORES, route
+
+expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+dense_init = jax.nn.initializers.lecun_normal()
+
+
+class Metrics(NamedTuple):
+    """What a layer tells beside its result.
+
+    Attributes:
+      group_sizes: int32 [E], rows that each expert got.
+      load_balancing_loss: float32 [], as `jgg.load_balancing_loss`: 1 where the load is even.
+      router_z_loss: float32 [], as `jgg.router_z_loss`.
+    """
+
+    group_sizes: jax.Array
+    load_balancing_loss: jax.Array
+    router_z_loss: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MoELayer:
+    """Sizes and options of an MoE layer, dropless.
+
+    Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, plus the shared experts of every token.
+
+    Attributes:
+      in_features: H, of x and y.
+      hidden_features: I, of each expert.
+      num_experts: E.
+      topk: k, experts per token.
+      score, normalize, scale, num_groups, topk_groups: of the router, as in `jgg.route`.
+      use_selection_bias: the router chooses by scores plus a bias that is no parameter; see
+        `jgg.update_selection_bias`.
+      scale_input: p scales x before the expert instead of its result (Llama-4); needs topk 1.
+      activation: of the experts, as in `jgg.moe_mlp`.
+      interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
+      use_bias: each expert's products have biases.
+      use_router_bias: the router's logits have a bias.
+      shared_features: hidden features of the shared experts, taken together; 0 for none.
+      use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
+    """
+
+    in_features: int
+    hidden_features: int
+    num_experts: int
+    topk: int
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    use_selection_bias: bool = False
+    scale_input: bool = False
+    activation: str | Activation = "swiglu"
+    interleaved: bool = False
+    use_bias: bool = False
+    use_router_bias: bool = False
+    shared_features: int = 0
+    use_shared_gate: bool = False
+
+    def __post_init__(self):
+        if not 1 <= self.topk <= self.num_experts:
+            raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
+        if self.score not in SCORES:
+            raise ValueError(f"score must be one of {SCORES}, got {self.score!r}.")
+        if self.scale_input and self.topk != 1:
+            raise ValueError(f"scale_input needs topk to be 1, got {self.topk}.")
+        if self.use_shared_gate and not self.shared_features:
+            raise ValueError("use_shared_gate needs shared_features to be 1 or more, got 0.")
+        find_activation(self.activation)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters by name. Biases begin with "b_", experts have three axes or are biases [E, features]."""
+        hidden, inner, experts, shared = (
+            self.in_features, self.hidden_features, self.num_experts, self.shared_features,
+        )  # fmt: skip
+        halves = 2 if find_activation(self.activation).is_gated else 1
+        shapes = {"w_router": (hidden, experts)}
+        if self.use_router_bias:
+            shapes["b_router"] = (experts,)
+        shapes["w_gate_up"], shapes["w_down"] = (experts, hidden, halves * inner), (experts, inner, hidden)
+        if self.use_bias:
+            shapes["b_gate_up"], shapes["b_down"] = (experts, halves * inner), (experts, hidden)
+        if shared:
+            shapes["w_shared_gate_up"], shapes["w_shared_down"] = (hidden, halves * shared), (shared, hidden)
+        if self.use_shared_gate:
+            shapes["w_shared_gate"] = (hidden, 1)
+        return shapes
+
+    def apply(
+        self, params: dict[str, jax.Array], x: jax.Array, selection_bias: jax.Array | None = None, *, precision=None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, Metrics]:  # fmt: skip
+        """y in the shape of x, and metrics.
+
+        Args:
+          params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32.
+          x: [..., H].
+          selection_bias: float [E], with `use_selection_bias`.
+          precision, implementation: as in `jgg.grouped_gemm`.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
+            )
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        dot = _Dot(precision)
+        logits = dot(tokens.astype(jnp.float32), params["w_router"].astype(jnp.float32))
+        if self.use_router_bias:
+            logits += params["b_router"].astype(jnp.float32)[None, :]
+        routing = route(
+            logits, self.topk, score=self.score, normalize=self.normalize, scale=self.scale,
+            selection_bias=selection_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
+        )  # fmt: skip
+        metrics = Metrics(
+            routing.group_sizes,
+            load_balancing_loss(logits, routing.topk_indices, score=self.score),
+            router_z_loss(logits),
+        )
+        expert_tokens = tokens
+        if self.scale_input:
+            expert_tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
+            routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
+        y = moe_mlp(
+            expert_tokens, params["w_gate_up"], params["w_down"], routing, activation=self.activation,
+            interleaved=self.interleaved, b_gate_up=params.get("b_gate_up"), b_down=params.get("b_down"),
+            w_layout="ekn", precision=precision, implementation=implementation,
+        )  # fmt: skip
+        if self.shared_features:
+            y += self._shared(params, tokens, dot)
+        return y.reshape(x.shape), metrics
+
+    def _shared(self, params, tokens, dot):
+        activation = find_activation(self.activation)
+        y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
+        return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    precision: object
+
+    def __call__(self, rows, matrix):
+        return jnp.dot(rows, matrix, precision=self.precision)

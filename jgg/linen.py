@@ -1,0 +1,88 @@
+"""Flax Linen layers; `import jgg.linen` needs Flax (`pip install 'jgg[flax]'`)."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import dtypes
+
+from jgg.activations import Activation
+from jgg.layers import MoELayer, dense_init, expert_init
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
+
+    Sows the intermediates "group_sizes", "load_balancing_loss" and "router_z_loss" (`jgg.layers.Metrics`). A selection
+    bias is the variable "selection_bias" of the collection "router". Initializers may be wrapped in
+    `nn.with_partitioning`.
+
+    Example:
+      >>> import jax, jgg.linen
+      >>> layer = jgg.linen.MoE(hidden_features=128, num_experts=8, topk=2)
+      >>> x = jax.numpy.ones((2, 16, 64))
+      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+      (2, 16, 64)
+
+    Attributes:
+      hidden_features: I, of each expert.
+      num_experts: E.
+      topk: k, experts per token.
+      score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,
+        interleaved, use_bias,
+        use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
+      dtype: of the computation; by default promoted from x and the parameters.
+      param_dtype: of the parameters.
+      precision, implementation: as in `jgg.grouped_gemm`.
+      kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
+    """
+
+    hidden_features: int
+    num_experts: int
+    topk: int
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    use_selection_bias: bool = False
+    scale_input: bool = False
+    activation: str | Activation = "swiglu"
+    interleaved: bool = False
+    use_bias: bool = False
+    use_router_bias: bool = False
+    shared_features: int = 0
+    use_shared_gate: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = expert_init
+    router_init: Any = dense_init
+    bias_init: Any = nn.initializers.zeros
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [..., H]; the result has the shape of x."""
+        names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
+        layer = MoELayer(x.shape[-1], **{name: getattr(self, name) for name in names})
+        params = {}
+        for name, shape in layer.shapes.items():
+            matrix_init = self.kernel_init if len(shape) == 3 else self.router_init
+            init = self.bias_init if name.startswith("b_") else matrix_init
+            params[name] = self.param(name, init, shape, self.param_dtype)
+        selection_bias = None
+        if layer.use_selection_bias:
+            zeros = self.variable("router", "selection_bias", jnp.zeros, (self.num_experts,), jnp.float32)
+            selection_bias = zeros.value
+        own = [name for name in params if not name.endswith("_router")]
+        x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)
+        params |= dict(zip(own, cast, strict=True))
+        y, metrics = layer.apply(
+            params, x, selection_bias, precision=self.precision, implementation=self.implementation
+        )
+        for name, value in metrics._asdict().items():
+            self.sow("intermediates", name, value)
+        return y
