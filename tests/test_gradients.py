@@ -281,9 +281,10 @@ def test_export_for_cpu_and_cuda():
 
 
 @pytest.mark.interpret
-def test_shard_map_over_several_devices():
+@pytest.mark.parametrize("name", ["run_sharded.py", "run_sharded_moe.py"])
+def test_shard_map_over_several_devices(name):
     """In a process of its own, since the number of devices is fixed when JAX starts."""
-    script = Path(__file__).parent / "run_sharded.py"
+    script = Path(__file__).parent / name
     done = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

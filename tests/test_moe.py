@@ -252,6 +252,29 @@ def test_parameters_of_the_clamped_swiglu():
     assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_vmap_with_shared_weights(implementation):
+    batch = [make(seed=seed) for seed in range(3)]
+    shared, _, _ = make(seed=9)
+    ws = [jnp.asarray(shared[name]) for name in ("w_gate_up", "w_down")]
+
+    def loss(ws, x, topk_weights, chosen, dy):
+        routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, DATA["experts"]))
+        y = moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
+        return jnp.sum(y * dy)
+
+    arrays = [jnp.stack([jnp.asarray(f[name]) for f, _, _ in batch]) for name in ("x", "topk_weights")]
+    arrays += [jnp.stack([jnp.asarray(part[index]) for part in batch]) for index in (1, 2)]
+    gradient = jax.grad(loss, argnums=(0, 1))
+    d_ws, d_x = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0, 0)))(ws, *arrays)
+    for index, (floats, chosen, dy) in enumerate(batch):
+        floats = floats | {name: shared[name] for name in ("w_gate_up", "w_down")}
+        _, want = expected(floats, chosen, dy, "swiglu", False, "enk")
+        assert_close(d_x[index], want["x"], 2e-5, "x")
+        for got, name in zip(d_ws, ("w_gate_up", "w_down"), strict=True):
+            assert_close(got[index], want[name], 2e-5, name)
+
+
 def loss_of(dtype=jnp.float32, policy=None, **sizes):
     floats, chosen, _ = make(**sizes)
     experts = floats["w_gate_up"].shape[0]
