@@ -84,7 +84,9 @@ def _mixtral(config):
 
 
 def _qwen3_moe(config):
-    return _common(config, "num_experts", "moe_intermediate_size") | {"normalize": config["norm_topk_prob"]}
+    # transformers 5 writes num_local_experts
+    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return _common(config, experts, "moe_intermediate_size") | {"normalize": config["norm_topk_prob"]}
 
 
 def _qwen3_next(config):
@@ -120,7 +122,7 @@ def _llama4(config):
 def _gpt_oss(config):
     return _common(config, "num_local_experts", "intermediate_size") | {
         "score": "topk_softmax",
-        "activation": clamped_swiglu(config.get("swiglu_limit", 7.0)),
+        "activation": clamped_swiglu(config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)),
         "interleaved": True,
         "use_bias": True,
         "use_router_bias": True,

@@ -21,16 +21,21 @@ LEAST_MARGIN = 1e-3  # between the logits of chosen and other experts, so that r
 
 COMMON = {"hidden_size": HIDDEN, "num_experts_per_tok": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
 SMALL = COMMON | {"intermediate_size": INNER}
-QWEN = COMMON | {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "norm_topk_prob": True}
-DEEPSEEK = COMMON | {
-    "moe_intermediate_size": INNER,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-}
+DENSE = {"intermediate_size": 40}  # of the layers without experts
+QWEN = COMMON | DENSE | {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "norm_topk_prob": True}
+DEEPSEEK = (
+    COMMON
+    | DENSE
+    | {
+        "moe_intermediate_size": INNER,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+)
 KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.827}
 # family: (model type of the config, module, class of the block, config)
 BLOCKS = {
@@ -88,8 +93,8 @@ def make_block(family, seed):
     with torch.no_grad():
         for _, parameter in sorted(block.named_parameters()):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        for _, buffer in block.named_buffers():  # selection biases, which here leave every score positive
-            buffer.copy_(0.3 * torch.rand(buffer.shape, generator=generator))
+        for _, buffer in block.named_buffers():  # selection biases, with which scores are negative too
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator) - 0.5)
     return block.eval(), generator
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import jgg.hf
 import jgg.linen
 import jgg.nnx
+from jgg.activations import clamped_swiglu
 from jgg.hf_families import FAMILIES, SELECTION_BIAS
 
 DATA = Path(__file__).parent / "data" / "hf"
@@ -158,6 +159,14 @@ def test_errors_name_the_parameter():
         jgg.hf.to_hf(config, params | {"b_router": np.ones(8)}, 0)
     with pytest.raises(ValueError, match=r"w_router must have shape \[32, 8\], got \[8, 32\]"):
         jgg.hf.to_hf(config, params | {"w_router": params["w_router"].T}, 0)
+
+
+def test_configs_that_transformers_5_writes():
+    config, _, _, _ = load("qwen3_moe")
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in config.items()}
+    assert jgg.hf.moe_layer(renamed) == jgg.hf.moe_layer(config)
+    config, _, _, _ = load("gpt_oss")
+    assert jgg.hf.moe_layer(config | {"swiglu_alpha": 1.5}).activation == clamped_swiglu(1.5, 1.5)
 
 
 def test_errors_of_configs():
