@@ -1,6 +1,7 @@
 """An MoE layer as a function of its parameters: what the layers of every framework share."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -118,7 +119,7 @@ class MoELayer:
                 f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
             )
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        dot = _Dot(precision)
+        dot = functools.partial(jnp.dot, precision=precision)
         logits = dot(tokens.astype(jnp.float32), params["w_router"].astype(jnp.float32))
         if self.use_router_bias:
             logits += params["b_router"].astype(jnp.float32)[None, :]
@@ -148,11 +149,3 @@ class MoELayer:
         activation = find_activation(self.activation)
         y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
         return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dot:
-    precision: object
-
-    def __call__(self, rows, matrix):
-        return jnp.dot(rows, matrix, precision=self.precision)

@@ -12,13 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.measuring.timing import Timing, measure
+from jgg.measuring.timing import LARGER_THAN_L2, MAX_CALLS, REPEATS, SECONDS, Timing, measure, stays_in_l2
 from jgg.problem import GroupedGemmProblem
-
-_REPEATS = 5
-_SECONDS = 0.02  # a repeat lasts about so long
-_MAX_CALLS = 64
-_LARGER_THAN_L2 = 128 * 2**20  # bytes
 
 
 class Unsupported(Exception):
@@ -73,7 +68,7 @@ class JaxProduct:
         """Times the product; its result is in jgg's layout."""
         start = time.perf_counter()
         jax.block_until_ready(jax.jit(self.function)(self.arrays))
-        is_slow = time.perf_counter() - start > _SECONDS
+        is_slow = time.perf_counter() - start > SECONDS
         most = {"max_calls": 1} if is_slow else {}
         timed = measure(self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed, **most)
         return Timing(timed.seconds, self.finish(timed.result))
@@ -143,7 +138,7 @@ class TorchProduct:
 
     def measure(self) -> Timing:
         """Times the product."""
-        seconds = _torch_seconds(self.call, flushes=self.problem.bytes_accessed < 2 * _LARGER_THAN_L2)
+        seconds = _torch_seconds(self.call, flushes=stays_in_l2(self.problem.bytes_accessed))
         return Timing(seconds, self.compute())
 
 
@@ -259,16 +254,16 @@ def _to_jax(tensor):
 def _torch_seconds(call, flushes) -> float:
     """Seconds of a call on the device, as `timing.measure` takes them: after one another, the L2 cache overwritten."""
     torch = importlib.import_module("torch")
-    scratch = torch.empty(_LARGER_THAN_L2 if flushes else 0, dtype=torch.int8, device="cuda")
+    scratch = torch.empty(LARGER_THAN_L2 if flushes else 0, dtype=torch.int8, device="cuda")
 
     def flush_and_call():
         scratch.zero_()
         call()
 
-    calls = max(1, min(_MAX_CALLS, int(3 * _SECONDS / _event_seconds(flush_and_call, 3))))
-    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(_REPEATS))
+    calls = max(1, min(MAX_CALLS, int(3 * SECONDS / _event_seconds(flush_and_call, 3))))
+    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(REPEATS))
     if flushes:
-        seconds -= statistics.median(_event_seconds(scratch.zero_, calls) for _ in range(_REPEATS))
+        seconds -= statistics.median(_event_seconds(scratch.zero_, calls) for _ in range(REPEATS))
     torch.cuda.empty_cache()  # JAX needs the memory
     return max(seconds, 1e-9) / calls
 

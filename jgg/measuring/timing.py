@@ -17,12 +17,12 @@ from jgg.problem import GroupedGemmProblem
 from jgg.schedule import group_bounds
 from jgg.target import current_target
 
-_REPEATS = 5
-_SECONDS = 0.02  # a repeat lasts about so long
+REPEATS = 5
+SECONDS = 0.02  # a repeat lasts about so long
 MAX_CALLS = 64
 # FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
 _FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
-_LARGER_THAN_L2 = 128 * 2**20  # bytes
+LARGER_THAN_L2 = 128 * 2**20  # bytes
 
 
 @functools.cache  # so that programs of the same product share what is compiled
@@ -79,10 +79,6 @@ class Reference:
         """The largest error of a result relative to the largest element; NaN or Inf where the result has some."""
         return float(_error(result, self.exact))
 
-    def allows(self, result) -> bool:
-        """Whether a result is right."""
-        return self.error(result) <= self.bound
-
 
 @functools.lru_cache(maxsize=8)
 def _reference_programs(op, problem):
@@ -132,7 +128,7 @@ def measure(
       lock: held while the device is used, and not while programs are compiled.
     """
     calls = min(_calls(flops, bytes_accessed), max_calls)
-    flushes = jax.default_backend() == "gpu" and bytes_accessed < 2 * _LARGER_THAN_L2
+    flushes = jax.default_backend() == "gpu" and stays_in_l2(bytes_accessed)
     program = _repeated(function, calls, flushes).lower(arrays).compile()
     baseline = _baseline(calls) if flushes else None
     with lock:
@@ -152,9 +148,14 @@ def _baseline(calls):
     )
 
 
+def stays_in_l2(bytes_accessed: int) -> bool:
+    """Whether the arrays of a call might still be in the L2 cache at the next."""
+    return bytes_accessed < 2 * LARGER_THAN_L2
+
+
 def _calls(flops, bytes_accessed):
     flop_rate, byte_rate = _FAST.get(jax.default_backend(), _FAST["cpu"])
-    return max(1, min(MAX_CALLS, int(_SECONDS / (flops / flop_rate + bytes_accessed / byte_rate + 1e-5))))
+    return max(1, min(MAX_CALLS, int(SECONDS / (flops / flop_rate + bytes_accessed / byte_rate + 1e-5))))
 
 
 def _repeated(function, calls, flushes):
@@ -166,7 +167,7 @@ def _repeated(function, calls, flushes):
             flushed, tied = jax.lax.optimization_barrier((flushed + 1, arrays | {"group_sizes": sizes}))
             return jax.lax.optimization_barrier((flushed, function(tied), tied["group_sizes"]))
 
-        flushed = jnp.zeros(_LARGER_THAN_L2 if flushes else 1, jnp.int8)
+        flushed = jnp.zeros(LARGER_THAN_L2 if flushes else 1, jnp.int8)
         result = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, arrays))
         flushed, result, _ = jax.lax.fori_loop(0, calls, call, (flushed, result, arrays["group_sizes"]))
         return flushed[0], result
@@ -177,7 +178,7 @@ def _repeated(function, calls, flushes):
 def _time(program, arrays):
     result = jax.block_until_ready(program(arrays))
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         start = time.perf_counter()
         result = jax.block_until_ready(program(arrays))
         seconds.append(time.perf_counter() - start)
