@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.cli import bench, bench_report, bench_run, main
+from jgg.cli import bench, bench_report, bench_run, common, main
 from jgg.measuring import peers, timing, workloads
 
 OWN = ["--m=24", "--k=8", "--n=6", "--experts=4", "--topk=2", "--dtype=float32"]
@@ -368,7 +368,7 @@ def test_products_are_not_moved_out_of_the_loop_that_times_them():
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(bench, "device_target", lambda: None)
+    monkeypatch.setattr(common, "device_target", lambda: None)
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", *arguments])
     assert exit_info.value.code == 2

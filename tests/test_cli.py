@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jgg
-from jgg.cli import demo, demo_train, info, main
+from jgg.cli import common, demo, demo_train, info, main
 from jgg.cli.demo_data import held_out_windows, load_corpus
 from jgg.cli.demo_model import LanguageModel, measure
 from jgg.cli.machine import Device, Facts, TunedFile, gather
@@ -175,7 +175,7 @@ def test_info_knows_the_requirements():
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "device_target", lambda: None)
+    monkeypatch.setattr(common, "device_target", lambda: None)
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
@@ -203,13 +203,6 @@ def test_module_runs_as_the_command():
 
 
 SMALL = ["--steps=20", "--batch=16", "--seq=64", "--hidden=64", "--layers=1", "--experts=4"]
-
-
-@pytest.fixture
-def optax_promotion():
-    """Optax mixes dtypes in its own arithmetic."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.usefixtures("optax_promotion")

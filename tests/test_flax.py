@@ -214,13 +214,6 @@ def test_training_with_optax_leaves_the_selection_bias_to_its_own_rule(optax_pro
     np.testing.assert_allclose(layer.selection_bias[...] - before, 0.01 * np.sign(15 * 2 / 8 - sizes), atol=1e-6)
 
 
-@pytest.fixture
-def optax_promotion():
-    """Optax mixes dtypes in its own arithmetic."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def test_sharding_metadata():
     names = (None, "model", None)
     layer = nnx_layer(kernel_metadata={"out_sharding": names, "eager_sharding": False})

@@ -6,17 +6,15 @@ are installed. Prints a table and writes PREFIX.json and PREFIX.png.
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Self
 
 import jax
 
 from jgg import implementations
-from jgg.cli.common import INTERRUPTED, UsageError, import_with_extra, positive_int
+from jgg.cli.common import INTERRUPTED, UsageError, check_implementation, check_out, import_with_extra, positive_int
 from jgg.measuring.peers import PEERS
 from jgg.measuring.workloads import GROUPS, Layer, gemm, load_layers
 from jgg.problem import W_LAYOUTS, GroupedGemmProblem
-from jgg.target import device_target
 
 OPS = ("forward", "dx", "dw", "gather")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -75,15 +73,8 @@ class Settings:
         return settings
 
     def _check(self):
-        folder = Path(self.out).parent
-        if not folder.is_dir():
-            raise UsageError(f"--out {self.out} is in {folder}, which is no folder")
-        if self.implementation == "triton" and device_target() is None:
-            raise UsageError("--implementation triton needs a GPU that JAX can use: see jgg info")
-        try:
-            implementations.check_implementation(self.implementation)
-        except (ImportError, ValueError) as error:
-            raise UsageError(str(error)) from error
+        check_out(self.out)
+        check_implementation(self.implementation)
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:
         """What is to be measured, by the names of layer and GEMM."""

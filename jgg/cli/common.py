@@ -2,6 +2,10 @@
 
 import argparse
 import importlib
+from pathlib import Path
+
+from jgg import implementations
+from jgg.target import device_target
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
 
@@ -24,6 +28,23 @@ def positive_float(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
     return value
+
+
+def check_out(prefix: str):
+    """Raises UsageError for a prefix of output files, --out, whose folder does not exist."""
+    folder = Path(prefix).parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {prefix} is in {folder}, which is no folder")
+
+
+def check_implementation(name: str | None):
+    """Raises UsageError for an --implementation that cannot run on this machine."""
+    if name == "triton" and device_target() is None:
+        raise UsageError("--implementation triton needs a GPU that JAX can use: see jgg info")
+    try:
+        implementations.check_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def import_with_extra(module: str, extra: str):

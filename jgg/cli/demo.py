@@ -5,14 +5,20 @@ carries for `help()`. Needs no network. Writes PREFIX.png and PREFIX.json.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Self
 
 import jax
 
 from jgg import implementations
-from jgg.cli.common import INTERRUPTED, UsageError, import_with_extra, positive_float, positive_int
-from jgg.target import device_target
+from jgg.cli.common import (
+    INTERRUPTED,
+    UsageError,
+    check_implementation,
+    check_out,
+    import_with_extra,
+    positive_float,
+    positive_int,
+)
 
 HEAD_DIM = 64
 
@@ -53,15 +59,8 @@ class Settings:
             raise UsageError(f"--topk {self.topk} is more than --experts {self.experts}")
         if self.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {self.hidden}")
-        folder = Path(self.out).parent
-        if not folder.is_dir():
-            raise UsageError(f"--out {self.out} is in {folder}, which is no folder")
-        if self.implementation == "triton" and device_target() is None:
-            raise UsageError("--implementation triton needs a GPU that JAX can use: see jgg info")
-        try:
-            implementations.check_implementation(self.implementation)
-        except ImportError as error:
-            raise UsageError(str(error)) from error
+        check_out(self.out)
+        check_implementation(self.implementation)
 
 
 def add_arguments(parser):
