@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
+from jgg.warp_specialization import why_not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,9 @@ class _KernelConfig:
       num_stages: blocks of each operand in flight in shared memory.
       band: row tiles that one column of tiles runs over before the next column; larger bands reuse weights more.
       programs_per_sm: persistent programs for each multiprocessor.
+      warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
+        steps of 64, where `jgg.warp_specialization` says that it can; elsewhere the heuristic chooses. It loads by TMA
+        and leaves gather and scatter to copies; num_warps, programs_per_sm and those switches mean nothing to it.
     """
 
     block_m: int = 128
@@ -29,6 +33,7 @@ class _KernelConfig:
     num_stages: int = 4
     band: int = 8
     programs_per_sm: int = 1
+    warp_specialized: bool = False
 
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k"):
@@ -96,10 +101,13 @@ class KernelConfigDW(_KernelConfig):
 CONFIG_TYPES = {"forward": KernelConfigForward, "dx": KernelConfigDX, "dw": KernelConfigDW}
 
 
-def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target):
+def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_specialize: bool = True):
     """A configuration for the product `op`, "forward", "dx" or "dw", of a problem on a device.
 
     Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
+
+    - Where the warp-specialised kernel can run, groups are large enough to fill its tiles and x need not be gathered
+      for few columns, nothing is faster. `may_specialize=False` leaves it out.
 
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
@@ -112,11 +120,13 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target):
     """
     if _is_ieee_float32(problem):
         return _choose_ieee_float32(op, problem, target)
+    if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
+        return _choose_specialized(op, problem)
     if op == "dw":
         return _choose_dw(problem, target)
     if op == "forward":
         features, columns, reduced = problem.out_features, "n", "k"
-        fusing = {"fuse_gather": not target.has_tma or features < 8192, "fuse_scatter": not target.has_tma}
+        fusing = {"fuse_gather": not target.has_tma or _is_narrow(problem), "fuse_scatter": not target.has_tma}
         has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
     else:
         features, columns, reduced = problem.in_features, "k", "n"
@@ -141,9 +151,39 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target):
     )
 
 
+def _fills_specialized_tiles(op, problem):
+    if op == "forward" and problem.permute_x and _is_narrow(problem):
+        return False  # the other kernel gathers as it loads, which costs less than a copy then
+    axes = {
+        "forward": (problem.out_features,),
+        "dx": (problem.in_features,),
+        "dw": (problem.in_features, problem.out_features),
+    }
+    return problem.num_rows > 64 * problem.num_experts and min(axes[op]) > 128
+
+
+def _choose_specialized(op, problem):
+    rows, columns, step = output_axes(op, problem.w_layout)
+    blocks = {f"block_{rows}": 256, f"block_{columns}": 256, f"block_{step}": 64}
+    return CONFIG_TYPES[op](warp_specialized=True, num_stages=4, **blocks)
+
+
+def output_axes(op: str, w_layout: str) -> tuple[str, str, str]:
+    """Which of "m", "n" and "k" are the rows and the columns of a product's output tiles, and which is reduced.
+
+    dW is stored as w is, [N, K] for "enk" and [K, N] for "ekn".
+    """
+    if op == "dw":
+        return ("n", "k", "m") if w_layout == "enk" else ("k", "n", "m")
+    return ("m", "n", "k") if op == "forward" else ("m", "k", "n")
+
+
+def _is_narrow(problem):
+    return problem.out_features < 8192
+
+
 def _choose_dw(problem, target):
-    # dw is stored as w is: the tile's left axis is N for "enk" and K for "ekn", and the right one is the wide one
-    left, right = ("n", "k") if problem.w_layout == "enk" else ("k", "n")
+    left, right, _ = output_axes("dw", problem.w_layout)
     features = {"k": problem.in_features, "n": problem.out_features}
     has_both = problem.has_topk_weights and problem.has_bias
     block_left = block_right = 128

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jgg
-from jgg.config import heuristic_config
+from jgg.config import heuristic_config, output_axes
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target, current_target, device_target
 from jgg.tuned_configs import Entry, merge, user_file
+from jgg.warp_specialization import why_not
 
 _logger = logging.getLogger("jgg")
 
@@ -30,9 +31,8 @@ _TILES = (
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
 )
+_SPECIALIZED_TILES = ((256, 4), (128, 6))  # columns and stages of the warp-specialised kernel
 _BANDS = (2, 4, 16)
-# which blocks are the rows and the columns of the output tile, and which is the step along the reduced axis
-_AXES = {"forward": ("m", "n", "k"), "dx": ("m", "k", "n"), "dw": ("n", "k", "m")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +128,22 @@ def tune_op(
 
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[Any]:
     """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
-    base = heuristic_config(op, problem, target)
-    row_axis, column_axis, _ = _AXES[op]
-    configs = [base]
+    chosen, base = (heuristic_config(op, problem, target, may_specialize) for may_specialize in (True, False))
+    row_axis, column_axis, step_axis = output_axes(op, problem.w_layout)
+    configs = [chosen]
+    if why_not(op, problem, target) is None:
+        for columns, num_stages in _SPECIALIZED_TILES:
+            blocks = {f"block_{row_axis}": 256, f"block_{column_axis}": columns, f"block_{step_axis}": 64}
+            configs.append(dataclasses.replace(base, warp_specialized=True, num_stages=num_stages, **blocks))
+    configs.append(base)
     for rows, columns, num_warps, num_stages, programs_per_sm in _TILES:
         config = dataclasses.replace(
             base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm,
             **{f"block_{row_axis}": rows, f"block_{column_axis}": columns},
         )  # fmt: skip
-        if config not in configs and _is_sensible(op, problem, config, base, target):
+        if _is_sensible(op, problem, config, base, target):
             configs.append(config)
-    return configs
+    return list(dict.fromkeys(configs))
 
 
 def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[Any]:
@@ -146,15 +151,16 @@ def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[An
     for band in _BANDS:
         yield dataclasses.replace(best, band=band)
     gathers = {"forward": problem.permute_x, "dx": problem.permute_y, "dw": problem.permute_x or problem.permute_y}
-    if gathers[op]:
+    if gathers[op] and not best.warp_specialized:
         yield dataclasses.replace(best, fuse_gather=not best.fuse_gather)
 
 
 def _is_sensible(op, problem, config, base, target):
     """Whether a tile fits shared memory and registers, is no wider than its axis and no taller than the groups."""
-    rows, columns, step = (getattr(config, f"block_{axis}") for axis in _AXES[op])
+    axes = output_axes(op, problem.w_layout)
+    rows, columns, step = (getattr(config, f"block_{axis}") for axis in axes)
     features = {"k": problem.in_features, "n": problem.out_features, "m": base.block_m}
-    fits_axes = all(size <= max(128, features[axis]) for axis, size in zip(_AXES[op][:2], (rows, columns), strict=True))
+    fits_axes = all(size <= max(128, features[axis]) for axis, size in zip(axes[:2], (rows, columns), strict=True))
     if op != "dw" and rows > base.block_m * 2:  # the heuristic's tiles are as tall as the groups have rows
         return False
     memory = config.num_stages * (rows + columns) * step * problem.dtype.itemsize * config.programs_per_sm

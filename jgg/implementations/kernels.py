@@ -4,17 +4,22 @@
 """
 
 import dataclasses
+import logging
 import math
 
 import jax
 import jax.numpy as jnp
 
-from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, heuristic_config
+from jgg.implementations import hopper
 from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
 from jgg.tuned_configs import choose_config
+from jgg.warp_specialization import why_not
+
+_logger = logging.getLogger("jgg")
 
 _PRECISIONS = {
     jax.lax.Precision.DEFAULT: "tf32",
@@ -28,13 +33,18 @@ def forward(
     x, w, bounds: GroupBounds, gather_indices, topk_weights, bias,
 ):  # fmt: skip
     """[y [M, N]]."""
-    config = config or choose_config("forward", problem, target)
-    scatter_after = problem.permute_y and not config.fuse_scatter
-    if problem.permute_x and not config.fuse_gather:
+    config = _choose("forward", problem, target, config)
+    scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
+    if problem.permute_x and (config.warp_specialized or not config.fuse_gather):
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
+    if config.warp_specialized:
+        y = hopper.multiply_rows(
+            call, "forward", target, problem, config, x, w, bounds, gather_indices, _flat(topk_weights), bias
+        )
+        return [combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y]
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
     tma_x = config.use_tma_load_x and _x_by_tma(target, problem)
@@ -81,10 +91,15 @@ def backward_dx(
     dy, w, x, bounds: GroupBounds, gather_indices, topk_weights,
 ):  # fmt: skip
     """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
-    config = config or choose_config("dx", problem, target)
-    if problem.permute_y and not config.fuse_gather:
+    config = _choose("dx", problem, target, config)
+    if problem.permute_y and (config.warp_specialized or not config.fuse_gather):
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
+    if config.warp_specialized:
+        dx = hopper.multiply_rows(call, "dx", target, problem, config, dy, w, bounds)
+        if problem.permute_x:
+            dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
+        return [dx]
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
     tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
@@ -143,16 +158,18 @@ def backward_dw(
     x, dy, bounds: GroupBounds, gather_indices, topk_weights, with_bias: bool,
 ):  # fmt: skip
     """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
-    config = config or choose_config("dw", problem, target)
-    if problem.permute_x and not config.fuse_gather:
+    config = _choose("dw", problem, target, config)
+    if problem.permute_x and (config.warp_specialized or not config.fuse_gather):
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
-    if problem.permute_y and not config.fuse_gather:
+    if problem.permute_y and (config.warp_specialized or not config.fuse_gather):
         # the copy can be scaled too, but the bias's gradient is a sum of float32 products, not of rounded ones
         scales = None if with_bias or topk_weights is None else _row_scales(topk_weights, gather_indices)
         dy = combine(call, dy, gather_indices, 1, scales)
         topk_weights = topk_weights if scales is None else None
         problem = dataclasses.replace(problem, permute_y=False)
+    if config.warp_specialized:
+        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds)]
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -201,6 +218,18 @@ def backward_dw(
     )
     results = call("backward_dw_kernel", launch)
     return [results[key] for key in outputs]
+
+
+def _choose(op, problem, target, config):
+    """The configuration given, or one that is tuned or chosen for the problem; one that can run."""
+    config = config or choose_config(op, problem, target)
+    if not config.warp_specialized:
+        return config
+    reason = why_not(op, problem, target)
+    if reason is None:
+        return config
+    _logger.info("The warp-specialised kernel is not used for this %s: %s", op, reason)
+    return heuristic_config(op, problem, target)
 
 
 def combine(call, rows, positions, topk: int, scales=None):

@@ -17,12 +17,14 @@ _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 class Tma:
     """A TMA descriptor of an operand, made on the host: shape and strides in elements, and the block of an access.
 
+    For a kernel that runs in clusters, the two CTAs of one share a block along cta_axis; with None each has it all.
     (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
+    cta_axis: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Launch:
       grid: number of programs, along up to three axes.
       descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
       num_warps, num_stages: of each program.
+      num_ctas: multiprocessors (CTAs) that run one program as a cluster.
       flops, bytes_accessed: the cost that XLA and its profiler are told.
     """
 
@@ -46,13 +49,14 @@ class Launch:
     descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    num_ctas: int = 1
     flops: int = 0
     bytes_accessed: int = 0
 
 
-def matrix(shape: tuple[int, int], block: tuple[int, int]) -> Tma:
+def matrix(shape: tuple[int, int], block: tuple[int, int], cta_axis: int | None = None) -> Tma:
     """Descriptor of a row-major matrix."""
-    return Tma(shape, (shape[1], 1), block)
+    return Tma(shape, (shape[1], 1), block, cta_axis)
 
 
 def matrices(shape: tuple[int, int, int], block: tuple[int, int]) -> Tma:
@@ -61,11 +65,10 @@ def matrices(shape: tuple[int, int, int], block: tuple[int, int]) -> Tma:
     return Tma(shape, (rows * columns, columns, 1), (1, *block))
 
 
-def bounded_rows(columns: int, block: tuple[int, int]) -> Tma:
+def bounded_rows(columns: int, block: tuple[int, int], cta_axis: int | None = None) -> Tma:
     """Descriptor of rows, for accesses that each end at a row of their own.
 
     `kernels.tiles` explains the two leading axes.
     """
-    return Tma(
-        (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns), (_WRAP_STRIDE - columns, columns, columns, 1), (1, 1, *block)
-    )
+    shape, strides = (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns), (_WRAP_STRIDE - columns, columns, columns, 1)
+    return Tma(shape, strides, (1, 1, *block), cta_axis)

@@ -18,7 +18,9 @@ _MODULES = {
     "backward_dx_kernel": "backward_dx",
     "backward_dw_kernel": "backward_dw",
     "combine_kernel": "combine",
+    "hopper_kernel": "hopper",
 }
+_GLUON_KERNELS = ("hopper_kernel",)
 
 
 def forward(target, problem, config, *arrays, **options):
@@ -56,7 +58,13 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
 
     operands = dict(launch.operands)
     for key, tma in launch.descriptors.items():
-        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape)
+        layout = None
+        if name in _GLUON_KERNELS:
+            from jgg.implementations import gluon
+
+            gluon.correct_jax_triton()
+            layout = gluon.shared_layout(tma, operands[key].dtype)
+        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape, layout)
     outputs = jax_triton.triton_call(
         **operands,
         **launch.constants,
@@ -66,6 +74,7 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
         name=f"jgg_{name}",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        num_ctas=launch.num_ctas,
         compute_capability=compute_capability,
         backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},

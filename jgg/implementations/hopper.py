@@ -1,0 +1,124 @@
+"""Launches of the warp-specialised kernel, `kernels.hopper`: x @ w by rows, and dW."""
+
+import math
+
+import jax
+
+from jgg.config import output_axes
+from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
+from jgg.problem import GroupedGemmProblem
+from jgg.schedule import GroupBounds, tile_schedule
+from jgg.target import Target
+
+_TILE_ROWS = 256  # of a cluster's output tile
+_WARPGROUP_ROWS = 128  # of these, a warpgroup's in both CTAs together
+
+
+def multiply_rows(
+    call, op: str, target: Target, problem: GroupedGemmProblem, config,
+    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None,
+):  # fmt: skip
+    """Forward or dX of rows in expert order: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K]."""
+    block_columns, step = _blocks(op, problem, config)
+    features = {"n": problem.out_features, "k": problem.in_features}
+    _, columns, reduced = output_axes(op, problem.w_layout)
+    schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
+    # w [E, columns, reduced] is turned in shared memory
+    is_turned = (op == "forward") == (problem.w_layout == "enk")
+    launch = Launch(
+        operands={
+            "left": rows,
+            "right": w,
+            "bias": bias,
+            "topk_weights": topk_weights,
+            "gather_indices": gather_indices,
+            "groups": schedule.group,
+            "starts": schedule.start,
+            "ends": schedule.end,
+            "extent": schedule.extent,
+            "num_rows": problem.num_rows,
+            "num_groups": problem.num_experts,
+        },
+        descriptors={
+            "left": matrix(rows.shape, (_WARPGROUP_ROWS, step), cta_axis=0),
+            "right": matrices(problem.w_shape, (block_columns, step) if is_turned else (step, block_columns)),
+        },
+        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), problem.out_dtype)},
+        constants={
+            "RAGGED_M": True,
+            "LEFT": 0,
+            "REDUCED": features[reduced],
+            "COLUMNS": features[columns],
+            "RIGHT_IS_TURNED": is_turned,
+            **_constants(config, block_columns, step),
+        },
+        **_options(target, problem, config, len(schedule.group) * math.ceil(features[columns] / block_columns)),
+    )
+    return call("hopper_kernel", launch)["y"]
+
+
+def multiply_row_blocks(
+    call, target: Target, problem: GroupedGemmProblem, config, x, dy, bounds: GroupBounds
+):  # fmt: skip
+    """dW in the shape and layout of w, of x and dy in expert order."""
+    block_columns, step = _blocks("dw", problem, config)
+    left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
+    tiles = math.ceil(left.shape[1] / _TILE_ROWS) * math.ceil(right.shape[1] / block_columns)
+    launch = Launch(
+        operands={
+            "left": left,
+            "right": right,
+            **dict.fromkeys(("bias", "topk_weights", "gather_indices", "groups", "extent")),
+            "starts": bounds.starts,
+            "ends": bounds.ends,
+            "num_rows": problem.num_rows,
+            "num_groups": problem.num_experts,
+        },
+        descriptors={
+            "left": bounded_rows(left.shape[1], (step, _WARPGROUP_ROWS), cta_axis=3),
+            "right": bounded_rows(right.shape[1], (step, block_columns)),
+        },
+        outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
+        constants={
+            "RAGGED_M": False,
+            "LEFT": left.shape[1],
+            "REDUCED": 0,
+            "COLUMNS": right.shape[1],
+            "RIGHT_IS_TURNED": False,
+            **_constants(config, block_columns, step),
+        },
+        **_options(target, problem, config, problem.num_experts * tiles),
+    )
+    return call("hopper_kernel", launch)["y"]
+
+
+def _blocks(op, problem, config):
+    """Columns of an output tile, and the step along the reduced axis.
+
+    Raises: ValueError: the kernel has no such tiles.
+    """
+    axes = output_axes(op, problem.w_layout)
+    rows, columns, step = blocks = tuple(getattr(config, f"block_{axis}") for axis in axes)
+    if rows != _TILE_ROWS or columns not in (128, 256) or step != 64:
+        names = ", ".join(f"block_{axis}" for axis in axes)
+        raise ValueError(f"{names} of {op} with warp_specialized must be 256, 128 or 256, and 64, got {blocks}.")
+    return columns, step
+
+
+def _constants(config, block_columns, step):
+    return {
+        "BAND": config.band,
+        "BLOCK_REDUCED": step,
+        "BLOCK_COLUMNS": block_columns,
+        "STAGES": config.num_stages,
+    }
+
+
+def _options(target, problem, config, tiles):
+    return {
+        "grid": (max(1, min(tiles, target.num_sms // 2)),),
+        "num_warps": 4,  # of the partition that Triton starts with; there are two more
+        "num_ctas": 2,
+        "flops": problem.flops,
+        "bytes_accessed": problem.bytes_accessed,
+    }

@@ -1,0 +1,47 @@
+"""Where the warp-specialised kernels of `jgg.kernels.hopper` can run."""
+
+import functools
+import importlib.metadata
+import logging
+
+from jgg.problem import GroupedGemmProblem
+from jgg.target import Target
+
+_logger = logging.getLogger("jgg")
+
+COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
+# Gluon, the language of these kernels, changes between releases of Triton, and jax-triton is corrected for it.
+TESTED_VERSIONS = {"triton": "3.9.", "jax-triton": "0.4.1"}
+
+
+def why_not(op: str, problem: GroupedGemmProblem, target: Target) -> str | None:
+    """Why a product cannot be computed by them, or None if it can.
+
+    Args:
+      op: "forward", "dx" or "dw".
+    """
+    if target.compute_capability != COMPUTE_CAPABILITY:
+        return "they are for compute capability 9.0"
+    if problem.dtype.itemsize != 2 or problem.out_dtype.itemsize != 2:
+        return "they multiply 16-bit floats and give such"
+    if any(size % 8 for size in (problem.in_features, problem.out_features)):
+        return "rows of K and of N elements must be multiples of 16 bytes"
+    if op == "dx" and problem.has_topk_weights:
+        return "the gradient of topk_weights is another kernel's epilogue"
+    if op == "dw" and (problem.has_bias or (problem.has_topk_weights and not problem.permute_y)):
+        return "dW's rows cannot be scaled or summed in the kernel"
+    return _why_not_here()
+
+
+@functools.cache
+def _why_not_here():
+    try:
+        versions = {package: importlib.metadata.version(package) for package in TESTED_VERSIONS}
+    except importlib.metadata.PackageNotFoundError as error:
+        return f"{error.name} is not installed"
+    for package, tested in TESTED_VERSIONS.items():
+        if not versions[package].startswith(tested):
+            reason = f"{package} {versions[package]} was not tested with them, only {tested.rstrip('.')}"
+            _logger.warning("The warp-specialised kernels are not used, others are: %s", reason)
+            return reason
+    return None

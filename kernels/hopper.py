@@ -1,0 +1,396 @@
+"""Both main loops for sm_90 in Gluon: warp-specialised, in clusters of two multiprocessors.
+
+A cluster's output tile is [256, BLOCK_COLUMNS] of left @ right, with left the rows of x or dy (ragged M) or, for dW,
+their columns (ragged K). In each of the two multiprocessors one warp loads blocks by TMA while two warpgroups multiply
+64 rows each; the block of the right operand is loaded once for all four. Warpgroups whose rows lie past the group's end
+rest. A warpgroup keeps a finished tile in registers and stores it in four parts during the first steps of its next one,
+so that the tensor cores do not wait for stores.
+
+Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each multiprocessor (CTA).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import tiles
+
+HALF = gl.constexpr(128)  # rows of a tile that a warpgroup of each CTA multiplies
+CTA_ROWS = gl.constexpr(64)  # of these, those of one CTA
+MIN_STEPS = gl.constexpr(4)  # each stores a part of the tile before; steps past the end multiply zeros
+ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
+tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
+
+
+@gluon.aggregate
+class Work:
+    """The tiles to multiply, in the order in which clusters take them.
+
+    With RAGGED_M an item is a row tile of the schedule, left are its rows and right is a group's weights; otherwise an
+    item is a group, whose rows are the reduced axis, and LEFT the columns of left.
+    """
+
+    groups: gl.tensor
+    starts: gl.tensor
+    ends: gl.tensor
+    items: gl.tensor
+    RAGGED_M: gl.constexpr
+    LEFT: gl.constexpr
+    REDUCED: gl.constexpr
+    COLUMNS: gl.constexpr
+    BAND: gl.constexpr
+    BLOCK_REDUCED: gl.constexpr
+    BLOCK_COLUMNS: gl.constexpr
+
+    @gluon.jit
+    def num_tiles(self):
+        return self.items * self.tiles_of_item()
+
+    @gluon.jit
+    def tiles_of_item(self):
+        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
+        left_tiles: gl.constexpr = 1 if self.RAGGED_M else (self.LEFT + 2 * HALF - 1) // (2 * HALF)
+        return column_tiles * left_tiles
+
+    @gluon.jit
+    def place(self, tile):
+        """A tile's item, its tile among left's columns (0 with RAGGED_M), and its first column."""
+        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
+        if self.RAGGED_M:
+            item, column_tile = tile_coordinates(tile, self.items, column_tiles, self.BAND)
+            left_tile = 0
+        else:
+            left_tiles: gl.constexpr = (self.LEFT + 2 * HALF - 1) // (2 * HALF)
+            item = tile // (left_tiles * column_tiles)
+            within = tile - item * left_tiles * column_tiles
+            left_tile, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
+        return item, left_tile, column_tile * self.BLOCK_COLUMNS
+
+    @gluon.jit
+    def bounds(self, tile):
+        """First row of a tile's item and one past its group's last; zeros for a tile past the last."""
+        item, _, _ = self.place(tile)
+        exists = tile < self.num_tiles()
+        return gl.load(self.starts + item, mask=exists, other=0), gl.load(self.ends + item, mask=exists, other=0)
+
+    @gluon.jit
+    def left_range(self, left_tile, start, end):
+        """The tile's first row of the output, and one past the last there is."""
+        if self.RAGGED_M:
+            return start, end
+        else:
+            return left_tile * 2 * HALF, gl.to_tensor(self.LEFT)
+
+    @gluon.jit
+    def steps(self, start, end):
+        size = self.REDUCED if self.RAGGED_M else end - start
+        return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, MIN_STEPS)
+
+
+@gluon.aggregate
+class Ring:
+    """Buffers between the loading warps and the warpgroups, STAGES steps deep.
+
+    Attributes:
+      left: two blocks a stage, one for each warpgroup. right: one, the same in both CTAs.
+      full: barriers of loaded stages. empty: of stages that this CTA's warpgroups have multiplied; both_empty: that
+        both CTAs' have.
+    """
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    both_empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def next(self, stage, phase):
+        """The stage after this one, and the parity of its barriers."""
+        wraps = stage == self.STAGES - 1
+        return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+    @gluon.jit
+    def await_empty(self, stage, phase):
+        mbarrier.wait(self.empty.index(stage), phase)
+        mbarrier.wait(self.both_empty.index(stage), phase)
+
+    @gluon.jit
+    def hand_back(self, stage):
+        mbarrier.arrive(self.empty.index(stage))
+        mbarrier.arrive(self.both_empty.index(stage))
+
+    @gluon.jit
+    def hand_back_before(self, stage):
+        self.hand_back(gl.where(stage == 0, self.STAGES - 1, stage - 1))
+
+
+@gluon.jit
+def make_ring(left, right, STAGES: gl.constexpr):
+    ring = Ring(
+        gl.allocate_shared_memory(left.dtype, [2 * STAGES] + left.block_type.shape, left.layout),  # noqa: RUF005
+        gl.allocate_shared_memory(right.dtype, [STAGES] + right.block_type.shape, right.layout),  # noqa: RUF005
+        mbarrier.allocate_mbarrier(batch=STAGES),
+        mbarrier.allocate_mbarrier(batch=STAGES),
+        mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True),
+        STAGES,
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(stage), count=1)
+        mbarrier.init(ring.empty.index(stage), count=2)
+        mbarrier.init(ring.both_empty.index(stage), count=2)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def load_blocks(work, ring, left, right, RIGHT_IS_TURNED: gl.constexpr):
+    """The loading warp."""
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+        item, left_tile, column = work.place(tile)
+        start, end = work.bounds(tile)
+        first, last = work.left_range(left_tile, start, end)
+        has_second = first + HALF < last
+        if work.RAGGED_M:
+            group = gl.load(work.groups + item)
+        for step in range(work.steps(start, end)):
+            ring.await_empty(stage, phase)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, right.nbytes_per_cta + 2 * left.nbytes_per_cta, pred=has_second)
+            mbarrier.expect(full, right.nbytes_per_cta + left.nbytes_per_cta, pred=has_second == 0)
+            right_block = ring.right.index(stage)
+            left_block = ring.left.index(2 * stage)
+            second_block = ring.left.index(2 * stage + 1)
+            reduced = step * work.BLOCK_REDUCED
+            if work.RAGGED_M:
+                if RIGHT_IS_TURNED:
+                    tma.async_load(right, [group, column, reduced], full, right_block, multicast=True)
+                else:
+                    tma.async_load(right, [group, reduced, column], full, right_block, multicast=True)
+                tma.async_load(left, [first, reduced], full, left_block)
+                tma.async_load(left, [first + HALF, reduced], full, second_block, pred=has_second)
+            else:
+                row = start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
+                tma.async_load(right, [ROW_LIMIT, end, row, column], full, right_block, multicast=True)
+                tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
+                tma.async_load(left, [ROW_LIMIT, end, row, first + HALF], full, second_block, pred=has_second)
+            stage, phase = ring.next(stage, phase)
+
+
+@gluon.aggregate
+class Pending:
+    """A finished half tile in four parts of its columns, to be stored from y[offset + column] on, `rows` rows of it."""
+
+    part0: gl.tensor
+    part1: gl.tensor
+    part2: gl.tensor
+    part3: gl.tensor
+    offset: gl.tensor
+    rows: gl.tensor
+    column: gl.tensor
+
+    @gluon.jit
+    def store(self, y, PART: gl.constexpr, COLUMNS: gl.constexpr):
+        if PART == 0:
+            value = self.part0
+        elif PART == 1:
+            value = self.part1
+        elif PART == 2:
+            value = self.part2
+        else:
+            value = self.part3
+        column = self.column + PART * value.shape[1]
+        store_rows(y, value, self.offset, self.rows, column, COLUMNS)
+
+    @gluon.jit
+    def store_all(self, y, COLUMNS: gl.constexpr):
+        for part in gl.static_range(4):
+            self.store(y, part, COLUMNS)
+
+
+@gluon.jit
+def store_rows(y, value, offset, rows, column, COLUMNS: gl.constexpr):
+    """Stores value [HALF, columns] from y[offset] on, through shared memory so that rows are written in one piece."""
+    threads: gl.constexpr = value.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
+    row = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    mask = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
+    pointers = (y + offset) + (row * COLUMNS)[:, None] + columns[None, :]
+    gl.store(pointers, gl.convert_layout(value, layout), mask=mask)
+
+
+@gluon.jit
+def split_columns(value):
+    """The left and the right half of a matrix's columns."""
+    rows: gl.constexpr = value.shape[0]
+    columns: gl.constexpr = value.shape[1]
+    return value.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def make_pending(value, offset, rows, column):
+    left, right = split_columns(value)
+    part0, part1 = split_columns(left)
+    part2, part3 = split_columns(right)
+    return Pending(part0, part1, part2, part3, offset, rows, column)
+
+
+@gluon.jit
+def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr, work, RIGHT_IS_TURNED: gl.constexpr):
+    """Begins acc + left @ right of one stage."""
+    left = ring.left.index(2 * stage + WARPGROUP)
+    right = ring.right.index(stage)
+    if work.RAGGED_M:
+        left = left.reshape([HALF, work.BLOCK_REDUCED])
+    else:
+        left = left.reshape([work.BLOCK_REDUCED, HALF]).permute((1, 0))
+    if RIGHT_IS_TURNED:
+        right = right.reshape([work.BLOCK_COLUMNS, work.BLOCK_REDUCED]).permute((1, 0))
+    else:
+        right = right.reshape([work.BLOCK_REDUCED, work.BLOCK_COLUMNS])
+    mbarrier.wait(ring.full.index(stage), phase)
+    return warpgroup_mma(left, right, acc, is_async=True)
+
+
+@gluon.jit
+def multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP: gl.constexpr, RIGHT_IS_TURNED: gl.constexpr):
+    """The product of a half tile, float32; the tile before is stored meanwhile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
+    acc = gl.zeros([HALF, work.BLOCK_COLUMNS], gl.float32, layout)
+    for step in gl.static_range(MIN_STEPS):
+        acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
+        pending.store(y, step, work.COLUMNS)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        if step > 0:
+            ring.hand_back_before(stage)
+        stage, phase = ring.next(stage, phase)
+    for _ in range(MIN_STEPS, steps):
+        acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        ring.hand_back_before(stage)
+        stage, phase = ring.next(stage, phase)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    ring.hand_back_before(stage)
+    return acc, stage, phase
+
+
+@gluon.jit
+def skip_tile(ring, steps, stage, phase):
+    """Hands back the blocks of a tile in which this warpgroup has no rows."""
+    for _ in range(steps):
+        mbarrier.wait(ring.full.index(stage), phase)
+        ring.hand_back(stage)
+        stage, phase = ring.next(stage, phase)
+    return stage, phase
+
+
+@gluon.jit
+def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, column, num_rows):
+    """(acc + bias) * topk_weights of rows start, start + 1, ... of a group."""
+    layout: gl.constexpr = acc.type.layout
+    if bias is not None:
+        columns = column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
+        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
+        acc += gl.load(pointers, mask=columns < work.COLUMNS, other=0.0).to(gl.float32)[None, :]
+    if topk_weights is not None:
+        positions = start + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        exists = positions < end
+        if gather_indices is not None:
+            positions = gl.load(gather_indices + positions, mask=exists, other=-1)
+            exists = exists & (positions >= 0) & (positions < num_rows)
+        acc *= gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def multiply_tiles(
+    WARPGROUP: gl.constexpr, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED: gl.constexpr
+):
+    """One of the two warpgroups of a CTA."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
+    zeros = gl.zeros([HALF, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
+    nothing = gl.to_tensor(0)
+    pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
+    cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
+    stage = 0
+    phase = 0
+    start, end = work.bounds(gl.program_id(0))
+    for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+        # the next tile's bounds are on their way while this one is multiplied
+        next_start, next_end = work.bounds(tile + gl.num_programs(0))
+        item, left_tile, column = work.place(tile)
+        steps = work.steps(start, end)
+        first, last = work.left_range(left_tile, start, end)
+        first += WARPGROUP * HALF
+        if work.RAGGED_M:
+            offset = first.to(gl.int64) * work.COLUMNS
+            group = gl.load(work.groups + item)
+        else:
+            offset = (item.to(gl.int64) * work.LEFT + first) * work.COLUMNS
+            group = item
+        if first + cta * CTA_ROWS < last:
+            acc, stage, phase = multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP, RIGHT_IS_TURNED)
+            acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_rows)
+            pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
+        else:
+            pending.store_all(y, work.COLUMNS)
+            stage, phase = skip_tile(ring, steps, stage, phase)
+            pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, last - last, column)
+        start = next_start
+        end = next_end
+    pending.store_all(y, work.COLUMNS)
+
+
+@gluon.jit
+def zero_rows(y, first, last, COLUMNS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr):
+    """Writes zeros to rows first, ..., last - 1 of y."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
+    zeros = gl.zeros([HALF, 64], y.dtype.element_ty, layout)
+    for strip in range(gl.program_id(0), (last - first + HALF - 1) // HALF, gl.num_programs(0)):
+        row = first + strip * HALF
+        for column in range(0, COLUMNS, 64):
+            store_rows(y, zeros, row.to(gl.int64) * COLUMNS, last - row, column, COLUMNS)
+
+
+@gluon.jit
+def hopper_kernel(
+    left, right, bias, topk_weights, gather_indices, groups, starts, ends, extent, y, num_rows, num_groups,
+    RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
+    RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
+    BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
+
+    Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, COLUMNS] or with the last two exchanged
+    (RIGHT_IS_TURNED), bias, topk_weights and gather_indices as in `forward_kernel`, the schedule's groups, starts, ends
+    and extent, y [num_rows, COLUMNS], with zeros in rows of no group. Otherwise left [rows, LEFT], right [rows,
+    COLUMNS], starts and ends of num_groups groups, y [num_groups, LEFT, COLUMNS]. left and right are TMA descriptors;
+    16-bit floats, rows of a multiple of 16 bytes.
+    """
+    items = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
+    work = Work(
+        groups if RAGGED_M else starts, starts, ends, items,
+        RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
+    )  # fmt: skip
+    ring = make_ring(left, right, STAGES)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
+            (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
+            (load_blocks, (work, ring, left, right, RIGHT_IS_TURNED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+    if RAGGED_M:
+        zero_rows(y, gl.to_tensor(0), gl.load(extent + 1), COLUMNS, BLOCK_COLUMNS)
+        zero_rows(y, gl.load(extent + 2), gl.to_tensor(num_rows), COLUMNS, BLOCK_COLUMNS)

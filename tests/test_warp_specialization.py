@@ -1,0 +1,178 @@
+"""The warp-specialised kernel of sm_90: its contract on a GPU, and where it steps aside."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES, EVERYTHING, OPTIONS, Case
+from comparison import assert_right
+
+import jgg
+from jgg import warp_specialization
+from jgg.config import CONFIG_TYPES, heuristic_config, output_axes
+from jgg.implementations import triton
+from jgg.measuring.workloads import gemm
+from jgg.target import Target
+from jgg.warp_specialization import why_not
+
+HOPPER = Target(90, 132, "NVIDIA H200")
+GEMM = {"num_rows": 4096, "in_features": 512, "out_features": 1024, "num_experts": 8}
+ARGUMENTS = {"forward": "kernel_config_fwd", "dx": "kernel_config_bwd_dx", "dw": "kernel_config_bwd_dw"}
+
+
+def specialized_config(op, w_layout, columns=256, **options):
+    axes = output_axes(op, w_layout)
+    blocks = {f"block_{axis}": size for axis, size in zip(axes, (256, columns, 64), strict=True)}
+    stages = {256: 4, 128: 6}[columns]
+    return CONFIG_TYPES[op](warp_specialized=True, **{"num_stages": stages} | blocks | options)
+
+
+def specialized_configs(w_layout, columns=256, **options):
+    return tuple((name, specialized_config(op, w_layout, columns, **options)) for op, name in ARGUMENTS.items())
+
+
+# several tiles of 256 and 128 rows, whole and in part, and steps past the end of a short reduced axis
+LARGE = {"group_sizes": (300, 0, 1, 64, 129, 257, 512, 65), "in_features": 520, "out_features": 392}
+LARGE_CASES = [
+    Case("large", **LARGE),
+    Case("large-ekn", w_layout="ekn", **LARGE),
+    Case("large-tail", num_rows=1700, poison="tail", **LARGE),
+    Case("large-everything", num_rows=1400, poison="tail", **EVERYTHING, **LARGE),
+    Case("large-everything-ekn", w_layout="ekn", num_rows=1400, **EVERYTHING, **LARGE),
+    Case("large-scattered", permute_y=True, gather="random", weighted=True, **LARGE),
+    Case("large-biased", biased=True, **LARGE),
+    Case("large-short-steps", (300, 0, 700, 24), None, 72, 136, poison=""),
+    Case("large-short-steps-ekn", (300, 0, 700, 24), None, 136, 72, w_layout="ekn"),
+    Case("large-poisoned", (300, 2, 700, 24, 100), None, 264, 520, poison="rows"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES + OPTIONS, ids=lambda case: case.name)
+def test_case(case, dtype):
+    assert_right(case, dtype, "triton", configs=specialized_configs(case.w_layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "band"), [(256, 8), (128, 1)])
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
+def test_large_case(case, columns, band):
+    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout, columns, band=band))
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time():
+    """Also in a scan, whose results are slices of a larger array, and beside a kernel that moves in its way."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4096, 512), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (8, 512, 512), jnp.bfloat16)
+    sizes = jnp.array([700, 0, 1000, 3, 900, 64, 129, 1100], jnp.int32)
+
+    def forward_and_backward(x):
+        y, vjp = jax.vjp(lambda x, w: jgg.grouped_gemm(x, w, sizes, implementation="triton"), x, w)
+        return y, *vjp(y)
+
+    @jax.jit
+    def repeated(x):
+        return jax.lax.scan(lambda carry, _: (carry, forward_and_backward(carry)), x, length=5)[1]
+
+    once = jax.jit(forward_and_backward)(x)
+    for _ in range(3):
+        for result, expected in zip(repeated(x), once, strict=True):
+            assert jnp.array_equal(result, jnp.broadcast_to(expected, result.shape))
+
+
+def test_it_is_chosen_where_it_can_run():
+    for op in CONFIG_TYPES:
+        assert why_not(op, gemm(**GEMM), HOPPER) is None
+        assert heuristic_config(op, gemm(**GEMM), HOPPER).warp_specialized
+        assert not heuristic_config(op, gemm(**GEMM), HOPPER, may_specialize=False).warp_specialized
+
+
+@pytest.mark.parametrize(
+    ("ops", "changes", "target", "reason"),
+    [
+        (CONFIG_TYPES, {}, Target(80, 108), "compute capability"),
+        (CONFIG_TYPES, {}, Target(100, 148), "compute capability"),
+        (CONFIG_TYPES, {"dtype": "float32"}, HOPPER, "16-bit"),
+        (CONFIG_TYPES, {"in_features": 513}, HOPPER, "16 bytes"),
+        (CONFIG_TYPES, {"out_features": 100}, HOPPER, "16 bytes"),
+        (("dx", "dw"), {"weighted": True}, HOPPER, "topk_weights|scaled"),
+        (("dw",), {"biased": True}, HOPPER, "summed"),
+    ],
+)
+def test_it_steps_aside(ops, changes, target, reason):
+    problem = gemm(**GEMM | changes)
+    for op in ops:
+        with pytest.raises(AssertionError, match=reason):
+            assert why_not(op, problem, target) is None, why_not(op, problem, target)
+        assert not heuristic_config(op, problem, target).warp_specialized
+
+
+def test_a_result_of_32_bits_is_left_to_others():
+    problem = dataclasses.replace(gemm(**GEMM), out_dtype=jnp.dtype("float32"))
+    assert "16-bit" in why_not("forward", problem, HOPPER)
+
+
+@pytest.fixture
+def forget_versions():
+    yield warp_specialization._why_not_here.cache_clear
+    warp_specialization._why_not_here.cache_clear()
+
+
+def test_it_steps_aside_for_an_untested_triton_and_says_so_once(monkeypatch, caplog, forget_versions):
+    monkeypatch.setattr(warp_specialization, "TESTED_VERSIONS", {"triton": "1.2."})
+    forget_versions()
+    with caplog.at_level(logging.WARNING, "jgg"):
+        for _ in range(2):
+            assert "was not tested" in why_not("dw", gemm(**GEMM), HOPPER)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not heuristic_config("dw", gemm(**GEMM), HOPPER).warp_specialized
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that are launched."""
+    names = []
+
+    def call(compute_capability, name, launch):
+        names.append(name)
+        return triton_call(compute_capability, name, launch)
+
+    triton_call = triton.call
+    monkeypatch.setattr(triton, "call", call)
+    return names
+
+
+def lower(**options):
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((512, 256), (4, 256, 256))]
+    sizes = jax.ShapeDtypeStruct((4,), "int32")
+
+    def forward(x, w, sizes):
+        return jgg.grouped_gemm(x, w, sizes, implementation="triton", **options)
+
+    with jgg.target(90):
+        jax.jit(forward).trace(*arrays, sizes).lower(lowering_platforms=("cuda",))
+
+
+def test_a_configuration_chooses_the_kernel(launched):
+    lower(kernel_config_fwd=specialized_config("forward", "enk"))
+    lower(kernel_config_fwd=jgg.KernelConfigForward())
+    assert launched == ["hopper_kernel", "forward_kernel"]
+
+
+def test_a_configuration_that_cannot_run_here_is_replaced(monkeypatch, forget_versions, launched):
+    monkeypatch.setattr(warp_specialization, "TESTED_VERSIONS", {"triton": "1.2."})
+    forget_versions()
+    lower(kernel_config_fwd=specialized_config("forward", "enk"))
+    assert launched == ["forward_kernel"]
+
+
+def test_other_tiles_are_refused():
+    with pytest.raises(
+        ValueError, match="of forward .* must be 256, 128 or 256, and 64, got"
+    ):
+        lower(kernel_config_fwd=specialized_config("forward", "enk", block_m=128))
