@@ -121,7 +121,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     if _is_ieee_float32(problem):
         return _choose_ieee_float32(op, problem, target)
     if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
-        return _choose_specialized(op, problem)
+        return specialized_config(op, problem.w_layout)
     if op == "dw":
         return _choose_dw(problem, target)
     if op == "forward":
@@ -162,10 +162,11 @@ def _fills_specialized_tiles(op, problem):
     return problem.num_rows > 64 * problem.num_experts and min(axes[op]) > 128
 
 
-def _choose_specialized(op, problem):
-    rows, columns, step = output_axes(op, problem.w_layout)
-    blocks = {f"block_{rows}": 256, f"block_{columns}": 256, f"block_{step}": 64}
-    return CONFIG_TYPES[op](warp_specialized=True, num_stages=4, **blocks)
+def specialized_config(op: str, w_layout: str, columns: int = 256, num_stages: int = 4):
+    """A configuration of the warp-specialised kernel, with output tiles of that many columns."""
+    axes = output_axes(op, w_layout)
+    blocks = {f"block_{axis}": size for axis, size in zip(axes, (256, columns, 64), strict=True)}
+    return CONFIG_TYPES[op](warp_specialized=True, num_stages=num_stages, **blocks)
 
 
 def output_axes(op: str, w_layout: str) -> tuple[str, str, str]:

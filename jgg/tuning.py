@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jgg
-from jgg.config import heuristic_config, output_axes
+from jgg.config import heuristic_config, output_axes, specialized_config
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import GroupedGemmProblem
@@ -31,7 +31,9 @@ _TILES = (
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
 )
-_SPECIALIZED_TILES = ((256, 4), (128, 6))  # columns and stages of the warp-specialised kernel
+# Beside the warp-specialised kernel, whose tiles have these columns and stages, few others are worth a trial.
+_SPECIALIZED_TILES = ((256, 4), (128, 6))
+_TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 
 
@@ -129,14 +131,17 @@ def tune_op(
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[Any]:
     """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
     chosen, base = (heuristic_config(op, problem, target, may_specialize) for may_specialize in (True, False))
-    row_axis, column_axis, step_axis = output_axes(op, problem.w_layout)
+    row_axis, column_axis, _ = output_axes(op, problem.w_layout)
     configs = [chosen]
-    if why_not(op, problem, target) is None:
+    tiles = _TILES
+    if why_not(op, problem, target) is None and problem.num_rows > 64 * problem.num_experts:
+        tiles = _TILES_BESIDE_SPECIALIZED
+        features = {"k": problem.in_features, "n": problem.out_features}[column_axis]
         for columns, num_stages in _SPECIALIZED_TILES:
-            blocks = {f"block_{row_axis}": 256, f"block_{column_axis}": columns, f"block_{step_axis}": 64}
-            configs.append(dataclasses.replace(base, warp_specialized=True, num_stages=num_stages, **blocks))
+            if columns == 256 or features % 256 or features <= 512:
+                configs.append(specialized_config(op, problem.w_layout, columns, num_stages))
     configs.append(base)
-    for rows, columns, num_warps, num_stages, programs_per_sm in _TILES:
+    for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
         config = dataclasses.replace(
             base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm,
             **{f"block_{row_axis}": rows, f"block_{column_axis}": columns},

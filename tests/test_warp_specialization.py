@@ -11,7 +11,7 @@ from comparison import assert_right
 
 import jgg
 from jgg import warp_specialization
-from jgg.config import CONFIG_TYPES, heuristic_config, output_axes
+from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
 from jgg.implementations import triton
 from jgg.measuring.workloads import gemm
 from jgg.target import Target
@@ -22,15 +22,10 @@ GEMM = {"num_rows": 4096, "in_features": 512, "out_features": 1024, "num_experts
 ARGUMENTS = {"forward": "kernel_config_fwd", "dx": "kernel_config_bwd_dx", "dw": "kernel_config_bwd_dw"}
 
 
-def specialized_config(op, w_layout, columns=256, **options):
-    axes = output_axes(op, w_layout)
-    blocks = {f"block_{axis}": size for axis, size in zip(axes, (256, columns, 64), strict=True)}
-    stages = {256: 4, 128: 6}[columns]
-    return CONFIG_TYPES[op](warp_specialized=True, **{"num_stages": stages} | blocks | options)
-
-
 def specialized_configs(w_layout, columns=256, **options):
-    return tuple((name, specialized_config(op, w_layout, columns, **options)) for op, name in ARGUMENTS.items())
+    for op, name in ARGUMENTS.items():
+        config = specialized_config(op, w_layout, columns, num_stages={256: 4, 128: 6}[columns])
+        yield name, dataclasses.replace(config, **options)
 
 
 # several tiles of 256 and 128 rows, whole and in part, and steps past the end of a short reduced axis
@@ -172,7 +167,5 @@ def test_a_configuration_that_cannot_run_here_is_replaced(monkeypatch, forget_ve
 
 
 def test_other_tiles_are_refused():
-    with pytest.raises(
-        ValueError, match="of forward .* must be 256, 128 or 256, and 64, got"
-    ):
-        lower(kernel_config_fwd=specialized_config("forward", "enk", block_m=128))
+    with pytest.raises(ValueError, match=r"of forward .* must be 256, 128 or 256, and 64, got"):
+        lower(kernel_config_fwd=dataclasses.replace(specialized_config("forward", "enk"), block_m=128))
