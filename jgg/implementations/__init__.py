@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from jgg.implementations.batching import merge_batch
 from jgg.implementations.launch import LANGUAGE_LOCK
 from jgg.implementations.primitive import define_primitive
 from jgg.problem import GroupedGemmProblem
@@ -117,11 +118,20 @@ def _compute(*leaves, own, product, implementation, target, problem, config, str
     return getattr(module, product)(target, problem, config, *structure.unflatten(leaves), **dict(options))
 
 
+def _merge_batch(leaves, batched, *, product, implementation, target, problem, config, structure, options):
+    def run(other, problem, *arrays, **options):
+        return _run(other, implementation, target, problem, config if other == product else None, *arrays, **options)
+
+    arrays, batched = structure.unflatten(leaves), structure.unflatten(batched)
+    return merge_batch(run, product, problem, arrays, batched, dict(options))
+
+
 _product, _bind = define_primitive(
     "grouped_gemm",
     ("product", "implementation", "target", "problem", "config", "structure", "options"),
     _result_types,
     functools.partial(_compute, own="xla"),
+    _merge_batch,
 )
 _lower_for_cuda = mlir.lower_fun(functools.partial(_compute, own="triton"), multiple_results=True)
 

@@ -1,4 +1,4 @@
-"""How this package makes a JAX primitive; under `vmap` it runs for one batch element after the other."""
+"""How this package makes a JAX primitive; under `vmap` it runs once for all, or for one element after the other."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,13 @@ from jax.interpreters import batching, mlir
 from jgg.varying import vary_over, varying_axes
 
 
-def define_primitive(name: str, static_names: tuple[str, ...], out_types: Callable, compute: Callable):
+def define_primitive(
+    name: str,
+    static_names: tuple[str, ...],
+    out_types: Callable,
+    compute: Callable,
+    merge_batch: Callable | None = None,
+):
     """A primitive with several results, and the function that binds it.
 
     Args:
@@ -18,6 +24,8 @@ def define_primitive(name: str, static_names: tuple[str, ...], out_types: Callab
       static_names: names of its parameters, which are hashable.
       out_types: (*operand types, **parameters) -> (shape, dtype) of each result.
       compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
+      merge_batch: (operands, which of them have a leading batch axis, **parameters) -> results with that axis, or None
+        for them to be computed in a loop.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -36,14 +44,20 @@ def define_primitive(name: str, static_names: tuple[str, ...], out_types: Callab
             return jitted(*operands, **params)
 
     def batch(operands, axes, **params):
-        # an operand without a batch axis, such as weights, is shared and not copied
-        batched = {i: jnp.moveaxis(operands[i], axis, 0) for i, axis in enumerate(axes) if axis is not None}
-
-        def one(slices):
-            return bind(*(slices.get(i, operand) for i, operand in enumerate(operands)), **params)
-
-        outputs = jax.lax.map(one, batched)
+        batched = [axis is not None for axis in axes]
+        operands = [jnp.moveaxis(a, axis, 0) if b else a for a, axis, b in zip(operands, axes, batched, strict=True)]
+        outputs = merge_batch(operands, batched, **params) if merge_batch else None
+        if outputs is None:
+            outputs = loop(operands, batched, **params)
         return outputs, [0] * len(outputs)
+
+    def loop(operands, batched, **params):
+        def one(slices):
+            slices = iter(slices)
+            return bind(*(next(slices) if b else a for a, b in zip(operands, batched, strict=True)), **params)
+
+        # an operand without a batch axis, such as weights, is shared and not copied
+        return jax.lax.map(one, [a for a, b in zip(operands, batched, strict=True) if b])
 
     primitive.def_abstract_eval(types)
     primitive.def_impl(run)
