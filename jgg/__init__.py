@@ -1,6 +1,7 @@
 """jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs."""
 
 from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.exporting import export
 from jgg.grouped_gemm import (
     check,
     grouped_gemm,
@@ -23,6 +24,7 @@ __all__ = [
     "KernelConfigForward",
     "Routing",
     "check",
+    "export",
     "grouped_gemm",
     "grouped_gemm_dw",
     "grouped_gemm_dx",

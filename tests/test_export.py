@@ -1,26 +1,120 @@
-"""Programs made on one machine and run on another."""
+"""Programs made in one process and run in another: exported, compiled ahead of time, cached."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from cases import make_data
 from transforms import ORDER, WITH_EVERYTHING, assert_close, expected_outputs, forward_and_backward
 
 import jgg
+from jgg.exporting import _KERNEL_CALL
+
+TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 24, 16, 32, 4, 2
+ON = [
+    pytest.param(("cpu", "cuda"), id="cpu"),  # of which the program for CUDA is only looked at
+    pytest.param(("cuda",), id="cuda", marks=pytest.mark.gpu),
+]
 
 
-def test_export_for_cpu_and_cuda():
-    function = forward_and_backward(WITH_EVERYTHING, None)
+def serve(params, x):
+    routing = jgg.route(x @ params["router"], TOPK)
+    return jgg.moe_mlp(x, params["up"], params["down"], routing, precision="highest")
+
+
+def train(params, x, target):
+    """The loss and the parameters after a step of gradient descent."""
+    loss, gradients = jax.value_and_grad(lambda params: jnp.mean((serve(params, x) - target) ** 2))(params)
+    return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "router": (FEATURES, EXPERTS),
+        "up": (EXPERTS, 2 * HIDDEN, FEATURES),
+        "down": (EXPERTS, FEATURES, HIDDEN),
+    }
+    params = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) / 4 for name, shape in shapes.items()}
+    x, target = (jnp.asarray(rng.standard_normal((TOKENS, FEATURES)), jnp.float32) for _ in range(2))
+    return params, x, target
+
+
+def run_script(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / name, *map(str, arguments)],
+        # the tests' own process may have claimed most of a GPU's memory
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("platforms", ON)
+def test_steps_run_where_triton_is_not_installed(platforms, tmp_path):
+    params, x, target = arguments()
+    steps = {"train": (train, (params, x, target)), "serve": (serve, (params, x))}
+    with jgg.target(90) if "cpu" in platforms else contextlib.nullcontext():
+        for name, (step, inputs) in steps.items():
+            exported = jgg.export(jax.jit(step), platforms=platforms)(*inputs)
+            assert exported.platforms == platforms
+            assert exported.mlir_module().count(f"@{_KERNEL_CALL}") >= 2
+            (tmp_path / f"{name}.program").write_bytes(exported.serialize())
+            np.savez(tmp_path / f"{name}.npz", *jax.tree.leaves(inputs))
+    run_script("run_exported.py", tmp_path, *steps)
+    for name, (step, inputs) in steps.items():
+        expected = jax.tree.leaves(jax.jit(step)(*inputs))
+        with np.load(tmp_path / f"{name}.out.npz") as results:
+            got = [results[f"arr_{i}"] for i in range(len(expected))]
+        assert_close(got, expected)
+
+
+def test_gradients_of_an_exported_function():
+    params, x, _ = arguments()
+    data = jgg.export(jax.jit(serve), platforms=("cpu", "cuda"))(params, x).serialize(vjp_order=1)
+    restored = jax.export.deserialize(data)
+
+    def loss(serve):
+        return lambda params, x: jnp.sum(jnp.sin(serve(params, x)))
+
+    got, expected = (jax.jit(jax.grad(loss(f), argnums=(0, 1)))(params, x) for f in (restored.call, serve))
+    assert_close(got, expected)
+
+
+def test_export_is_what_jax_export_refuses():
+    """The name of the one check that is off is the one that JAX asks to turn off."""
+    struct = jax.ShapeDtypeStruct
+    shapes = struct((8, 16), "float32"), struct((2, 16, 4), "float32"), struct((2,), "int32")
+    exported = jax.export.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))
+    with pytest.raises(ValueError, match=f"no compatibility guarantees(.|\n)*@{_KERNEL_CALL}"):
+        exported(*shapes)
+    assert jgg.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))(*shapes).out_avals[0].shape == (8, 4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_compiled_ahead_of_time(implementation):
     data = make_data(WITH_EVERYTHING, "float32")
-    arguments = [jnp.asarray(getattr(data, name)) for name in ORDER]
-    with jgg.target(90):
-        exported = jax.export.export(
-            jax.jit(function),
-            platforms=("cpu", "cuda"),
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
-        )(*arguments)
-    # the program for CUDA is in there
-    assert "triton_kernel_call_ffi" in exported.mlir_module()
-    restored = jax.export.deserialize(exported.serialize())
-    assert set(restored.platforms) == {"cpu", "cuda"}
+    arrays = [jnp.asarray(getattr(data, name)) for name in ORDER]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    compiled = jax.jit(forward_and_backward(WITH_EVERYTHING, implementation)).lower(*shapes).compile()
     expected = expected_outputs(WITH_EVERYTHING, *(getattr(data, name) for name in ORDER))
-    assert_close(list(restored.call(*arguments)), list(expected))
+    assert_close(list(compiled(*arrays)), list(expected))
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_second_start_finds_the_compiled_program(implementation, tmp_path):
+    first, second = (json.loads(run_script("run_second_start.py", tmp_path, implementation)) for _ in range(2))
+    assert (first["hits"], first["misses"]) == (0, 1)
+    assert (second["hits"], second["misses"]) == (1, 0)
+    assert second["program"] == first["program"]  # for CUDA, so that it is found there too

@@ -1,0 +1,37 @@
+"""Programs with this package's kernels as files: `jax.export` with the one check off that they would fail."""
+
+from collections.abc import Callable, Sequence
+
+import jax.export
+
+_KERNEL_CALL = "triton_kernel_call_ffi"  # as jax-triton calls it; jaxlib has the code behind it
+
+
+def export(
+    fun_jit: Callable,
+    *,
+    platforms: Sequence[str] | None = None,
+    disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
+) -> Callable[..., jax.export.Exported]:
+    """`jax.export.export` for programs that launch Triton kernels, on a machine with a GPU or without.
+
+    The compiled kernels are part of the program: it needs JAX, but neither jgg nor Triton, to be loaded by
+    `jax.export.deserialize` and run. Without a GPU, choose the one to compile for by `jgg.target`:
+
+        with jgg.target(90):
+            exported = jgg.export(jax.jit(step), platforms=["cuda"])(params, x)
+        path.write_bytes(exported.serialize())
+
+    JAX promises that it can still load other programs after months; a kernel call is only sure to load in the minor
+    version of jaxlib that it was exported with. Shapes must be numbers, since kernels are chosen by them.
+
+    Args:
+      fun_jit: a jitted function.
+      platforms: such as ["cuda"] or ["cpu", "cuda"]; by default the one at hand. With both, `implementation=None` is
+        exported as "triton" for one and "xla" for the other.
+      disabled_checks: more checks to leave out, as in `jax.export.export`.
+
+    Returns: a function of the same arguments, or their `jax.ShapeDtypeStruct`s, that returns a `jax.export.Exported`.
+    """
+    check = jax.export.DisabledSafetyCheck.custom_call(_KERNEL_CALL)
+    return jax.export.export(fun_jit, platforms=platforms, disabled_checks=(*disabled_checks, check))
