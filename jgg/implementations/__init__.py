@@ -128,7 +128,6 @@ def _merge_batch(leaves, batched, *, product, implementation, target, problem, c
 
 _product, _bind = define_primitive(
     "grouped_gemm",
-    ("product", "implementation", "target", "problem", "config", "structure", "options"),
     _result_types,
     functools.partial(_compute, own="xla"),
     _merge_batch,

@@ -1,18 +1,18 @@
 """How this package makes a JAX primitive; under `vmap` it runs once for all, or for one element after the other."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 
 from jgg.varying import vary_over, varying_axes
 
 
 def define_primitive(
     name: str,
-    static_names: tuple[str, ...],
     out_types: Callable,
     compute: Callable,
     merge_batch: Callable | None = None,
@@ -21,8 +21,7 @@ def define_primitive(
 
     Args:
       name: as it shows in a jaxpr.
-      static_names: names of its parameters, which are hashable.
-      out_types: (*operand types, **parameters) -> (shape, dtype) of each result.
+      out_types: (*operand types, **parameters) -> (shape, dtype) of each result; parameters are hashable.
       compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
       merge_batch: (operands, which of them have a leading batch axis, **parameters) -> results with that axis, or None
         for them to be computed in a loop.
@@ -36,12 +35,6 @@ def define_primitive(
 
     def types(*avals, **params):
         return [_type_like(avals[0], shape, dtype) for shape, dtype in out_types(*avals, **params)]
-
-    jitted = jax.jit(bind, static_argnames=static_names)
-
-    def run(*operands, **params):
-        with jax.disable_jit(False):
-            return jitted(*operands, **params)
 
     def batch(operands, axes, **params):
         batched = [axis is not None for axis in axes]
@@ -60,7 +53,7 @@ def define_primitive(
         return jax.lax.map(one, [a for a, b in zip(operands, batched, strict=True) if b])
 
     primitive.def_abstract_eval(types)
-    primitive.def_impl(run)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
     return primitive, bind

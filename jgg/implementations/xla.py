@@ -367,7 +367,7 @@ def _dependent_part(operands, changed, **params):
     return operands if changed == "scales" else operands._replace(bias=None), params
 
 
-def _multilinear(name, static_names, out_type, compute, transpose, dependent_part=None):
+def _multilinear(name, out_type, compute, transpose, dependent_part=None):
     """The function that binds a primitive of a NamedTuple of operands, linear in each of its float arrays.
 
     Args:
@@ -405,7 +405,7 @@ def _multilinear(name, static_names, out_type, compute, transpose, dependent_par
             result = transpose(cts[0], structure.unflatten(leaves), **params)
         return [result if leaf is undefined else None for leaf in leaves]
 
-    primitive, bind = define_primitive(name, ("structure", *static_names), on_leaves(out_type), on_leaves(compute))
+    primitive, bind = define_primitive(name, on_leaves(out_type), on_leaves(compute))
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose_leaves
     return bind_operands
@@ -413,7 +413,6 @@ def _multilinear(name, static_names, out_type, compute, transpose, dependent_par
 
 _rows_dot = _multilinear(
     "grouped_rows_dot",
-    ("adds", "shape", "transpose_w", "precision", "out_dtype"),
     lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
     _compute_rows_dot,
     _transpose_rows_dot,
@@ -421,7 +420,6 @@ _rows_dot = _multilinear(
 )
 _outer_dot = _multilinear(
     "grouped_outer_dot",
-    ("precision", "out_dtype"),
     lambda operands, *, out_dtype, **_: (
         (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]),
         out_dtype,
@@ -431,7 +429,6 @@ _outer_dot = _multilinear(
 )
 _row_dots = _multilinear(
     "grouped_row_dots",
-    ("transpose_w", "precision"),
     lambda operands, **_: ((operands.left.count,), jnp.float32),
     _compute_row_dots,
     _transpose_row_dots,
