@@ -284,11 +284,12 @@ _differentiable.defvjp(_forward, _backward)
 
 def bias_row_sums(problem, dy, bias, bounds, gather_indices):
     """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
-    row = jnp.arange(problem.num_rows)
+    row = jnp.arange(problem.num_rows, dtype=jnp.int32)
     experts = jnp.searchsorted(bounds.ends, row, side="right", method="compare_all")
+    experts = jnp.minimum(experts, problem.num_experts - 1)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
         dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
-    sums = jnp.sum(dy.astype(jnp.float32) * bias.at[experts].get(mode="clip").astype(jnp.float32), axis=1)
+    sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where((row >= bounds.starts[0]) & (row < bounds.ends[-1]), sums, 0)
 
 
@@ -324,7 +325,8 @@ def _indices(gather_indices):
 
 
 def _arrays(*arguments):
-    return tuple(None if argument is None else jnp.asarray(argument) for argument in arguments)
+    # a traced array would be converted to what it is, which jax_debug_nans takes for a computation
+    return tuple(a if a is None or isinstance(a, jax.Array) else jnp.asarray(a) for a in arguments)
 
 
 def _check_config(name, config, expected):

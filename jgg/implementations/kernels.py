@@ -147,7 +147,7 @@ def backward_dx(
         dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
     if x is None:
         return [dx]
-    row = jnp.arange(problem.num_rows)
+    row = jnp.arange(problem.num_rows, dtype=jnp.int32)
     in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
     # the kernel leaves the sums of rows outside every group unwritten
     return [dx, jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)]
