@@ -115,7 +115,20 @@ def _compute(*leaves, own, product, implementation, target, problem, config, str
             "implementation='triton' is for CUDA, and this program is compiled for another platform."
         )
     module = importlib.import_module(f"jgg.implementations.{name}")
-    return getattr(module, product)(target, problem, config, *structure.unflatten(leaves), **dict(options))
+    arrays = structure.unflatten(leaves)
+    with jax.named_scope(_label(product, problem, arrays)):
+        return getattr(module, product)(target, problem, config, *arrays, **dict(options))
+
+
+def _label(product, problem, arrays):
+    """What a profiler shows a product as."""
+    if product == "combine":
+        rows, positions, _ = arrays
+        return f"jgg.combine[M={len(positions)},N={rows.shape[1]},{rows.dtype}]"
+    return (
+        f"jgg.{product}[M={problem.num_rows},K={problem.in_features},N={problem.out_features},"
+        f"E={problem.num_experts},{problem.dtype}]"
+    )
 
 
 def _merge_batch(leaves, batched, *, product, implementation, target, problem, config, structure, options):

@@ -1,0 +1,72 @@
+"""What XLA and a profiler know of the products: names with shape and pass, FLOPs and bytes."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgg
+
+M, K, N, E = 64, 32, 48, 4
+SHAPES = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((M, K), (E, N, K), (M, N))]
+SIZES = jnp.array([10, 20, 4, 30])
+FLOPS, BYTES = 2 * M * K * N, 2 * (M * K + E * N * K + M * N)
+PASSES = ("forward", "backward_dx", "backward_dw")
+
+
+def forward_and_backward(x, w, dy, implementation=None):
+    y, vjp = jax.vjp(lambda x, w: jgg.grouped_gemm(x, w, SIZES, implementation=implementation), x, w)
+    return y, *vjp(dy)
+
+
+def kernel_calls(function, *shapes):
+    """(place in the program, cost) of each kernel in a program lowered for CUDA."""
+    with jgg.target(90):
+        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+    program = lowered.as_text(debug_info=True)
+    locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", program, re.MULTILINE))
+    for call in re.findall(r".*custom_call @triton_kernel_call_ffi.*", program):
+        cost = re.search(r'cost_estimate_json = "(.*?)", opaque', call)[1].replace("\\22", '"')
+        yield locations[re.search(r"loc\((#loc\d+)\)$", call)[1]], json.loads(cost)
+
+
+def test_kernels_have_names_and_costs():
+    calls = list(kernel_calls(forward_and_backward, *SHAPES))
+    for product, (location, cost) in zip(PASSES, calls, strict=True):
+        assert f"jgg.{product}[M={M},K={K},N={N},E={E},bfloat16]" in location
+        assert cost == {"flops": FLOPS, "bytes_accessed": BYTES}
+
+
+def test_kernels_of_the_layer_have_names():
+    def loss(x, w_gate_up, w_down, logits):
+        return jnp.sum(jgg.moe_mlp(x, w_gate_up, w_down, jgg.route(logits, 2)).astype(jnp.float32))
+
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((32, K), (E, 2 * N, K), (E, K, N), (32, E))]
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    places = "\n".join(place for place, _ in kernel_calls(step, *shapes))
+    for product in PASSES:
+        assert f"jgg.{product}[M=64,K={K},N={2 * N},E={E},bfloat16]" in places
+        assert f"jgg.{product}[M=64,K={N},N={K},E={E},bfloat16]" in places
+    assert f"jgg.combine[M=64,N={K},bfloat16]" in places
+
+
+def test_a_batch_is_named_by_what_runs():
+    x = jax.ShapeDtypeStruct((3, M, K), "bfloat16")
+    calls = kernel_calls(jax.vmap(lambda x, w: jgg.grouped_gemm(x, w, SIZES), (0, None)), x, SHAPES[1])
+    assert any(f"jgg.forward[M={3 * M},K={K},N={N},E={E},bfloat16]" in place for place, _ in calls)
+
+
+def test_names_on_a_cpu():
+    program = jax.jit(forward_and_backward).lower(*SHAPES).compile()
+    names = set(re.findall(r'op_name="[^"]*?jgg\.(\w+)\[', program.as_text()))
+    assert names == set(PASSES)
+
+
+@pytest.mark.gpu
+def test_cost_analysis():
+    compiled = jax.jit(forward_and_backward).lower(*SHAPES).compile()
+    costs = compiled.cost_analysis()
+    assert 3 * FLOPS <= costs["flops"] < 3.5 * FLOPS
+    assert costs["bytes accessed"] >= 3 * BYTES
