@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
 from cases import Case, make_data
@@ -69,6 +70,36 @@ def test_checkpoint_saves_what_a_policy_names(implementation, capsys):
     # plain JAX keeps what JAX wants, under no name
     assert len(saved["jgg_x"]) == (implementation != "xla")
     assert not saved["another"]
+
+
+@pytest.mark.parametrize("name", ["jgg_x", "jgg_pre_activation"])
+@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_offload_what_a_policy_names(implementation, name):
+    """Through a scan over layers, as a model has them: the residual of each waits in the host's memory."""
+    layers, tokens, features, hidden, experts = 3, 6, 8, 5, 4
+    rng = np.random.default_rng(0)
+    shapes = (layers, experts, 2 * hidden, features), (layers, experts, features, hidden), (layers, features, experts)
+    weights = [jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for shape in shapes]
+    x = jnp.asarray(rng.standard_normal((tokens, features)), jnp.float32)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[name],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(x, weights):
+        w_gate_up, w_down, router = weights
+        y = jgg.moe_mlp(jnp.sin(x), w_gate_up, w_down, jgg.route(x @ router, 2), implementation=implementation)
+        return x + y, None
+
+    def gradient(layer):
+        return jax.grad(lambda weights, x: jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0])), argnums=(0, 1))
+
+    offloading = gradient(jax.checkpoint(layer, policy=policy))
+    assert_close(jax.jit(offloading)(weights, x), jax.jit(gradient(layer))(weights, x))
+    shape = (tokens, features) if name == "jgg_x" else (2 * tokens, 2 * hidden)
+    assert f"f32<host>[{','.join(map(str, (layers, *shape)))}]" in str(jax.make_jaxpr(offloading)(weights, x))
 
 
 @IMPLEMENTATIONS
