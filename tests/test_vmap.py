@@ -224,3 +224,26 @@ def test_shared_weights_are_not_copied(lowering, implementation):
         program = traced.lower(lowering_platforms=(lowering,)).as_text()
     sizes = [math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<((?:\d+x)+)f32>", program)]
     assert max(sizes) == experts * features**2
+
+
+def test_the_layer_with_shared_weights_is_no_loop():
+    tokens, features, hidden, experts, topk = 16, 24, 20, 4, 2
+    struct = jax.ShapeDtypeStruct
+    weights = struct((experts, 2 * hidden, features), "bfloat16"), struct((experts, features, hidden), "bfloat16")
+
+    def gradient(weights, x, routing):
+        def loss(weights, x):
+            return jnp.sum(jgg.moe_mlp(x, *weights, routing).astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
+
+    def inputs(batch):
+        shapes = {"topk_weights": (tokens, topk), "topk_indices": (tokens, topk)}
+        shapes |= {"group_sizes": (experts,), "gather_indices": (tokens * topk,)}
+        dtypes = {"topk_weights": "float32"}
+        routing = {name: struct((batch, *shape), dtypes.get(name, "int32")) for name, shape in shapes.items()}
+        return struct((batch, tokens, features), "bfloat16"), jgg.Routing(**routing)
+
+    merged = lowered_for_cuda(jax.vmap(gradient, (None, 0, 0)), weights, *inputs(3))
+    assert "@triton_kernel_call_ffi" in merged
+    assert "stablehlo.while" not in merged
