@@ -39,10 +39,12 @@ def define_primitive(
     def batch(operands, axes, **params):
         batched = [axis is not None for axis in axes]
         operands = [jnp.moveaxis(a, axis, 0) if b else a for a, axis, b in zip(operands, axes, batched, strict=True)]
-        outputs = merge_batch(operands, batched, **params) if merge_batch else None
-        if outputs is None:
-            outputs = loop(operands, batched, **params)
+        outputs = _on_each_device(functools.partial(batch_on_device, batched, **params), operands, batched)
         return outputs, [0] * len(outputs)
+
+    def batch_on_device(batched, *operands, **params):
+        outputs = merge_batch(operands, batched, **params) if merge_batch else None
+        return loop(operands, batched, **params) if outputs is None else outputs
 
     def loop(operands, batched, **params):
         def one(slices):
@@ -57,6 +59,21 @@ def define_primitive(
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
     return primitive, bind
+
+
+def _on_each_device(function, operands, batched):
+    """function(*operands), by each device for its own part of the batch where explicit mesh axes split it."""
+    splits = {jax.typeof(a).sharding.spec[0] for a, b in zip(operands, batched, strict=True) if b} - {None}
+    if not splits:
+        return function(*operands)
+    (split,) = splits
+    split = jax.P(split)
+    return jax.shard_map(
+        function,
+        in_specs=tuple(split if b else jax.P() for b in batched),
+        out_specs=split,
+        axis_names=set(split[0]) if isinstance(split[0], tuple) else {split[0]},
+    )(*operands)
 
 
 def _type_like(aval, shape, dtype):
