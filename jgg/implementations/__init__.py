@@ -115,16 +115,14 @@ def _compute(*leaves, own, product, implementation, target, problem, config, str
             "implementation='triton' is for CUDA, and this program is compiled for another platform."
         )
     module = importlib.import_module(f"jgg.implementations.{name}")
-    arrays = structure.unflatten(leaves)
-    with jax.named_scope(_label(product, problem, arrays)):
-        return getattr(module, product)(target, problem, config, *arrays, **dict(options))
+    with jax.named_scope(_label(product, problem, leaves[0])):
+        return getattr(module, product)(target, problem, config, *structure.unflatten(leaves), **dict(options))
 
 
-def _label(product, problem, arrays):
+def _label(product, problem, operand):
     """What a profiler shows a product as."""
-    if product == "combine":
-        rows, positions, _ = arrays
-        return f"jgg.combine[M={len(positions)},N={rows.shape[1]},{rows.dtype}]"
+    if product not in PRODUCTS:
+        return f"jgg.{product}[{'x'.join(map(str, operand.shape))},{operand.dtype}]"
     return (
         f"jgg.{product}[M={problem.num_rows},K={problem.in_features},N={problem.out_features},"
         f"E={problem.num_experts},{problem.dtype}]"
