@@ -1,7 +1,8 @@
 """Time grouped GEMMs here, check them, and compare them with other libraries.
 
 Measures the products of well-known MoE layers or of your own sizes beside a dense product, a copy and the peers that
-are installed. Prints a table and writes PREFIX.json and PREFIX.png.
+are installed; with --op layer whole layers, the memory that they take and their routing. Prints a table and writes
+PREFIX.json and PREFIX.png.
 """
 
 import dataclasses
@@ -12,11 +13,13 @@ import jax
 
 from jgg import implementations
 from jgg.cli.common import INTERRUPTED, UsageError, check_implementation, check_out, import_with_extra, positive_int
+from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
 from jgg.measuring.workloads import GROUPS, Layer, gemm, load_layers
 from jgg.problem import W_LAYOUTS, GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
+LAYER = "layer"
 DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = {
     "m": "routed rows of one GEMM of your own",
@@ -34,7 +37,7 @@ class Settings:
       layers: whose GEMMs are measured.
       sizes: of the one GEMM that is measured instead, as `workloads.gemm` names them.
       scaled_down: the layers were made smaller because there is no GPU.
-      ops: of OPS; "gather" is the forward product of x in token order.
+      ops: of OPS and LAYER; "gather" is the forward product of x in token order.
     """
 
     layers: tuple[Layer, ...]
@@ -64,7 +67,7 @@ class Settings:
             layers=() if sizes else _default_layers(has_gpu) if is_default else _layers(args),
             sizes=sizes,
             scaled_down=is_default and not has_gpu,
-            ops=_names("--op", args.op.replace("fwd", "forward"), OPS),
+            ops=_names("--op", args.op.replace("fwd", "forward"), (*OPS, LAYER)),
             peers=_names("--peers", peers, PEERS) if peers else (),
             dtype=args.dtype or ("bfloat16" if has_gpu else "float32"),
             **{name: getattr(args, name) for name in ("groups", "w_layout", "implementation", "seed", "out", "quiet")},
@@ -75,6 +78,25 @@ class Settings:
     def _check(self):
         check_out(self.out)
         check_implementation(self.implementation)
+        if self.sizes and LAYER in self.ops and self.sizes["out_features"] % 2:
+            raise UsageError(f"--n must be even with --op layer: gate and up, got {self.sizes['out_features']}")
+
+    @property
+    def gemm_ops(self) -> tuple[str, ...]:
+        """Those of a single product."""
+        return tuple(op for op in self.ops if op != LAYER)
+
+    @property
+    def layer_problems(self) -> list[LayerProblem]:
+        """The whole layers to be measured; that of sizes of one's own is the one whose up product has them."""
+        if LAYER not in self.ops:
+            return []
+        layers = self.layers
+        if self.sizes:
+            topk, inner = self.sizes["topk"], self.sizes["out_features"] // 2
+            tokens = self.sizes["num_rows"] // topk
+            layers = [Layer("own", tokens, self.sizes["in_features"], inner, self.sizes["num_experts"], topk)]
+        return [LayerProblem(layer, self.dtype, self.w_layout, self.implementation) for layer in layers]
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:
         """What is to be measured, by the names of layer and GEMM."""
@@ -158,12 +180,17 @@ def add_arguments(parser):
         parser.add_argument(f"--{name}", type=positive_int, help=meaning)
     parser.add_argument("--topk", type=positive_int, help="its experts per token (1)")
     parser.add_argument(
-        "--op", default=",".join(OPS), metavar="LIST", help="comma list; gather: x in token order (%(default)s)"
+        "--op",
+        default=",".join(OPS),
+        metavar="LIST",
+        help="comma list; gather: x in token order; layer: whole layers, router included (%(default)s)",
     )
     parser.add_argument(
         "--peers", default="all", metavar="LIST", help=f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
     )
-    parser.add_argument("--groups", choices=GROUPS, default="uneven", help="how rows are spread (%(default)s)")
+    parser.add_argument(
+        "--groups", choices=GROUPS, default="uneven", help="how rows are spread, but for layers (%(default)s)"
+    )
     parser.add_argument("--w-layout", choices=W_LAYOUTS, default="enk", help="of the weights (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the operands (bfloat16 on a GPU, float32 elsewhere)")
     parser.add_argument(
@@ -184,7 +211,7 @@ def run(args) -> int:
     settings = Settings.from_args(args)
 
     result = bench_run.run(settings)
-    if not result.rows:  # interrupted before anything was measured
+    if not (result.rows or result.layers):  # interrupted before anything was measured
         raise KeyboardInterrupt
     paths = bench_report.write(result)
     print(bench_report.text(result))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import statistics
@@ -11,8 +12,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from jgg.cli.bench_run import BOUNDS, DENSE, JGG, RIGHT, UNSUPPORTED, Result, Row
+from jgg.cli import bench_layer_report
+from jgg.cli.bench_run import BOUNDS, JGG, Result, Row
+from jgg.cli.common import number
 from jgg.cli.machine import devices, versions
+from jgg.measuring.measurement import DENSE, RIGHT, UNSUPPORTED
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
 
@@ -20,6 +24,8 @@ _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
 def text(result: Result) -> str:
     """Everything that is printed: conditions, table, what was not right, ratios."""
     parts = [header(result), table(result), *_not_right(result), ratios_text(result)]
+    if result.layers:
+        parts += [_aligned(bench_layer_report.lines(result.layers)), *bench_layer_report.notes(result.layers)]
     if result.interrupted:
         parts.append("Interrupted: not everything was measured")
     return "\n".join(filter(None, parts))
@@ -42,6 +48,8 @@ def header(result: Result) -> str:
 
 def table(result: Result) -> str:
     """A line for each product of each GEMM; speeds without a unit are TF/s."""
+    if not result.rows:
+        return ""
     others = [*BOUNDS.values(), *result.peers]
     lines = [["GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others]]
     for row in result.rows:
@@ -49,6 +57,10 @@ def table(result: Result) -> str:
         sizes = (problem.num_rows, problem.in_features, problem.out_features, problem.num_experts)
         lines.append([f"{row.layer} {row.gemm}", ", ".join(map(str, sizes)), row.op, *_own_cells(row, measurement)])
         lines[-1] += [_cell(row.measurements.get(name), row.tflops(name)) for name in others]
+    return _aligned(lines)
+
+
+def _aligned(lines):
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(cells, widths) for cells in lines)
 
@@ -75,14 +87,6 @@ def _cell(measurement, value):
     if measurement is None or measurement.status == UNSUPPORTED:
         return "-"
     return number(value) if measurement.status == RIGHT else measurement.status
-
-
-def number(value: float | None) -> str:
-    """A number of three digits or more; "-" for None."""
-    if value is None:
-        return "-"
-    decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
-    return f"{value:,.{min(decimals, 5)}f}"
 
 
 def _not_right(result):
@@ -150,6 +154,7 @@ def as_json(result: Result) -> dict:
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
         "rows": [_row_as_json(row) for row in result.rows],
+        "layers": [bench_layer_report.as_json(row) for row in result.layers],
     }
 
 
@@ -195,16 +200,26 @@ def _finite(values):
 
 
 def plot(result: Result) -> Figure:
-    """Draws the speeds of each op as bars, and all of jgg's products under the roofs of this device."""
-    ops = [op for op in result.settings.ops if any(row.op == op for row in result.rows)]
-    figure = Figure(figsize=(12, 3 * len(ops) + 5), layout="constrained")
-    *bars, roofline = figure.subplots(len(ops) + 1, 1, height_ratios=[3] * len(ops) + [5])
+    """Draws the speeds of each op and of whole layers as bars, and jgg's products under the roofs of this device."""
+    ops = [op for op in result.settings.gemm_ops if any(row.op == op for row in result.rows)]
+    panels = [
+        *((3, functools.partial(_plot_op, result, op)) for op in ops),
+        *([(3, lambda axes: bench_layer_report.plot_bars(axes, result.layers))] if result.layers else []),
+        *([(5, functools.partial(_plot_roofline, result=result))] if ops else []),
+    ]
+    heights = [height for height, _ in panels]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     figure.suptitle(f"jgg bench: {devices()[0].kind}, {result.settings.dtype}, {result.settings.groups} groups")
-    for axes, op in zip(bars, ops, strict=True):
-        _plot_bars(axes, op, [row for row in result.rows if row.op == op], [JGG, *result.peers])
-    bars[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    _plot_roofline(roofline, result)
+    all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (_, draw) in zip(all_axes, panels, strict=True):
+        draw(axes)
+    if ops:
+        all_axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
+
+
+def _plot_op(result, op, axes):
+    _plot_bars(axes, op, [row for row in result.rows if row.op == op], [JGG, *result.peers])
 
 
 def _plot_bars(axes, op, rows, names):

@@ -8,44 +8,15 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jgg.cli.bench import Settings
+from jgg.cli.bench_layer import LayerRow, measure_layers, steps
+from jgg.measuring.measurement import DENSE, FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement
 from jgg.measuring.peers import PEERS, JaxProduct, Unsupported, first_line
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import group_sizes, operands
 from jgg.problem import GroupedGemmProblem
 
 JGG = "jgg"
-DENSE = "dense"
 BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it
-RIGHT, WRONG, FAILED, UNSUPPORTED = "right", "WRONG", "failed", "unsupported"
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What came of one product.
-
-    Attributes:
-      status: RIGHT, WRONG, FAILED (it raised) or UNSUPPORTED.
-      seconds: of a call; None unless right.
-      error: largest error relative to the largest element.
-      allowed_error: what error may be.
-      reason: why it failed or is unsupported, in one line.
-      variant: which of several configurations it is, the fastest.
-      others: what came of those configurations that were not right.
-    """
-
-    status: str
-    seconds: float | None = None
-    error: float | None = None
-    allowed_error: float | None = None
-    reason: str | None = None
-    variant: str = ""
-    others: tuple[str, ...] = ()
-
-    def __str__(self):
-        """The status with what explains it."""
-        if self.reason is not None:
-            return f"{self.status}: {self.reason}"
-        return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +55,7 @@ class Result:
       skipped: the reason for each peer that could not.
       copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
       rows: in the order measured; the last may be incomplete after an interrupt.
+      layers: the same of whole layers.
       interrupted: from the keyboard.
     """
 
@@ -92,13 +64,14 @@ class Result:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     copy_bandwidth: float | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
+    layers: list[LayerRow] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
     @property
     def is_right(self) -> bool:
         """Whether no product is wrong and none of jgg's failed."""
         measured = [item for row in self.rows for item in row.measurements.items()]
-        return not any(
+        return all(layer.is_right for layer in self.layers) and not any(
             m.status == WRONG or (m.status == FAILED and name in (JGG, *BOUNDS.values())) for name, m in measured
         )
 
@@ -115,9 +88,11 @@ def run(settings: Settings) -> Result:
                 result.skipped[name] = reason
         result.copy_bandwidth = copy_bandwidth()
         _measure_rows(result)
+        _measure_layers(result)
     except KeyboardInterrupt:
         result.interrupted = True
         result.rows = [row for row in result.rows if row.measurements]
+        result.layers = [row for row in result.layers if row.passes]
     return result
 
 
@@ -132,16 +107,29 @@ def copy_bandwidth() -> float:
 
 def _measure_rows(result):
     settings = result.settings
-    problems = {op: settings.problems(op) for op in settings.ops}
+    if not settings.gemm_ops:
+        return
+    problems = {op: settings.problems(op) for op in settings.gemm_ops}
     plan = _plan(settings.groups, result.peers)
-    gemms = list(problems[settings.ops[0]])
-    steps = len(gemms) * len(settings.ops) * sum(map(len, plan.values()))
+    gemms = list(problems[settings.gemm_ops[0]])
+    steps = len(gemms) * len(settings.gemm_ops) * sum(map(len, plan.values()))
     with tqdm(total=steps, disable=settings.quiet, unit="product") as progress:
         for layer, gemm in gemms:
-            for op in settings.ops:
+            for op in settings.gemm_ops:
                 row = Row(layer, gemm, op, problems[op][layer, gemm])
                 result.rows.append(row)
                 _measure_row(row, settings, plan, progress)
+
+
+def _measure_layers(result):
+    settings = result.settings
+    with tqdm(total=steps(settings, result.peers), disable=settings.quiet, unit="step") as progress:
+
+        def advance(what):
+            progress.set_description(what, refresh=True)
+            progress.update()
+
+        measure_layers(settings, result.peers, result.layers, advance)
 
 
 def _plan(groups, peers) -> dict[str, list[str]]:

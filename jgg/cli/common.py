@@ -1,7 +1,8 @@
-"""What commands share: types of arguments, an error for wrong ones, imports of an extra's packages."""
+"""What commands share: types of arguments, an error for wrong ones, numbers as text, imports of an extra's packages."""
 
 import argparse
 import importlib
+import math
 from pathlib import Path
 
 from jgg import implementations
@@ -45,6 +46,14 @@ def check_implementation(name: str | None):
         implementations.check_implementation(name)
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def number(value: float | None) -> str:
+    """A number of three digits or more; "-" for None."""
+    if value is None:
+        return "-"
+    decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{min(decimals, 5)}f}"
 
 
 def import_with_extra(module: str, extra: str):

@@ -73,11 +73,11 @@ class Reference:
         programs = _reference_programs(op, problem)
         with lock:
             exact, own = (program(arrays) for program in programs)
-            return cls(exact, 2 * float(_error(own, exact)) + 1e-5)
+            return cls(exact, 2 * float(relative_error(own, exact)) + 1e-5)
 
     def error(self, result) -> float:
         """The largest error of a result relative to the largest element; NaN or Inf where the result has some."""
-        return float(_error(result, self.exact))
+        return float(relative_error(result, self.exact))
 
 
 @functools.lru_cache(maxsize=8)
@@ -100,7 +100,8 @@ def _in_float32(function):
 
 
 @jax.jit
-def _error(result, exact):
+def relative_error(result: jax.Array, exact: jax.Array) -> jax.Array:
+    """The largest error relative to the largest element of exact; NaN or Inf where the result has some."""
     error = jnp.max(jnp.abs(result.astype(jnp.float32) - exact), initial=0)
     return error / jnp.maximum(jnp.max(jnp.abs(exact), initial=0), 1e-30)
 
