@@ -21,6 +21,14 @@ class Activation:
     function: Callable
     is_gated: bool = True
 
+    @property
+    def curve(self) -> tuple[str, float, float] | None:
+        """Name, limit and alpha of what `kernels.activation` computes it by; None for a function of one's own."""
+        if isinstance(self.function, _ClampedSwiglu) and self.is_gated:
+            return "clamped_silu", self.function.limit, self.function.alpha
+        name = _CURVES.get((self.function, self.is_gated))
+        return name and (name, 0.0, 0.0)
+
     def __call__(self, pre_activation: jax.Array, interleaved: bool = False) -> jax.Array:
         """Hidden features [M, I], float32, from the first product, [M, 2 * I] if gated and else [M, I].
 
@@ -84,6 +92,18 @@ def _gelu_tanh(up):
 def _relu_squared(up):
     return jnp.square(jax.nn.relu(up))
 
+
+_CURVES = {
+    (_swiglu, True): "silu",
+    (_geglu, True): "gelu",
+    (_geglu_tanh, True): "gelu_tanh",
+    (_reglu, True): "relu",
+    (jax.nn.silu, False): "silu",
+    (_gelu, False): "gelu",
+    (_gelu_tanh, False): "gelu_tanh",
+    (jax.nn.relu, False): "relu",
+    (_relu_squared, False): "relu_squared",
+}
 
 ACTIVATIONS = {
     activation.name: activation

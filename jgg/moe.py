@@ -139,8 +139,9 @@ class _Mlp:
     activation: Activation
     interleaved: bool
 
-    def activate(self, pre_activation):
-        return self.activation(pre_activation, self.interleaved)
+    @property
+    def activation_options(self):
+        return {"activation": self.activation, "interleaved": self.interleaved}
 
     @property
     def weighted_down(self):
@@ -165,7 +166,7 @@ def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_s
     bounds = mlp.bounds(group_sizes)
     (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
-    hidden = mlp.activate(pre_activation).astype(x.dtype)
+    (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
     (products,) = mlp.down.run("forward", hidden, w_down, bounds, None, None, b_down)
     rows = inverse_permutation(gather_indices)
     (y,) = mlp.down.run("combine", products, rows, topk_weights, topk=mlp.topk)
@@ -184,16 +185,13 @@ def _backward(mlp, residuals, dy):
     (dy_rows,) = mlp.down.run("combine", dy.astype(x.dtype), positions // mlp.topk, None, topk=1)
 
     (z,) = mlp.down.run("backward_dx", dy_rows, w_down, None, bounds, None, None)
-    z = z.astype(jnp.float32)
-    hidden, activation_vjp = jax.vjp(mlp.activate, pre_activation)
-    (d_pre_activation,) = activation_vjp(weights[:, None] * z)
-    d_weights = jnp.sum(hidden * z, axis=1)
-
+    # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
+    d_pre_activation, hidden, d_weights = mlp.up.run(
+        "activate_backward", pre_activation, z, weights, scale_hidden=b_down is None, **mlp.activation_options
+    )
     if b_down is None:
-        hidden, db_down = (weights[:, None] * hidden).astype(x.dtype), None
-        (dw_down,) = mlp.down.run("backward_dw", hidden, dy_rows, bounds, None, None, with_bias=False)
-    else:  # whose gradient is the sum of scaled rows of dy, so that hidden must not be scaled
-        hidden = hidden.astype(x.dtype)
+        (dw_down,), db_down = mlp.down.run("backward_dw", hidden, dy_rows, bounds, None, None, with_bias=False), None
+    else:
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     with_bias = b_gate_up is not None

@@ -1,5 +1,6 @@
 """From router logits to rows sorted by expert."""
 
+import functools
 import math
 import numbers
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg import implementations
 from jgg.schedule import saturated_int32
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
@@ -38,6 +40,7 @@ def route(
     selection_bias: jax.Array | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
+    implementation: str | None = None,
 ) -> Routing:
     """Chooses each token's experts and sorts the rows by expert.
 
@@ -65,6 +68,7 @@ def route(
       num_groups: groups of E / num_groups consecutive experts each.
       topk_groups: groups of which a token may take experts, those of the highest group score: the sum of a group's two
         highest scores for "sigmoid", else its highest score.
+      implementation: of choosing and sorting, as in `grouped_gemm`; all of them give the same.
 
     Returns:
       a Routing, differentiable in logits through topk_weights. A NaN logit counts as infinite, so that its expert is
@@ -82,12 +86,14 @@ def route(
     if selection_bias is not None:
         check_selection_bias(selection_bias, num_experts)
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
-    topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups)
+    implementations.check_implementation(implementation)
+    top_k = functools.partial(_top_k, implementation=implementation)
+    topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
     topk_weights = _weigh(logits, topk_indices, score, normalize) * float(scale)
-    return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts))
+    return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts, implementation))
 
 
-def _choose(logits, topk, score, selection_bias, num_groups, topk_groups):
+def _choose(logits, topk, score, selection_bias, num_groups, topk_groups, top_k):
     """The experts of each token, int32 [T, k], of the highest biased score first."""
     if score == "topk_softmax":
         scores = logits
@@ -98,27 +104,29 @@ def _choose(logits, topk, score, selection_bias, num_groups, topk_groups):
     else:
         ranks = scores = scores + selection_bias[None, :]
     if topk_groups == num_groups:
-        return _top_k(ranks, topk)[1]
+        return top_k(ranks, topk)
     num_tokens, num_experts = logits.shape
     group_size = num_experts // num_groups
     grouped = (num_tokens, num_groups, group_size)
     if score == "sigmoid":
-        group_scores = jnp.sum(_top_k(scores.reshape(grouped), min(2, group_size))[0], axis=-1)
+        scores = scores.reshape(grouped)
+        best = top_k(scores, min(2, group_size))
+        group_scores = jnp.sum(jnp.take_along_axis(scores, best, axis=-1), axis=-1)
     else:
         group_scores = jnp.max(ranks.reshape(grouped), axis=-1)
     # The eligible experts are gathered, since no value that masks the others is lower than every score. In ascending
     # order, so that of equals the lower still goes first.
-    groups = jnp.sort(_top_k(group_scores, topk_groups)[1], axis=-1)  # [T, topk_groups]
+    groups = jnp.sort(top_k(group_scores, topk_groups), axis=-1)  # [T, topk_groups]
     eligible = jnp.take_along_axis(ranks.reshape(grouped), groups[:, :, None], axis=1)
-    chosen = _top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)[1]
+    chosen = top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)
     return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
 
 
-def _top_k(scores, k):
-    """The k highest scores of each row and their indices; of equals the lower index first, NaN counting as infinity."""
-    # lax.top_k has the total order: -0.0 below 0.0, and a NaN at one end or the other by its sign
-    scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    return jax.lax.top_k(scores, k)
+def _top_k(scores, k, implementation):
+    """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
+    rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
+    (indices,) = implementations.run_routing("top_k", implementation, rows, topk=k)
+    return indices.reshape(*scores.shape[:-1], k)
 
 
 def _weigh(logits, topk_indices, score, normalize):
@@ -136,13 +144,16 @@ def _weigh(logits, topk_indices, score, normalize):
     return jax.nn.softmax(terms)[:, :-1]
 
 
-def sort_by_expert(topk_indices: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+def sort_by_expert(
+    topk_indices: jax.Array, num_experts: int, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Sorts the routed rows by expert; rows of one expert keep their token order.
 
     Args:
       topk_indices: integer [T, k] or [M], the expert of each row in token order. A row whose expert lies outside
         [0, num_experts) goes past every group.
       num_experts: E.
+      implementation: as in `grouped_gemm`; all of them give the same.
 
     Returns:
       group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.
@@ -151,11 +162,10 @@ def sort_by_expert(topk_indices: jax.Array, num_experts: int) -> tuple[jax.Array
     """
     if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
         raise TypeError(f"topk_indices must be an integer array, got {topk_indices.dtype}.")
+    implementations.check_implementation(implementation)
     experts = saturated_int32(topk_indices.reshape(-1))
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
-    gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(experts[gather_indices], jnp.arange(num_experts, dtype=jnp.int32), side="right")
-    return jnp.diff(ends, prepend=0).astype(jnp.int32), gather_indices
+    group_sizes, gather_indices = implementations.run_routing("sort", implementation, experts, num_experts=num_experts)
+    return group_sizes, gather_indices
 
 
 def check_logits(logits):

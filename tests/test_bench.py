@@ -359,7 +359,7 @@ def test_products_are_not_moved_out_of_the_loop_that_times_them():
         ([*OWN, "--layer=mixtral-8x7b"], "--m must be given without --layer"),
         (["--layer=mixtral-8x7b", "--shapes=x.json"], "--layer must be given without --shapes"),
         (["--shapes=nowhere.json"], "--shapes must name a file of layers: "),
-        ([*OWN, "--op=forward,backward"], "--op must be of forward, dx, dw, gather; got 'backward'"),
+        ([*OWN, "--op=forward,backward"], "--op must be of forward, dx, dw, gather, layer; got 'backward'"),
         ([*OWN, "--peers=dense,megablocks"], "--peers must be of dense, ragged_dot, tokamax, torch, quack; got 'meg"),
         ([*OWN, "--groups=odd"], "--groups: invalid choice: 'odd'"),
         ([*OWN, "--out=nowhere/bench"], "which is no folder"),

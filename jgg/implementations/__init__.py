@@ -17,7 +17,7 @@ from jgg.implementations.batching import merge_batch
 from jgg.implementations.launch import LANGUAGE_LOCK
 from jgg.implementations.primitive import define_primitive
 from jgg.problem import GroupedGemmProblem
-from jgg.target import MIN_COMPUTE_CAPABILITY, Target, device_target
+from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
 
 NAMES = ("triton", "xla", "interpret")
 PRODUCTS = ("forward", "backward_dx", "backward_dw")  # those that have a configuration
@@ -71,21 +71,29 @@ class Operation:
     configs: tuple = (None, None, None)
 
     def run(self, product: str, *arrays, **options):
-        """The results of one product, "forward", "backward_dx", "backward_dw" or "combine", of arrays, some None.
+        """The results of one product of arrays, some None.
 
-        `implementations.kernels` has each product's arguments. It is a primitive, lowered to the implementation asked
-        for or else to the platform's own, so that a program traced once can be compiled for several platforms.
+        `implementations.kernels` has the arguments of "forward", "backward_dx", "backward_dw" and "combine",
+        `implementations.layer_kernels` those of "activate" and "activate_backward". It is a primitive, lowered to the
+        implementation asked for or else to the platform's own, so that a program traced once can be compiled for
+        several platforms.
         """
         config = dict(zip(PRODUCTS, self.configs, strict=True)).get(product)
         return _run(product, self.implementation, self.target, self.problem, config, *arrays, **options)
 
 
+def run_routing(product: str, implementation: str | None, *arrays, **options):
+    """The same for "top_k" and "sort" of `implementations.layer_kernels`, which are of no grouped GEMM."""
+    return _run(product, implementation, current_target(), None, None, *arrays, **options)
+
+
 def _run(product, implementation, target, problem, config, *arrays, **options):
     leaves, structure = jax.tree.flatten(arrays)
+    is_empty = any(leaf.size == 0 for leaf in leaves)
     return _bind(
         *leaves,
         product=product,
-        implementation="xla" if problem.is_empty or is_plain_jax(implementation) else implementation,
+        implementation="xla" if is_empty or is_plain_jax(implementation) else implementation,
         target=target,
         problem=problem,
         config=config,
@@ -95,7 +103,18 @@ def _run(product, implementation, target, problem, config, *arrays, **options):
 
 
 def _result_types(*leaves, product, problem, structure, options, **_):
-    arrays = structure.unflatten(leaves)
+    arrays, options = structure.unflatten(leaves), dict(options)
+    if product == "top_k":
+        return [((arrays[0].shape[0], options["topk"]), jnp.int32)]
+    if product == "sort":
+        return [((options["num_experts"],), jnp.int32), (arrays[0].shape, jnp.int32)]
+    if product == "activate":
+        rows, width = arrays[0].shape
+        return [((rows, width // 2 if options["activation"].is_gated else width), arrays[0].dtype)]
+    if product == "activate_backward":
+        pre_activation, z, _ = arrays
+        dtype = pre_activation.dtype
+        return [(pre_activation.shape, dtype), (z.shape, dtype), (z.shape[:1], jnp.float32)]
     if product == "forward":
         return [(problem.y_shape, problem.out_dtype)]
     if product == "backward_dx":
@@ -103,9 +122,9 @@ def _result_types(*leaves, product, problem, structure, options, **_):
         return [(problem.x_shape, problem.dtype)] + (row_sums if arrays[2] is not None else [])
     if product == "combine":
         rows, positions, _ = arrays
-        return [((positions.shape[0] // dict(options)["topk"], rows.shape[1]), rows.dtype)]
+        return [((positions.shape[0] // options["topk"], rows.shape[1]), rows.dtype)]
     dbias = [((problem.num_experts, problem.out_features), jnp.float32)]
-    return [(problem.w_shape, problem.dtype)] + (dbias if dict(options)["with_bias"] else [])
+    return [(problem.w_shape, problem.dtype)] + (dbias if options["with_bias"] else [])
 
 
 def _compute(*leaves, own, product, implementation, target, problem, config, structure, options):

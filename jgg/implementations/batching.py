@@ -4,6 +4,7 @@ B problems of E groups and M rows become one:
 
     each has its own rows and weights, or it is dW    B * E groups, whose rows lie as they are
     each has its own rows, and weights are shared     E groups of all problems' rows, read and written through indices
+    no row depends on another, as in an activation    all problems' rows
 
 Anything else, such as own weights for shared rows, would repeat a large operand, and is left to a loop.
 """
@@ -23,6 +24,7 @@ _ARGUMENTS = {
     "backward_dw": ("x", "dy", "bounds", "gather_indices", "topk_weights"),
     "combine": ("rows", "positions", "scales"),
 }
+_ROW_BY_ROW = ("activate", "activate_backward", "top_k")
 
 
 def merge_batch(run: Callable, product: str, problem: GroupedGemmProblem, arrays, batched, options):
@@ -34,6 +36,10 @@ def merge_batch(run: Callable, product: str, problem: GroupedGemmProblem, arrays
       batched: of each of them whether it is; of GroupBounds a GroupBounds.
     """
     size = next(a.shape[0] for a, b in zip(jax.tree.leaves(arrays), jax.tree.leaves(batched), strict=True) if b)
+    if product in _ROW_BY_ROW:
+        return _more_rows(run, product, problem, arrays, batched, options)
+    if product not in _ARGUMENTS:
+        return None
     arrays = dict(zip(_ARGUMENTS[product], arrays, strict=True))
     batched = dict(zip(arrays, batched, strict=True))
     if product == "combine":
@@ -187,6 +193,15 @@ def _dx_of_more_rows(run, batch, arrays):
     x = _flat(arrays["x"])
     dx, *row_sums = run("backward_dx", problem, dy, arrays["w"], x, bounds, write[row_at], weights)
     return batch.split([dx, *(sums[place] for sums in row_sums)])
+
+
+def _more_rows(run, product, problem, arrays, batched, options):
+    """One product of all problems' rows, none of which depends on another."""
+    size, num_rows = arrays[0].shape[:2]
+    if not all(batched) or any(a.size == 0 for a in arrays) or size * num_rows > MAX_ROWS:
+        return None
+    results = run(product, problem, *map(_flat, arrays), **options)
+    return [result.reshape(size, num_rows, *result.shape[1:]) for result in results]
 
 
 def _combine(run, problem, arrays, batched, size, topk):

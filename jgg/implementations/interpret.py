@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.implementations import kernels
+from jgg.implementations import kernels, layer_kernels, xla_layer
 from jgg.implementations.launch import LANGUAGE_LOCK, Launch
 from jgg.implementations.triton import load_kernel
 from jgg.target import Target
@@ -40,6 +40,34 @@ def combine(target, problem, config, rows, positions, scales, topk):
     return [kernels.combine(_call_for(problem), rows, positions, topk, scales)]
 
 
+def activate(target, problem, config, *arrays, activation, **options):
+    """See `implementations.layer_kernels.activate`; XLA computes an activation that the kernels do not know."""
+    if activation.curve is None:
+        return xla_layer.activate(*arrays, activation, **options)
+    return layer_kernels.activate(_call_for(problem), *arrays, activation, **options)
+
+
+def activate_backward(target, problem, config, *arrays, activation, **options):
+    """See `implementations.layer_kernels.activate_backward`, and `activate`."""
+    if activation.curve is None:
+        return xla_layer.activate_backward(*arrays, activation, **options)
+    return layer_kernels.activate_backward(_call_for(problem), *arrays, activation, **options)
+
+
+def top_k(target, problem, config, scores, topk):
+    """See `implementations.layer_kernels.top_k`; XLA sorts more columns than that takes."""
+    if scores.shape[1] > layer_kernels.MAX_COLUMNS:
+        return xla_layer.top_k(scores, topk)
+    return layer_kernels.top_k(call, scores, topk)
+
+
+def sort(target, problem, config, experts, num_experts):
+    """See `implementations.layer_kernels.sort`; XLA sorts by more experts than that takes."""
+    if not 0 < num_experts <= layer_kernels.MAX_COLUMNS:
+        return xla_layer.sort(experts, num_experts)
+    return layer_kernels.sort(call, experts, num_experts)
+
+
 def _call_for(problem):
     if jnp.dtype(jnp.bfloat16) in (problem.dtype, problem.out_dtype):
         raise TypeError(
@@ -60,8 +88,7 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
     axes = varying_axes(*arrays.values())
 
     def run(arrays):
-        # NaN: an element that the kernel fails to write shows
-        outputs = {key: np.full(out.shape, np.nan, out.dtype) for key, out in launch.outputs.items()}
+        outputs = {key: np.full(out.shape, _unwritten(out.dtype), out.dtype) for key, out in launch.outputs.items()}
         tensors = {key: _HostTensor(np.array(array)) for key, array in arrays.items()}
         tensors |= {key: _HostTensor(array) for key, array in outputs.items()}
         for key, tma in launch.descriptors.items():
@@ -73,6 +100,11 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
 
     outputs = jax.pure_callback(run, launch.outputs, arrays, vmap_method="sequential")
     return {key: vary_over(axes, output) for key, output in outputs.items()}
+
+
+def _unwritten(dtype):
+    """NaN or the lowest integer: an element that the kernel fails to write shows."""
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
 @functools.cache
@@ -88,7 +120,7 @@ def _load_package():
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(package)
-        for module in ("tiles", "forward", "backward_dx", "backward_dw", "combine"):
+        for module in ("tiles", "forward", "backward_dx", "backward_dw", "combine", "activation", "routing"):
             importlib.import_module(f"{_PACKAGE}.{module}")
 
 

@@ -5,7 +5,7 @@ import importlib
 
 import jax
 
-from jgg.implementations import kernels
+from jgg.implementations import kernels, layer_kernels, xla_layer
 from jgg.implementations.launch import Launch
 from jgg.varying import vary_over, varying_axes
 
@@ -19,6 +19,12 @@ _MODULES = {
     "backward_dw_kernel": "backward_dw",
     "combine_kernel": "combine",
     "hopper_kernel": "hopper",
+    "activate_kernel": "activation",
+    "activate_backward_kernel": "activation",
+    "top_k_kernel": "routing",
+    "count_experts_kernel": "routing",
+    "sum_counts_kernel": "routing",
+    "place_rows_kernel": "routing",
 }
 _GLUON_KERNELS = ("hopper_kernel",)
 
@@ -41,6 +47,34 @@ def backward_dw(target, problem, config, *arrays, **options):
 def combine(target, problem, config, rows, positions, scales, topk):
     """See `implementations.kernels.combine`."""
     return [kernels.combine(_call_for(target), rows, positions, topk, scales)]
+
+
+def activate(target, problem, config, *arrays, activation, **options):
+    """See `implementations.layer_kernels.activate`; XLA computes an activation that the kernels do not know."""
+    if activation.curve is None:
+        return xla_layer.activate(*arrays, activation, **options)
+    return layer_kernels.activate(_call_for(target), *arrays, activation, **options)
+
+
+def activate_backward(target, problem, config, *arrays, activation, **options):
+    """See `implementations.layer_kernels.activate_backward`, and `activate`."""
+    if activation.curve is None:
+        return xla_layer.activate_backward(*arrays, activation, **options)
+    return layer_kernels.activate_backward(_call_for(target), *arrays, activation, **options)
+
+
+def top_k(target, problem, config, scores, topk):
+    """See `implementations.layer_kernels.top_k`; XLA sorts more columns than that takes."""
+    if scores.shape[1] > layer_kernels.MAX_COLUMNS:
+        return xla_layer.top_k(scores, topk)
+    return layer_kernels.top_k(_call_for(target), scores, topk)
+
+
+def sort(target, problem, config, experts, num_experts):
+    """See `implementations.layer_kernels.sort`; XLA sorts by more experts than that takes."""
+    if not 0 < num_experts <= layer_kernels.MAX_COLUMNS:
+        return xla_layer.sort(experts, num_experts)
+    return layer_kernels.sort(_call_for(target), experts, num_experts)
 
 
 def load_kernel(name: str, package: str = "jgg.kernels"):

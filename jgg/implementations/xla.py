@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from jgg.implementations import xla_layer
 from jgg.implementations.primitive import define_primitive
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds
@@ -99,6 +100,26 @@ def combine(target, problem, config, rows, positions, scales, topk):
         terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
     terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
     return [jnp.sum(terms, axis=1).astype(rows.dtype)]
+
+
+def activate(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate`."""
+    return xla_layer.activate(*arrays, **options)
+
+
+def activate_backward(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate_backward`."""
+    return xla_layer.activate_backward(*arrays, **options)
+
+
+def top_k(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.top_k`."""
+    return xla_layer.top_k(*arrays, **options)
+
+
+def sort(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.sort`."""
+    return xla_layer.sort(*arrays, **options)
 
 
 def _x_rows(problem, gather_indices):

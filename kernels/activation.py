@@ -1,0 +1,158 @@
+"""The activation between an expert's two products, and one pass that has all the backward pass needs of it."""
+
+import triton
+import triton.language as tl
+
+from .tiles import add, row_pointers, store_tile
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def curve_and_slope(gate, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """f(gate) and its derivative; a NaN stays one."""
+    if CURVE == "silu":
+        s = sigmoid(gate)
+        value = gate * s
+        slope = s * (1 + gate * (1 - s))
+    elif CURVE == "clamped_silu":
+        clamped = tl.where(gate > LIMIT, LIMIT, gate)
+        s = sigmoid(ALPHA * clamped)
+        value = clamped * s
+        slope = tl.where(gate > LIMIT, 0.0, s * (1 + ALPHA * clamped * (1 - s)))
+    elif CURVE == "gelu":
+        s = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        value = gate * s
+        slope = s + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    elif CURVE == "gelu_tanh":  # (1 + tanh(a)) / 2 = sigmoid(2 * a)
+        s = sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        value = gate * s
+        slope = s + value * (1 - s) * (1.5957691216057308 + 0.2140644488 * gate * gate)
+    elif CURVE == "relu":
+        value = tl.where(gate < 0, 0.0, gate)
+        slope = tl.where(gate > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(CURVE == "relu_squared")
+        relu = tl.where(gate < 0, 0.0, gate)
+        value = relu * relu
+        slope = 2 * relu
+    return value, slope
+
+
+@triton.jit
+def factor_and_slope(up, CURVE: tl.constexpr, LIMIT: tl.constexpr):
+    """What a gated activation multiplies f(gate) by, and its derivative by up."""
+    if CURVE == "clamped_silu":
+        factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+        slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
+    else:
+        factor = up
+        slope = tl.full(up.shape, 1.0, tl.float32)
+    return factor, slope
+
+
+@triton.jit
+def load_gate_and_up(
+    pre, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Gate and up [BLOCK_ROWS, BLOCK_COLUMNS], float32; twice the same where there is only one."""
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    mask = exists[:, None] & (columns < COLUMNS)[None, :]
+    if not GATED:
+        gate = tl.load(row_pointers(pre, rows, columns, COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        up = gate
+    elif INTERLEAVED:
+        wide = 2 * column + tl.arange(0, 2 * BLOCK_COLUMNS)
+        mask = exists[:, None] & (wide < 2 * COLUMNS)[None, :]
+        pairs = tl.load(row_pointers(pre, rows, wide, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK_ROWS, BLOCK_COLUMNS, 2)))
+    else:
+        gate = tl.load(row_pointers(pre, rows, columns, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row_pointers(pre + COLUMNS, rows, columns, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def store_gate_and_up(
+    pre, gate, up, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The reverse of `load_gate_and_up`."""
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    mask = exists[:, None] & (columns < COLUMNS)[None, :]
+    if not GATED:
+        store_tile(pre, gate, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+    elif INTERLEAVED:
+        pairs = tl.reshape(tl.join(gate, up), (BLOCK_ROWS, 2 * BLOCK_COLUMNS))
+        store_tile(pre, pairs, rows, exists, 2 * column, 2 * COLUMNS, 2 * BLOCK_COLUMNS)
+    else:
+        dtype = pre.dtype.element_ty
+        tl.store(row_pointers(pre, rows, columns, 2 * COLUMNS), gate.to(dtype), mask=mask)
+        tl.store(row_pointers(pre + COLUMNS, rows, columns, 2 * COLUMNS), up.to(dtype), mask=mask)
+
+
+@triton.jit
+def activate_kernel(
+    pre, hidden, num_rows,
+    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """hidden = f(gate) * up, or f(pre) where it is not GATED.
+
+    Arrays: pre [num_rows, 2 * COLUMNS], gate and up side by side or INTERLEAVED, or [num_rows, COLUMNS]; hidden
+    [num_rows, COLUMNS]. The grid is (num_rows / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = rows < num_rows
+    column = tl.program_id(1) * BLOCK_COLUMNS
+    gate, up = load_gate_and_up(pre, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS)
+    value, _ = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
+    if GATED:
+        factor, _ = factor_and_slope(up, CURVE, LIMIT)
+        value *= factor
+    store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+
+
+@triton.jit
+def activate_backward_kernel(
+    pre, z, weights, d_pre, hidden, row_sums, num_rows,
+    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_HIDDEN: tl.constexpr,
+    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of rows whose d hidden is weights[i] * z[i]: d pre, hidden, and the sums over columns of hidden * z.
+
+    Arrays: as in `activate_kernel`, with z like hidden and weights and row_sums float32 [num_rows]. SCALE_HIDDEN
+    writes hidden times its row's weight; row_sums are without it. The grid is (num_rows / BLOCK_ROWS,), rounded up.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = rows < num_rows
+    weight = tl.load(weights + rows, mask=exists, other=0.0)[:, None]
+    products = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
+    for column in tl.range(0, COLUMNS, BLOCK_COLUMNS):
+        gate, up = load_gate_and_up(pre, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS)
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        mask = exists[:, None] & (columns < COLUMNS)[None, :]
+        z_block = tl.load(row_pointers(z, rows, columns, COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        d_hidden = weight * z_block
+        value, slope = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
+        d_gate = d_hidden * slope
+        d_up = d_gate
+        if GATED:
+            factor, factor_slope = factor_and_slope(up, CURVE, LIMIT)
+            d_gate *= factor
+            d_up = d_hidden * value * factor_slope
+            value *= factor
+        products += value * z_block
+        store_gate_and_up(
+            d_pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
+        )
+        if SCALE_HIDDEN:
+            value *= weight
+        store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+    tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=exists)

@@ -1,0 +1,115 @@
+"""From scores to rows sorted by expert: top-k of each row, and a stable counting sort in three launches.
+
+Sums and maxima name Triton's own combining functions, which its interpreter has NumPy functions for.
+"""
+
+import triton
+import triton.language as tl
+
+add = tl.standard._sum_combine
+highest = tl.standard._elementwise_max
+
+
+@triton.jit
+def ascending_key(scores):
+    """int32 in the order of float32 scores: -0.0 equals 0.0, and a NaN equals infinity."""
+    bits = scores.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(magnitude > 0x7F800000, 0x7F800000, key)
+
+
+@triton.jit
+def top_k_kernel(
+    scores, indices, num_rows,
+    COLUMNS: tl.constexpr, TOPK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The columns of each row's TOPK highest scores, highest first and of equals the lower column.
+
+    Arrays: scores float32 [num_rows, COLUMNS], indices int32 [num_rows, TOPK]; BLOCK_COLUMNS is COLUMNS or more.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK_COLUMNS)
+    exists = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
+    pointers = scores + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    key = ascending_key(tl.load(pointers, mask=exists, other=0.0))
+    # one number that orders by score first and column second: the highest is the choice
+    taken = -(2**63)
+    order = key.to(tl.int64) * 2**32 + (BLOCK_COLUMNS - 1 - columns)[None, :]
+    order = tl.where(exists, order, taken)
+    for choice in tl.range(0, TOPK):
+        best = tl.reduce(order, 1, highest)
+        chosen = BLOCK_COLUMNS - 1 - (best & (BLOCK_COLUMNS - 1)).to(tl.int32)
+        tl.store(indices + rows.to(tl.int64) * TOPK + choice, chosen, mask=rows < num_rows)
+        order = tl.where(columns[None, :] == chosen[:, None], taken, order)
+
+
+@triton.jit
+def load_own(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+    """int32 [BLOCK_ROWS, BLOCK_EXPERTS]: 1 where a row is an expert's."""
+    rows = row + tl.arange(0, BLOCK_ROWS)
+    expert = tl.load(experts + rows, mask=rows < num_rows, other=-1)
+    ids = tl.arange(0, BLOCK_EXPERTS)
+    return ((expert[:, None] == ids[None, :]) & (ids < NUM_EXPERTS)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def count_experts_kernel(
+    experts, counts, num_rows,
+    NUM_EXPERTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """counts[p, e]: how many of program p's STEPS * BLOCK_ROWS rows are expert e's.
+
+    Arrays: experts int32 [num_rows], counts int32 [programs, NUM_EXPERTS].
+    """
+    first = tl.program_id(0) * (STEPS * BLOCK_ROWS)
+    total = tl.full([BLOCK_EXPERTS], 0, tl.int32)
+    for step in tl.range(0, STEPS):
+        own = load_own(experts, first + step * BLOCK_ROWS, num_rows, NUM_EXPERTS, BLOCK_ROWS, BLOCK_EXPERTS)
+        total += tl.reduce(own, 0, add)
+    ids = tl.arange(0, BLOCK_EXPERTS)
+    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + ids, total, mask=ids < NUM_EXPERTS)
+
+
+@triton.jit
+def sum_counts_kernel(
+    counts, rows_before, group_sizes, num_programs,
+    NUM_EXPERTS: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """rows_before[p, e]: how many rows of expert e the programs before p have; group_sizes[e]: how many all have."""
+    ids = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+    programs = tl.arange(0, BLOCK_PROGRAMS)
+    at = programs[:, None] * NUM_EXPERTS + ids[None, :]
+    exists = (programs < num_programs)[:, None] & (ids < NUM_EXPERTS)[None, :]
+    count = tl.load(counts + at, mask=exists, other=0)
+    tl.store(rows_before + at, tl.associative_scan(count, 0, add) - count, mask=exists)
+    tl.store(group_sizes + ids, tl.reduce(count, 0, add), mask=ids < NUM_EXPERTS)
+
+
+@triton.jit
+def place_rows_kernel(
+    experts, rows_before, group_sizes, gather_indices, num_rows,
+    NUM_EXPERTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """gather_indices[position in expert order] = row, for the rows that this program counted.
+
+    Rows of no expert go past all others, in their order.
+    """
+    first = tl.program_id(0) * (STEPS * BLOCK_ROWS)
+    ids = tl.arange(0, BLOCK_EXPERTS)
+    sizes = tl.load(group_sizes + ids, mask=ids < NUM_EXPERTS, other=0)
+    before = tl.load(rows_before + tl.program_id(0) * NUM_EXPERTS + ids, mask=ids < NUM_EXPERTS, other=0)
+    # where the next row of each expert goes, and the next of none
+    next_own = tl.associative_scan(sizes, 0, add) - sizes + before
+    next_stray = tl.reduce(sizes, 0, add) + first - tl.reduce(before, 0, add)
+    for step in tl.range(0, STEPS):
+        row = first + step * BLOCK_ROWS
+        own = load_own(experts, row, num_rows, NUM_EXPERTS, BLOCK_ROWS, BLOCK_EXPERTS)
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        is_own = tl.reduce(own, 1, add)
+        own_place = tl.reduce(own * (next_own[None, :] + tl.associative_scan(own, 0, add) - 1), 1, add)
+        stray_place = next_stray + tl.associative_scan(1 - is_own, 0, add) - 1
+        place = tl.where(is_own > 0, own_place, stray_place)
+        tl.store(gather_indices + place, rows, mask=rows < num_rows)
+        next_own += tl.reduce(own, 0, add)
+        next_stray += BLOCK_ROWS - tl.reduce(is_own, 0, add)
