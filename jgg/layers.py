@@ -126,6 +126,7 @@ class MoELayer:
         routing = route(
             logits, self.topk, score=self.score, normalize=self.normalize, scale=self.scale,
             selection_bias=selection_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
+            implementation=implementation,
         )  # fmt: skip
         metrics = Metrics(
             routing.group_sizes,

@@ -1,7 +1,8 @@
 """Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
-With a file of tuned configurations as a second argument it lowers those, else what the heuristic chooses.
+With a file of tuned configurations as a second argument it lowers those, else what the heuristic chooses, routing and
+activations.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory and
 the bytes that it spills to memory.
 """
@@ -20,9 +21,11 @@ import triton
 
 import jgg
 from jgg import tuned_configs
+from jgg.activations import ACTIVATIONS
 from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.implementations import Operation
 from jgg.measuring.timing import product
-from jgg.measuring.workloads import operands
+from jgg.measuring.workloads import gemm, operands
 from jgg.problem import check_problem
 from jgg.target import current_target
 
@@ -35,6 +38,11 @@ OPTIONS = {
     "everything": {"permute_x": True, "permute_y": True, "weighted": True, "biased": True},
 }
 KERNELS = ("forward_kernel", "backward_dx_kernel", "backward_dw_kernel")
+LAYER_KERNELS = (
+    "activate_kernel", "activate_backward_kernel",
+    "top_k_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
+)  # fmt: skip
+EXPERT_COUNTS = (8, 128, 512, 1024)
 # dtype and precision, and the one whose kernels stand for it: they differ in the type or in repeated instructions
 MODES = {
     ("bfloat16", None): None,
@@ -121,6 +129,49 @@ def lower_entry(compute_capability, entry):
         jax.jit(function).trace(shapes).lower(lowering_platforms=("cuda",))
 
 
+def lower_routing(compute_capability, num_experts):
+    logits = jax.ShapeDtypeStruct((8192, num_experts), "float32")
+    with jgg.target(compute_capability):
+        route = functools.partial(jgg.route, topk=8, implementation="triton")
+        jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
+
+
+def lower_activation(compute_capability, name, interleaved, features, dtype):
+    activation = ACTIVATIONS[name]
+    rows = 1000
+    with jgg.target(compute_capability):
+        problem = gemm(num_rows=rows, in_features=features, out_features=features, num_experts=EXPERTS, dtype=dtype)
+        run = functools.partial(
+            Operation(problem, "triton", current_target()).run, activation=activation, interleaved=interleaved
+        )
+
+        def forward_and_backward(pre, z, weights):
+            return run("activate", pre), run("activate_backward", pre, z, weights, scale_hidden=True)
+
+        shapes = [
+            ((rows, features * (1 + activation.is_gated)), dtype),
+            ((rows, features), dtype),
+            ((rows,), "float32"),
+        ]
+        arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        jax.jit(forward_and_backward).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+def layer_kernels(compute_capability):
+    """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
+    for num_experts in EXPERT_COUNTS:
+        yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
+    gated = [name for name, activation in ACTIVATIONS.items() if activation.is_gated]
+    cases = [(name, True, 96, "bfloat16") for name in gated]
+    cases += [
+        ("swiglu", False, 768, "bfloat16"),
+        ("swiglu", False, 17, "float32"),
+        ("relu_squared", False, 96, "float16"),
+    ]
+    for case in cases:
+        yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
+
+
 def assemble(folder, compute_capability):
     """Name, shared memory and spills of the kernel dumped in a folder."""
     (ptx,), (info,) = folder.glob("*.ptx"), folder.glob("*.compile_info")
@@ -166,7 +217,9 @@ def main():
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
     files = map(Path, sys.argv[2:])
     kernels = itertools.chain.from_iterable(tuned_kernels(compute_capability, file) for file in files)
-    for problem, lower_it in kernels if sys.argv[2:] else heuristic_kernels(compute_capability):
+    if not sys.argv[2:]:
+        kernels = itertools.chain(heuristic_kernels(compute_capability), layer_kernels(compute_capability))
+    for problem, lower_it in kernels:
         before = set(dumped.iterdir())
         lower_it()
         for folder in set(dumped.iterdir()) - before:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lower_kernels import KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
+from lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 
 import jgg
 from jgg import tuned_configs
@@ -53,7 +53,7 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     kernels = lowered(tmp_path, compute_capability)
     assert_fit(kernels, compute_capability)
     specialized = {"hopper_kernel"} if compute_capability == 90 else set()
-    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel", *specialized}
+    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel", *LAYER_KERNELS, *specialized}
 
 
 @pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)

@@ -176,12 +176,13 @@ def test_every_activation_has_an_oracle():
     assert FUNCTIONS.keys() == ACTIVATIONS.keys()
 
 
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS[2:]])
 @pytest.mark.parametrize("activation", FUNCTIONS)
-def test_activation(activation):
-    assert_right(None, activation)
+def test_activation(activation, implementation):
+    assert_right(implementation, activation, tokens=7)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
 def test_gate_and_up_in_turns(activation, implementation):
     assert_right(implementation, activation, interleaved=True)

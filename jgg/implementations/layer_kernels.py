@@ -111,6 +111,7 @@ def sort(call, experts, num_experts: int):
         outputs={"counts": per_program},
         constants=blocks,
         grid=(programs,),
+        num_warps=8,  # with 4 they spill registers
         bytes_accessed=4 * (num_rows + per_program.size),
     )
     counts = call("count_experts_kernel", counted)["counts"]
@@ -119,6 +120,7 @@ def sort(call, experts, num_experts: int):
         outputs={"rows_before": per_program, "group_sizes": per_expert},
         constants={"NUM_EXPERTS": num_experts, "BLOCK_PROGRAMS": _power_of_2(programs), "BLOCK_EXPERTS": 16},
         grid=(math.ceil(num_experts / 16),),
+        num_warps=8,
         bytes_accessed=8 * per_program.size,
     )
     sums = call("sum_counts_kernel", summed)
@@ -127,6 +129,7 @@ def sort(call, experts, num_experts: int):
         outputs={"gather_indices": jax.ShapeDtypeStruct((num_rows,), jnp.int32)},
         constants=blocks,
         grid=(programs,),
+        num_warps=8,
         bytes_accessed=4 * (2 * num_rows + per_program.size),
     )
     return [sums["group_sizes"], call("place_rows_kernel", placed)["gather_indices"]]

@@ -1,0 +1,198 @@
+"""The command `jgg bench --op layer`: what it measures of whole layers, how it judges them, and what it refuses."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgg.cli import bench_layer, bench_run, main
+from jgg.measuring import layer as measuring
+from jgg.measuring.timing import Timing
+from jgg.measuring.workloads import Layer, load_layers
+
+TINY = Layer("tiny", tokens=12, hidden=16, expert_intermediate=8, experts=4, topk=2)
+OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]  # the same sizes
+
+
+memories, references = {}, {}  # of the one layer that is measured again and again; slow to compile
+
+
+def memory_of(problem, arrays):
+    if problem not in memories:
+        memories[problem] = measuring.measure_memory(problem, arrays)
+    return memories[problem]
+
+
+class CachedReference:
+    @staticmethod
+    def of(problem, which, arrays, topk_indices):
+        key = problem, which, *np.asarray(topk_indices).flat
+        if key not in references:
+            references[key] = measuring.LayerReference.of(problem, which, arrays, topk_indices)
+        return references[key]
+
+
+@pytest.fixture
+def run_bench(tmp_path, monkeypatch, capsys):
+    """Runs `jgg bench --op layer` without timing anything; returns the exit code, what it printed and its JSON."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(bench_layer, "measure", lambda function, arrays, *_: Timing(2e-3, jax.jit(function)(arrays)))
+    monkeypatch.setattr(bench_layer, "_time_dense", lambda *_: 1e-4)
+    monkeypatch.setattr(bench_layer, "measure_memory", memory_of)
+    monkeypatch.setattr(bench_layer, "LayerReference", CachedReference)
+
+    def run(*arguments):
+        out = tmp_path / "result"
+        code = main(["bench", "--quiet", "--op=layer", "--out", str(out), *OWN, *arguments])
+        assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return code, capsys.readouterr().out, json.loads(out.with_suffix(".json").read_text())
+
+    return run
+
+
+def test_a_layer_is_right_and_its_numbers_agree(run_bench):
+    code, output, result = run_bench("--peers=dense")
+    assert code == 0
+    (row,) = result["layers"]
+    assert result["rows"] == []
+    assert row["problem"]["layer"] == dataclasses.asdict(TINY) | {"name": "own"}
+    assert row["flops"] == {"forward": 6 * 24 * 16 * 8, "forward + backward": 18 * 24 * 16 * 8}
+    for which, measurement in row["passes"].items():
+        assert measurement["status"] == "right"
+        assert measurement["error"] <= measurement["allowed_error"] < 1e-3
+        assert row["tflops"][which] == pytest.approx(row["flops"][which] / 2e-3 / 1e12)
+    # up and down forward; and their dX and dW
+    assert row["dense_seconds"] == pytest.approx({"forward": 2e-4, "forward + backward": 6e-4})
+    assert row["percent_of_dense"] == pytest.approx({"forward": 10, "forward + backward": 30})
+    assert row["route_seconds"] == 2e-3
+    assert row["group_sizes"][0] <= row["group_sizes"][1] <= row["group_sizes"][2]
+    for text in ("own", "12, 16, 8, 4, 2", "30.0", "routing and sorting 2,000 us", "aimed at"):
+        assert text in output
+
+
+def test_memory_is_the_compilers(run_bench):
+    _, output, result = run_bench("--peers=none")
+    memory = result["layers"][0]["memory"]
+    arguments = 4 * (2 * 12 * 16 + 16 * 4 + 4 * 3 * 8 * 16)  # x, dy, the router, gate, up and down
+    assert memory["arguments"] == arguments
+    results = 4 * (2 * 12 * 16 + 16 * 4 + 4 * 3 * 8 * 16) + 4 * 24  # y, the gradients, the choices
+    assert results <= memory["results"] <= results + 256  # and the pointers of a tuple
+    assert memory["temporaries"] > 0
+    assert f"temporaries {memory['temporaries'] / 1e6:.3f}"[:17] in output
+
+
+def test_the_memory_aimed_at():
+    x, weights, pre_activation = 4 * 12 * 16, 4 * (16 * 4 + 4 * 3 * 8 * 16), 4 * 24 * 16
+    kept = x + pre_activation + 32 * 24 + 12 * 4  # a schedule of at most 4 tiles, of three numbers each
+    assert measuring.LayerProblem(TINY, "float32").memory_limit == 2 * (2 * x + weights) + 1.5 * kept
+
+
+def changed(name, change):
+    """`layer_function` with one of its results changed."""
+    right = measuring.layer_function
+
+    def layer_function(problem, which):
+        def run(arrays):
+            results = right(problem, which)(arrays)
+            return results | ({name: change(results[name])} if name in results else {})
+
+        return run
+
+    return layer_function
+
+
+@pytest.mark.parametrize("name", ["y", "d w_router", "d w_down"])
+def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
+    wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
+    monkeypatch.setattr(bench_layer, "layer_function", wrong_function)
+    code, output, result = run_bench("--peers=none")
+    assert code == 1
+    passes = result["layers"][0]["passes"]
+    wrong = passes["forward + backward"]
+    assert (wrong["status"], wrong["seconds"], wrong["variant"]) == ("WRONG", None, name)
+    assert passes["forward"]["status"] == ("WRONG" if name == "y" else "right")
+    assert f"own forward + backward: WRONG: error {wrong['error']:.3g}" in output
+
+
+def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_bench, monkeypatch):
+    monkeypatch.setattr(bench_layer, "measure", lambda function, arrays, *_: Timing(
+        1e-3, jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, jax.jit(function)(arrays))
+    ))  # fmt: skip
+    code, _, result = run_bench("--peers=none")
+    assert code == 1
+    assert {m["status"] for m in result["layers"][0]["passes"].values()} == {"WRONG"}
+
+
+def test_what_raises_is_a_failure_and_ends_nothing(run_bench, monkeypatch):
+    def too_much(*_):
+        raise RuntimeError("out of memory\nwith a long trace")
+
+    monkeypatch.setattr(bench_layer, "measure_memory", too_much)
+    code, output, result = run_bench("--peers=none")
+    assert code == 1
+    assert result["layers"][0]["failures"] == {"memory": "RuntimeError: out of memory"}
+    assert "own memory: failed: RuntimeError: out of memory" in output
+    assert result["layers"][0]["passes"]["forward"]["status"] == "right"
+
+
+def test_wrong_choices_are_told_from_close_ones():
+    logits = jnp.asarray([[0.0, 1.0, 2.0, 4.0], [4.0, 3.0, 3.0, 0.0]])
+    judge = lambda *choices: float(measuring._choice_error(logits, jnp.asarray(choices)))  # noqa: E731
+    assert judge([3, 2], [0, 1]) == judge([2, 3], [2, 0]) == 0  # of equals either; the other token leaves a margin
+    assert judge([3, 1], [0, 1]) == 0.25
+    assert judge([3, 3], [0, 1]) == judge([3, 4], [0, 1]) == judge([3, -1], [0, 1]) == np.inf
+    assert judge([0, 1, 2, 3], [3, 2, 1, 0]) == -np.inf
+
+
+def test_a_wrong_choice_is_reported(run_bench, monkeypatch):
+    monkeypatch.setattr(bench_layer, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
+    code, output, _ = run_bench("--peers=none")
+    assert code == 1
+    assert "WRONG: an expert left out beats one chosen by" in output
+
+
+def test_bfloat16_stays_within_the_bounds():
+    layer = Layer("narrow", tokens=64, hidden=256, expert_intermediate=128, experts=8, topk=4)
+    problem = measuring.LayerProblem(layer, "bfloat16", "ekn")
+    arrays = problem.operands()
+    results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
+    reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
+    assert bench_layer._check(reference, results).status == "right"
+    assert max(reference.bounds.values()) < 0.05
+
+
+def test_odd_features_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "--op=layer", *OWN, "--n=7"])
+    assert exit_info.value.code == 2
+    assert "--n must be even with --op layer: gate and up, got 7" in capsys.readouterr().err
+
+
+def gpu_layer(name, **changes):
+    problem = measuring.LayerProblem(dataclasses.replace(load_layers()[name], **changes), "bfloat16")
+    return problem, problem.operands()
+
+
+@pytest.mark.gpu
+def test_temporaries_of_a_training_step():
+    """At most pre-activation, its gradient, hidden, its gradient and one array [M, H] are held at once."""
+    problem, arrays = gpu_layer("qwen3-30b-a3b")
+    layer, memory = problem.layer, measuring.measure_memory(problem, arrays)
+    row_bytes = 2 * (2 * 2 * layer.expert_intermediate + 2 * layer.expert_intermediate + layer.hidden)
+    assert memory.temporaries < 1.1 * problem.num_rows * row_bytes
+    assert memory.total < 1.25 * problem.memory_limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 131_072])
+def test_few_and_many_tokens(tokens):
+    problem, arrays = gpu_layer("qwen3-30b-a3b", tokens=tokens, hidden=512, expert_intermediate=128)
+    results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
+    reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
+    measurement = bench_layer._check(reference, results)
+    assert measurement.status == "right", measurement
