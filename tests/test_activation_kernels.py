@@ -1,0 +1,106 @@
+"""The activation kernels against XLA's derivatives of the JAX functions: extreme values, NaN, and functions unknown."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
+from jgg.implementations import Operation
+from jgg.measuring.workloads import gemm
+from jgg.target import current_target
+
+KERNELS = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
+)
+OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
+
+
+def run(activation, pre, z, weights, implementation, interleaved=False, scale_hidden=True):
+    """hidden, and d pre, hidden and row sums of the backward pass."""
+    problem = gemm(num_rows=pre.shape[0], in_features=1, out_features=1, num_experts=1, dtype=pre.dtype)
+    operation = Operation(problem, implementation, current_target())
+    options = {"activation": activation, "interleaved": interleaved}
+    return [
+        *operation.run("activate", pre, **options),
+        *operation.run("activate_backward", pre, z, weights, scale_hidden=scale_hidden, **options),
+    ]
+
+
+def arrays(activation, rows=21, features=19, dtype="float32", scale=2.0):
+    rng = np.random.default_rng(features)
+    normal = lambda *shape: jnp.asarray(scale * rng.standard_normal(shape), dtype)  # noqa: E731
+    weights = jnp.asarray(rng.uniform(0.1, 1, rows), jnp.float32)
+    return normal(rows, features * (1 + activation.is_gated)), normal(rows, features), weights
+
+
+def assert_equal_xla(activation, implementation, inputs, tolerance, **options):
+    got, want = (run(activation, *inputs, name, **options) for name in (implementation, "xla"))
+    for g, w in zip(got, want, strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        np.testing.assert_allclose(g.astype(jnp.float32), w.astype(jnp.float32), rtol=tolerance, atol=tolerance)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_and_option(name, implementation):
+    activation = ACTIVATIONS[name]
+    number = list(ACTIVATIONS).index(name)
+    options = {"interleaved": number % 2 == 0 and activation.is_gated, "scale_hidden": number % 3 == 0}
+    assert_equal_xla(activation, implementation, arrays(activation), 2e-5, **options)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        pytest.param("interpret", "float16", marks=pytest.mark.interpret),
+        pytest.param("triton", "float16", marks=pytest.mark.gpu),
+        pytest.param("triton", "bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("features", [1, 300])
+def test_sixteen_bits(features, dtype, implementation):
+    inputs = arrays(ACTIVATIONS["swiglu"], 5, features, dtype)
+    assert_equal_xla(ACTIVATIONS["swiglu"], implementation, inputs, 2e-2)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_large_values_and_nan(name, implementation):
+    """Finite where XLA is; each NaN only in its own element, and its row's sum."""
+    activation = ACTIVATIONS[name]
+    special = np.array([-1e30, -200.0, -88.0, -9.0, -0.0, 0.0, 9.0, 88.0, 200.0, 1e5], np.float32)
+    gate = np.tile(special, (3, 1))
+    gate[1, 4] = np.nan
+    up = [np.full((3, 10), 0.5, np.float32)] * activation.is_gated
+    pre = jnp.asarray(np.concatenate([gate, *up], axis=1))
+    got, want = (run(activation, pre, jnp.ones((3, 10)), jnp.ones(3), by) for by in (implementation, "xla"))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g[::2], w[::2], rtol=2e-5, atol=2e-5)
+    hidden, _, _, row_sums = got
+    np.testing.assert_array_equal(np.isnan(hidden), np.isnan(gate))
+    np.testing.assert_array_equal(np.isnan(row_sums), [False, True, False])
+
+
+@KERNELS
+def test_parameters_of_the_clamped_swiglu(implementation):
+    activation = clamped_swiglu(limit=1.25, alpha=0.7)
+    assert_equal_xla(activation, implementation, arrays(activation), 2e-5)
+
+
+@KERNELS
+def test_a_function_of_ones_own_is_left_to_xla(implementation):
+    assert OWN.curve is None
+    got, want = (run(OWN, *arrays(OWN), name) for name in (implementation, "xla"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_an_activation_has_the_curve_of_its_function():
+    assert all(activation.curve for activation in ACTIVATIONS.values())
+    for activation in ACTIVATIONS.values():
+        assert dataclasses.replace(activation, name="other").curve == activation.curve
+        assert dataclasses.replace(activation, function=OWN.function).curve is None
+    assert clamped_swiglu(2, 3).curve == ("clamped_silu", 2.0, 3.0)
