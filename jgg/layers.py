@@ -12,6 +12,7 @@ from jgg.activations import Activation, find_activation
 from jgg.moe import moe_mlp
 from jgg.router_losses import load_balancing_loss, router_z_loss
 from jgg.routing import SCORES, route
+from jgg.sharding import MoESharding, map_tokens, moe_mlp_on_device
 
 expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
 dense_init = jax.nn.initializers.lecun_normal()
@@ -21,14 +22,16 @@ class Metrics(NamedTuple):
     """What a layer tells beside its result.
 
     Attributes:
-      group_sizes: int32 [E], rows that each expert got.
+      group_sizes: int32 [E], rows that the router gave each expert.
       load_balancing_loss: float32 [], as `jgg.load_balancing_loss`: 1 where the load is even.
       router_z_loss: float32 [], as `jgg.router_z_loss`.
+      overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
     """
 
     group_sizes: jax.Array
     load_balancing_loss: jax.Array
     router_z_loss: jax.Array
+    overflow: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +106,17 @@ class MoELayer:
         return shapes
 
     def apply(
-        self, params: dict[str, jax.Array], x: jax.Array, selection_bias: jax.Array | None = None, *, precision=None,
-        implementation: str | None = None,
+        self, params: dict[str, jax.Array], x: jax.Array, selection_bias: jax.Array | None = None, *,
+        sharding: MoESharding | None = None, precision=None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
-        """y in the shape of x, and metrics.
+        """y in the shape of x, and metrics, of all devices together.
 
         Args:
           params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32.
           x: [..., H].
           selection_bias: float [E], with `use_selection_bias`.
+          sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
+            router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
         """
         if x.shape[-1] != self.in_features:
@@ -119,32 +124,54 @@ class MoELayer:
                 f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
             )
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        arrays = params | {"x": tokens} | ({} if selection_bias is None else {"selection_bias": selection_bias})
+        apply = functools.partial(
+            self._apply_to_tokens, sharding=sharding, precision=precision, implementation=implementation
+        )
+        if sharding is None:
+            y, metrics = apply(arrays)
+        else:
+            specs = dict.fromkeys([*params, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            y, metrics = map_tokens(apply, sharding, arrays, specs, (sharding.token_spec, jax.P()))
+        return y.reshape(x.shape), metrics
+
+    def _apply_to_tokens(self, arrays, *, sharding, precision, implementation):
+        """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
+        tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
         dot = functools.partial(jnp.dot, precision=precision)
-        logits = dot(tokens.astype(jnp.float32), params["w_router"].astype(jnp.float32))
+        logits = dot(tokens.astype(jnp.float32), arrays["w_router"].astype(jnp.float32))
         if self.use_router_bias:
-            logits += params["b_router"].astype(jnp.float32)[None, :]
+            logits += arrays["b_router"].astype(jnp.float32)[None, :]
         routing = route(
             logits, self.topk, score=self.score, normalize=self.normalize, scale=self.scale,
-            selection_bias=selection_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
+            selection_bias=arrays.get("selection_bias"), num_groups=self.num_groups, topk_groups=self.topk_groups,
             implementation=implementation,
         )  # fmt: skip
+        y, overflow = self._experts(arrays, routing, sharding, precision, implementation)
         metrics = Metrics(
-            routing.group_sizes,
-            load_balancing_loss(logits, routing.topk_indices, score=self.score),
-            router_z_loss(logits),
+            jax.lax.psum(routing.group_sizes, token_axes),
+            load_balancing_loss(logits, routing.topk_indices, score=self.score, axis_name=token_axes),
+            router_z_loss(logits, axis_name=token_axes),
+            overflow,
         )
-        expert_tokens = tokens
+        return y + self._shared(arrays, tokens, dot) if self.shared_features else y, metrics
+
+    def _experts(self, arrays, routing, sharding, precision, implementation):
+        """The experts' y of all tokens, and the overflow."""
+        tokens = arrays["x"]
         if self.scale_input:
-            expert_tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
+            tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
-        y = moe_mlp(
-            expert_tokens, params["w_gate_up"], params["w_down"], routing, activation=self.activation,
-            interleaved=self.interleaved, b_gate_up=params.get("b_gate_up"), b_down=params.get("b_down"),
-            w_layout="ekn", precision=precision, implementation=implementation,
-        )  # fmt: skip
-        if self.shared_features:
-            y += self._shared(params, tokens, dot)
-        return y.reshape(x.shape), metrics
+        weights = arrays["w_gate_up"], arrays["w_down"]
+        options = {
+            "activation": self.activation, "interleaved": self.interleaved, "b_gate_up": arrays.get("b_gate_up"),
+            "b_down": arrays.get("b_down"), "w_layout": "ekn", "precision": precision, "implementation": implementation,
+        }  # fmt: skip
+        if sharding is None:
+            return moe_mlp(tokens, *weights, routing, **options), jnp.int32(0)
+        return moe_mlp_on_device(
+            tokens, *weights, routing.topk_weights, routing.topk_indices, sharding=sharding, **options
+        )
 
     def _shared(self, params, tokens, dot):
         activation = find_activation(self.activation)

@@ -10,14 +10,15 @@ from flax.linen import dtypes
 
 from jgg.activations import Activation
 from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.sharding import MoESharding
 
 
 class MoE(nn.Module):
     """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
 
-    Sows the intermediates "group_sizes", "load_balancing_loss" and "router_z_loss" (`jgg.layers.Metrics`). A selection
-    bias is the variable "selection_bias" of the collection "router". Initializers may be wrapped in
-    `nn.with_partitioning`.
+    Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss" and "overflow"
+    (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
+    may be wrapped in `nn.with_partitioning`.
 
     Example:
       >>> import jax, jgg.linen
@@ -37,6 +38,7 @@ class MoE(nn.Module):
       param_dtype: of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
       kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
+      sharding: as in `jgg.nnx.MoE`.
     """
 
     hidden_features: int
@@ -62,6 +64,7 @@ class MoE(nn.Module):
     router_init: Any = dense_init
     bias_init: Any = nn.initializers.zeros
     implementation: str | None = None
+    sharding: MoESharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -72,6 +75,7 @@ class MoE(nn.Module):
         for name, shape in layer.shapes.items():
             matrix_init = self.kernel_init if len(shape) == 3 else self.router_init
             init = self.bias_init if name.startswith("b_") else matrix_init
+            init = init if self.sharding is None else self.sharding.split_init(init, name)
             params[name] = self.param(name, init, shape, self.param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
@@ -81,8 +85,9 @@ class MoE(nn.Module):
         x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)
         params |= dict(zip(own, cast, strict=True))
         y, metrics = layer.apply(
-            params, x, selection_bias, precision=self.precision, implementation=self.implementation
-        )
+            params, x, selection_bias, sharding=self.sharding, precision=self.precision,
+            implementation=self.implementation,
+        )  # fmt: skip
         for name, value in metrics._asdict().items():
             self.sow("intermediates", name, value)
         return y

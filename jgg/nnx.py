@@ -6,6 +6,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.sharding import MoESharding
 
 
 class SelectionBias(nnx.Variable):
@@ -38,6 +39,8 @@ class MoE(nnx.Module):
       router_init: initializer of w_router [H, E] and of the shared experts' matrices.
       bias_init: initializer of the biases.
       kernel_metadata: metadata of w_gate_up and w_down, such as their sharding.
+      sharding: how the layer works on the devices of a mesh, `jgg.sharding.MoESharding`. Parameters come into being
+        split so; x has its tokens split over `sharding.token_axes`.
       implementation: as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
       **options: score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,
@@ -58,6 +61,7 @@ class MoE(nnx.Module):
         router_init=dense_init,
         bias_init=nnx.initializers.zeros,
         kernel_metadata=None,
+        sharding: MoESharding | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options,
@@ -65,19 +69,23 @@ class MoE(nnx.Module):
         self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
         for name, shape in self.layer.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
+            init = init if sharding is None else sharding.split_init(init, name)
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
         if self.layer.use_selection_bias:
-            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32))
+            init = nnx.initializers.zeros
+            init = init if sharding is None else sharding.split_init(init, "selection_bias")
+            self.selection_bias = SelectionBias(init(None, (num_experts,), jnp.float32))
         self.dtype = dtype
         self.precision = precision
+        self.sharding = sharding
         self.implementation = implementation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x.
 
         Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
-        "router_z_loss", float32 [], as in `jgg.layers.Metrics`.
+        "router_z_loss", float32 [], and "overflow", int32 [], as in `jgg.layers.Metrics`.
         """
         names = list(self.layer.shapes)
         own = [name for name in names if not name.endswith("_router")]
@@ -85,8 +93,9 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in names} | dict(zip(own, cast, strict=True))
         selection_bias = self.selection_bias[...] if self.layer.use_selection_bias else None
         y, metrics = self.layer.apply(
-            params, x, selection_bias, precision=self.precision, implementation=self.implementation
-        )
+            params, x, selection_bias, sharding=self.sharding, precision=self.precision,
+            implementation=self.implementation,
+        )  # fmt: skip
         for name, value in metrics._asdict().items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         return y

@@ -8,7 +8,7 @@ from jgg.schedule import saturated_int32
 
 
 def load_balancing_loss(
-    logits: jax.Array, topk_indices: jax.Array, *, score: str = "softmax", mask: jax.Array | None = None
+    logits: jax.Array, topk_indices: jax.Array, *, score: str = "softmax", mask: jax.Array | None = None, axis_name=()
 ) -> jax.Array:
     """The auxiliary loss that evens out the experts' loads.
 
@@ -21,6 +21,8 @@ def load_balancing_loss(
       topk_indices: integer [T, k], the expert of each choice.
       score: as in `route`: how logits become probabilities. Those of "sigmoid" are divided by their sum over E.
       mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default none.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split: T counts those of all
+        devices.
 
     Returns: float32 scalar, 0 where no token counts.
     Raises: ValueError, TypeError: as `route`.
@@ -42,18 +44,20 @@ def load_balancing_loss(
     probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits)
     # the rows of tokens left out go past every group
     rows, _ = sort_by_expert(jnp.where(counts[:, None], saturated_int32(topk_indices), -1), num_experts)
-    num_counted = jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
+    sums = rows, jnp.sum(counts, dtype=jnp.int32), jnp.sum(jnp.where(counts[:, None], probabilities, 0.0), axis=0)
+    rows, num_counted, probabilities = jax.lax.psum(sums, axis_name)
+    num_counted = jnp.maximum(num_counted, 1).astype(jnp.float32)
     loads = rows.astype(jnp.float32) / (num_counted * topk_indices.shape[1])
-    mean_probabilities = jnp.sum(jnp.where(counts[:, None], probabilities, 0.0), axis=0) / num_counted
+    mean_probabilities = probabilities / num_counted
     return num_experts * jnp.sum(loads * mean_probabilities)
 
 
-def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None, axis_name=()) -> jax.Array:
     """The auxiliary loss that keeps the router's logits small: the mean over tokens of logsumexp(logits) squared.
 
     Args:
       logits: float [T, E], the router's output.
-      mask: as in `load_balancing_loss`.
+      mask, axis_name: as in `load_balancing_loss`.
 
     Returns: float32 scalar, 0 where no token counts.
     Raises: ValueError, TypeError: as `route`.
@@ -62,7 +66,8 @@ def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Ar
     check_logits(logits)
     logits, counts = _masked(logits, mask)
     squares = jnp.where(counts, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0.0)
-    return jnp.sum(squares) / jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
+    total, num_counted = jax.lax.psum((jnp.sum(squares), jnp.sum(counts, dtype=jnp.int32)), axis_name)
+    return total / jnp.maximum(num_counted, 1).astype(jnp.float32)
 
 
 def update_selection_bias(selection_bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Array:

@@ -1,0 +1,260 @@
+"""Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.activations import Activation, find_activation
+from jgg.exchange import EXCHANGES, Placement
+from jgg.moe import moe_mlp
+from jgg.problem import W_LAYOUTS
+from jgg.routing import Routing, sort_by_expert
+
+P = jax.P
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESharding:
+    """Which mesh axis splits what. Any combination works; devices along an axis not named do the same.
+
+    | axis | tokens | weights | communication, forward |
+    | --- | --- | --- | --- |
+    | data | split | alike | none (gradients of weights are summed) |
+    | fsdp | split | stored split over H | weights are gathered (gradients are reduce-scattered) |
+    | expert | split | split over E | tokens go to their experts and back, by `exchange` |
+    | tensor | alike | split over I | y is summed |
+
+    Attributes:
+      mesh: of Auto or Explicit axes.
+      data: one axis or several.
+      fsdp, expert, tensor: an axis each.
+      exchange: "all_gather" (every token goes to every device along `expert`, results are reduce-scattered: less to
+        move where there are at most k devices) or "ragged_all_to_all" (each routed row goes to its expert's device).
+      buffer_factor: a device has room for this many times the even share of routed rows, T * k for T tokens of its
+        own. Rows that find no room are counted and add nothing to y. None, like the number of devices along `expert`,
+        is room for all: nothing can overflow, at the cost of memory.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    data: str | tuple[str, ...] = ()
+    fsdp: str | None = None
+    expert: str | None = None
+    tensor: str | None = None
+    exchange: str = "all_gather"
+    buffer_factor: float | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        used = [axis for axis in (*self.data, self.fsdp, self.expert, self.tensor) if axis is not None]
+        known = tuple(self.mesh.axis_names)
+        for name in ("data", "fsdp", "expert", "tensor"):
+            axes = getattr(self, name)
+            for axis in axes if name == "data" else (axes,):
+                if axis is not None and axis not in known:
+                    raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
+                if axis is not None and used.count(axis) > 1:
+                    raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {tuple(EXCHANGES)}, got {self.exchange!r}.")
+        factor = self.buffer_factor
+        if factor is not None and not (isinstance(factor, int | float) and factor > 0):
+            raise ValueError(f"buffer_factor must be None or a number greater than 0, got {factor!r}.")
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are split."""
+        return (*self.data, *(axis for axis in (self.fsdp, self.expert) if axis is not None))
+
+    @property
+    def token_spec(self) -> P:
+        """How x and y [T, H] and all else that has a row for each token are split."""
+        return P(self.token_axes or None)
+
+    def size(self, *axes: str | None) -> int:
+        """Number of devices along the axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis is not None)
+
+    def capacity(self, num_rows: int) -> int:
+        """Rows that a device has room for, of T * k = `num_rows` routed rows of its own tokens."""
+        devices = self.size(self.expert)
+        return math.ceil(min(self.buffer_factor or devices, devices) * num_rows)
+
+    def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
+        """How w_gate_up, w_down, b_gate_up and b_down are split; a layer's w_layout is "ekn"."""
+        if w_layout not in W_LAYOUTS:
+            raise ValueError(f"w_layout must be one of {W_LAYOUTS}, got {w_layout!r}.")
+        up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
+        if w_layout == "enk":
+            up, down = down, up
+        return {
+            "w_gate_up": P(self.expert, *up),
+            "w_down": P(self.expert, *down),
+            "b_gate_up": P(self.expert, self.tensor),
+            "b_down": P(self.expert, None),
+        }
+
+    def named(self, spec: P) -> jax.NamedSharding:
+        """A PartitionSpec on this mesh."""
+        return jax.NamedSharding(self.mesh, spec)
+
+    def split_init(self, init, name: str):
+        """The initializer of a layer's parameter, whose result comes into being split."""
+        spec = self.weight_specs("ekn").get(name, P())
+        return jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
+
+
+def sharded_moe_mlp(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    topk_weights: jax.Array,
+    topk_indices: jax.Array,
+    *,
+    sharding: MoESharding,
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    activation: str | Activation = "swiglu",
+    interleaved: bool = False,
+    w_layout: str = "enk",
+    precision=None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`jgg.moe_mlp` on the devices of a mesh: each token through the MLPs of its experts, wherever they are.
+
+    Differentiable in x, the weights, the biases and topk_weights. Communication is JAX's own collectives.
+
+    Shapes as in `jgg.moe_mlp`, of the whole arrays: T tokens of all devices, E experts of all devices.
+
+    Args:
+      x: [T, H], split as `sharding.token_spec`.
+      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`, split as `sharding.weight_specs(w_layout)`.
+      topk_weights: float [T, k].
+      topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
+      sharding: which mesh axis splits what, and by which exchange.
+      interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a device
+        has the gates of its ups: see `interleave`.
+      activation, w_layout, precision, implementation: as in `jgg.moe_mlp`.
+
+    Returns:
+      y [T, H] in the dtype of x, split like x, and the overflow: int32 scalar, how many of the T * k rows found no
+      room in the buffers of `sharding.buffer_factor` and so added nothing to y.
+
+    Raises:
+      ValueError: shapes disagree with each other or with the mesh; on a mesh of Explicit axes also where weights are
+        split otherwise. TypeError: a dtype is unsupported.
+    """
+    arrays = {
+        "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_indices": topk_indices,
+        "b_gate_up": b_gate_up, "b_down": b_down,
+    }  # fmt: skip
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    on_device = functools.partial(
+        moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    specs = sharding.weight_specs(w_layout)
+    return map_tokens(lambda arrays: on_device(**arrays), sharding, arrays, specs, (sharding.token_spec, P()))
+
+
+def map_tokens(function, sharding: MoESharding, arrays: dict[str, jax.Array], specs: dict[str, P], out_specs):
+    """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
+    specs = {name: specs.get(name, sharding.token_spec) for name in arrays}
+    for name, array in arrays.items():
+        _check_divides(name, jnp.shape(array), specs[name], sharding)
+    arrays = {name: _placed(name, array, specs[name], sharding) for name, array in arrays.items()}
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
+
+
+def _check_divides(name, shape, spec, sharding):
+    if len(shape) < len(spec):
+        raise ValueError(f"{name} must have {len(spec)} axes, got {list(shape)}.")
+    for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+        names = names if isinstance(names, tuple) else (names,)
+        devices = sharding.size(*names)
+        if size % devices:
+            along = " and ".join(repr(name) for name in names)
+            raise ValueError(
+                f"{name} must have a multiple of {devices} along axis {axis}, the devices along {along} of the mesh, "
+                f"got {list(shape)}."
+            )
+
+
+def _placed(name, array, spec, sharding):
+    """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
+    array = jnp.asarray(array)
+    explicit = {axis for axis, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+                if kind == jax.sharding.AxisType.Explicit}  # fmt: skip
+    if not explicit:
+        return array
+    spec = P(*spec, *[None] * (array.ndim - len(spec)))
+    got = jax.typeof(array).sharding.spec
+    if name.startswith(("w_", "b_")) and got != spec and any(part is not None for part in got):
+        raise ValueError(f"{name} must be split as {spec} by sharding.weight_specs, got {got}.")
+    return jax.sharding.reshard(array, sharding.named(spec))
+
+
+def moe_mlp_on_device(
+    x, w_gate_up, w_down, topk_weights, topk_indices, *, sharding: MoESharding, b_gate_up=None, b_down=None,
+    activation="swiglu", interleaved=False, **options,
+):  # fmt: skip
+    """`sharded_moe_mlp` inside a `jax.shard_map` of one's own: every array is this device's part of it.
+
+    Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
+    """
+    if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
+        raise ValueError(
+            "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
+            "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis). Got False."
+        )
+    num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
+    if b_down is not None and sharding.tensor is not None:  # added on one of the devices whose results are summed
+        b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
+
+    def compute(x, topk_weights, w_gate_up, w_down):
+        gather = functools.partial(_gather_weights, sharding=sharding, w_layout=options.get("w_layout", "enk"))
+        w_gate_up, w_down = gather("w_gate_up", w_gate_up), gather("w_down", w_down)
+
+        def mlp(rows, routing):
+            routing = checkpoint_name(routing, "jgg_routing")
+            return moe_mlp(
+                rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved,
+                b_gate_up=b_gate_up, b_down=b_down, **options,
+            )  # fmt: skip
+
+        if sharding.expert is None:
+            routing = Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts))
+            return mlp(x, routing), jnp.int32(0)
+        capacity = sharding.capacity(num_rows)
+        placement = Placement(sharding.expert, sharding.size(sharding.expert), num_experts, capacity)
+        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement)
+
+    if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
+        policy = jax.checkpoint_policies.save_only_these_names("jgg_x", "jgg_pre_activation", "jgg_routing")
+        compute = jax.checkpoint(compute, policy=policy)
+    y, overflow = compute(x, topk_weights, w_gate_up, w_down)
+    if sharding.tensor is not None:
+        y = jax.lax.psum(y, sharding.tensor)
+    return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
+
+
+def _gather_weights(name, w, sharding, w_layout):
+    if sharding.fsdp is None:
+        return w
+    axis = sharding.weight_specs(w_layout)[name].index(sharding.fsdp)
+    return jax.lax.all_gather(w, sharding.fsdp, axis=axis, tiled=True)
+
+
+def interleave(array: jax.Array, axis: int = -1) -> jax.Array:
+    """Gate and up side by side along an axis (g0 g1 ... u0 u1 ...) to gate and up in turns (g0 u0 g1 u1 ...).
+
+    For w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis needs it.
+    """
+    shape, axis = jnp.shape(array), axis % jnp.ndim(array)
+    if shape[axis] % 2:
+        raise ValueError(f"array must have 2 * I features along axis {axis}, got {list(shape)}.")
+    halves = jnp.reshape(array, (*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :]))
+    return jnp.reshape(jnp.swapaxes(halves, axis, axis + 1), shape)
