@@ -1,0 +1,148 @@
+"""An expert MLP with its tokens, and every strategy that must give the same on the devices of a mesh."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jgg
+from jgg.sharding import MoESharding, sharded_moe_mlp
+
+TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 32, 12, 10, 8, 3
+
+# name: (axes of a mesh a, b, c of 2 devices each and what they split, further options, who gets the tokens)
+CASES = {
+    "data": ({"data": ("a", "b", "c")}, {}, "uneven"),
+    "fsdp": ({"fsdp": "a", "data": "b"}, {}, "uneven"),
+    "tensor": ({"tensor": "c"}, {}, "uneven"),
+    "expert by all-gather": ({"expert": "b"}, {}, "uneven"),
+    "expert by ragged all-to-all": ({"expert": "b"}, {"exchange": "ragged_all_to_all"}, "uneven"),
+    "all-gather, room for a third": ({"data": "a", "expert": "b"}, {"buffer_factor": 2 / 3}, "uneven"),
+    "ragged, room for a third": (
+        {"data": "a", "expert": "b"},
+        {"buffer_factor": 2 / 3, "exchange": "ragged_all_to_all"},
+        "uneven",
+    ),
+}
+for exchange in ("all_gather", "ragged_all_to_all"):
+    everything = {"data": "a", "expert": "b", "tensor": "c"}, {"exchange": exchange}
+    CASES |= {
+        f"fsdp, expert, tensor by {exchange}": (
+            {"fsdp": "a", "expert": "b", "tensor": "c"},
+            {"exchange": exchange},
+            "uneven",
+        ),
+        f"idle device, {exchange}": (*everything, "idle"),
+        f"overloaded device, {exchange}": (*everything, "overloaded"),
+        f"overloaded device with an even share of room, {exchange}": (
+            everything[0],
+            everything[1] | {"buffer_factor": 1},
+            "overloaded",
+        ),
+    }
+MAY_OVERFLOW = [name for name, (_, options, _) in CASES.items() if "buffer_factor" in options]
+
+
+def make(load, seed=0):
+    """Float arrays, chosen experts [T, k] and dy, as NumPy."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    # of 2 devices along an axis the second has experts 4 to 7; k different experts of a token either way
+    odds = {"uneven": np.arange(1.0, EXPERTS + 1), "idle": [1, 1, 1, 1, 0, 0, 0, 0], "overloaded": [0] * 4 + [1] * 4}
+    odds = np.asarray(odds[load], float) / np.sum(odds[load])
+    chosen = np.stack([rng.choice(EXPERTS, TOPK, replace=False, p=odds) for _ in range(TOKENS)])
+    floats = {
+        "x": normal(TOKENS, FEATURES),
+        "w_gate_up": normal(EXPERTS, FEATURES, 2 * HIDDEN) / FEATURES**0.5,
+        "w_down": normal(EXPERTS, HIDDEN, FEATURES) / HIDDEN**0.5,
+        "b_gate_up": normal(EXPERTS, 2 * HIDDEN),
+        "b_down": normal(EXPERTS, FEATURES),
+        "topk_weights": rng.uniform(0.1, 1, (TOKENS, TOPK)).astype(np.float32),
+    }
+    return floats, chosen.astype(np.int32), normal(TOKENS, FEATURES)
+
+
+def fitting(chosen, sharding):
+    """Which rows [T, k] find room, by going through them one after the other."""
+    splits, experts = math.prod(map(sharding.size, sharding.token_axes)), sharding.size(sharding.expert)
+    num_tokens, num_experts = len(chosen) // splits, EXPERTS // experts
+    room = math.ceil((sharding.buffer_factor or experts) * num_tokens * TOPK)
+    fits = np.zeros(chosen.shape, bool)
+    rows = [(token, choice) for token in range(len(chosen)) for choice in range(TOPK)]
+    source = lambda row: row[0] // num_tokens  # noqa: E731
+    if sharding.exchange == "all_gather":
+        rows.sort(key=lambda row: chosen[row])
+    else:
+        rows.sort(key=lambda row: (source(row), chosen[row]))
+    taken = {}
+    for row in rows:
+        group = source(row) // experts  # the expert axis is the last of those that split tokens
+        device = group, chosen[row] // num_experts
+        taken[device] = taken.get(device, 0) + 1
+        fits[row] = taken[device] <= room
+    return fits
+
+
+@jax.jit
+def on_one_device(floats, chosen, dy, fits):
+    """y and the gradients of sum(dy * y), without the rows that do not fit."""
+
+    def loss(floats):
+        arrays = dict(floats)
+        weights = arrays.pop("topk_weights") * fits.astype(jnp.float32)
+        routing = jgg.Routing(weights, chosen, *jgg.sort_by_expert(chosen, EXPERTS))
+        y = jgg.moe_mlp(
+            **arrays, routing=routing, interleaved=True, w_layout="ekn", precision="highest", implementation="xla"
+        )
+        return jnp.sum(y * dy), y
+
+    (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
+    return y, gradients
+
+
+def on_mesh(floats, chosen, dy, sharding, implementation=None):
+    """y, the gradients of sum(dy * y) and the overflow, by `sharded_moe_mlp`."""
+
+    def loss(floats, chosen, dy):
+        y, overflow = sharded_moe_mlp(
+            **floats, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn", precision="highest",
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(y * dy), (y, overflow)
+
+    (_, (y, overflow)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats, chosen, dy)
+    return y, gradients, overflow
+
+
+def place(floats, chosen, dy, sharding):
+    """The arrays split over the mesh, also where each process has some of its devices."""
+    specs = sharding.weight_specs("ekn")
+
+    def split(name, array):
+        spec = sharding.named(specs.get(name, sharding.token_spec))
+        return jax.make_array_from_callback(array.shape, spec, lambda index: array[index])
+
+    return {name: split(name, array) for name, array in floats.items()}, split("", chosen), split("", dy)
+
+
+def assert_case_is_right(name, mesh):
+    """Compares y, every gradient and the overflow with the result of one device."""
+    axes, options, load = CASES[name]
+    sharding = MoESharding(mesh, **axes, **options)
+    floats, chosen, dy = make(load)
+    fits = fitting(chosen, sharding)
+    assert (name in MAY_OVERFLOW) == (not fits.all()), name  # so that each case tests what it says
+    y, gradients, overflow = on_mesh(*place(floats, chosen, dy, sharding), sharding)
+    want_y, want = on_one_device(floats, chosen, dy, fits)
+    assert int(overflow) == np.sum(~fits), name
+    assert_close(y, want_y, f"{name}: y")
+    for argument, gradient in gradients.items():
+        assert_close(gradient, want[argument], f"{name}: gradient of {argument}")
+
+
+def assert_close(got, want, name):
+    """Compares what this process has of an array with all of it."""
+    for shard in got.addressable_shards:
+        part = np.asarray(want)[shard.index]
+        np.testing.assert_allclose(shard.data, part, rtol=1e-5, atol=1e-5 * np.max(np.abs(want)), err_msg=name)

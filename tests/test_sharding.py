@@ -1,0 +1,127 @@
+"""MoE layers on several devices and in several processes, in processes of their own; and what a mesh refuses."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharded_cases import CASES, make
+
+from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def start(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).parent / script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def printed(process):
+    """The lines of a process that must end well."""
+    try:
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return out.splitlines()
+
+
+def test_every_strategy_on_eight_devices():
+    assert printed(start("run_sharding.py")) == [*CASES, "checks"]
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [start("run_two_processes.py", i, port) for i in range(2)]
+    try:
+        for process in processes:
+            lines = [line for line in printed(process) if not line.startswith("[Gloo]")]
+            assert lines == [
+                "fsdp, expert, tensor by all_gather",
+                "overloaded device with an even share of room, ragged_all_to_all",
+            ]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+# what is wrong: (arguments of MoESharding, the message's beginning)
+WRONG_AXES = {
+    "no such axis": ({"expert": "c"}, "expert must be of the mesh's axes ('a', 'b'), got 'c'"),
+    "no such data axis": ({"data": ("a", "c")}, "data must be of the mesh's axes ('a', 'b'), got 'c'"),
+    "an axis twice": ({"fsdp": "a", "tensor": "a"}, "fsdp must name an axis that no other does, got 'a'"),
+    "no such exchange": ({"exchange": "mail"}, "exchange must be one of ('all_gather', 'ragged_all_to_all'), got"),
+    "no room": ({"buffer_factor": 0}, "buffer_factor must be None or a number greater than 0, got 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_AXES.values(), ids=WRONG_AXES)
+def test_wrong_axes(arguments, message):
+    with pytest.raises(ValueError) as error:
+        MoESharding(MESH, **arguments)
+    assert str(error.value).startswith(message)
+
+
+# what is wrong: (axes, changed arrays or options, the message's beginning)
+WRONG_ARRAYS = {
+    "tokens do not divide": (
+        {"data": ("a", "b")},
+        {"x": np.zeros((30, 12), np.float32)},
+        "x must have a multiple of 8 along axis 0, the devices along 'a' and 'b' of the mesh, got [30, 12]",
+    ),
+    "experts do not divide": (
+        {"expert": "b"},
+        {"w_down": np.zeros((6, 10, 12), np.float32)},
+        "w_down must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [6, 10, 12]",
+    ),
+    "stored features do not divide": (
+        {"fsdp": "b"},
+        {"w_gate_up": np.zeros((8, 10, 20), np.float32)},
+        "w_gate_up must have a multiple of 4 along axis 1",
+    ),
+    "too few axes": ({"tensor": "a"}, {"w_down": np.zeros(8, np.float32)}, "w_down must have 3 axes, got [8]"),
+    "gates and ups apart": ({"tensor": "a"}, {"interleaved": False}, "interleaved must be True with a tensor axis"),
+    "no such layout": ({"tensor": "a"}, {"w_layout": "nek"}, "w_layout must be one of ('enk', 'ekn'), got 'nek'"),
+    "features disagree": (
+        {"expert": "b"},
+        {"x": np.zeros((32, 11), np.float32)},
+        "w_gate_up must have H in-features equal to x's 11",
+    ),
+}
+
+
+@pytest.mark.parametrize(("axes", "changes", "message"), WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
+def test_wrong_arrays(axes, changes, message):
+    floats, chosen, _ = make("uneven")
+    arguments = {**floats, "topk_indices": chosen, "interleaved": True, "w_layout": "ekn"} | changes
+    sharding = MoESharding(MESH, **axes)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda: sharded_moe_mlp(**arguments, sharding=sharding))
+    assert str(error.value).startswith(message)
+
+
+def test_room():
+    """The buffer is the factor times the even share, T * k, and never more than all rows there are."""
+    rooms = [MoESharding(MESH, expert="b", buffer_factor=factor).capacity(30) for factor in (None, 4, 9, 1, 1.25)]
+    assert rooms == [120, 120, 120, 30, 38]
+
+
+def test_interleave():
+    array = jnp.arange(12).reshape(2, 6)
+    np.testing.assert_array_equal(interleave(array), [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]])
+    np.testing.assert_array_equal(interleave(array, 0), array)
+    with pytest.raises(ValueError, match=r"array must have 2 \* I features along axis 0, got \[3\]"):
+        interleave(jnp.arange(3))
