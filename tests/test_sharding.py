@@ -38,7 +38,11 @@ def printed(process):
 
 
 def test_every_strategy_on_eight_devices():
-    assert printed(start("run_sharding.py")) == [*CASES, "checks"]
+    assert printed(start("run_sharding.py")) == [*CASES, "all right"]
+
+
+def test_plain_jit_splits_features_and_experts_and_refuses_rows():
+    assert printed(start("run_partitioned.py"))[-1] == "all right"
 
 
 def test_two_processes():

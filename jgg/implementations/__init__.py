@@ -15,7 +15,8 @@ from jax.interpreters import mlir
 
 from jgg.implementations.batching import merge_batch
 from jgg.implementations.launch import LANGUAGE_LOCK
-from jgg.implementations.primitive import define_primitive
+from jgg.implementations.partitioning import define_partitioned
+from jgg.implementations.product_axes import axes_of_product
 from jgg.problem import GroupedGemmProblem
 from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
 
@@ -156,10 +157,11 @@ def _merge_batch(leaves, batched, *, product, implementation, target, problem, c
     return merge_batch(run, product, problem, arrays, batched, dict(options))
 
 
-_product, _bind = define_primitive(
+(_product_on_device, _), _bind = define_partitioned(
     "grouped_gemm",
     _result_types,
     functools.partial(_compute, own="xla"),
+    axes_of_product,
     _merge_batch,
 )
 _lower_for_cuda = mlir.lower_fun(functools.partial(_compute, own="triton"), multiple_results=True)
@@ -170,4 +172,4 @@ def _lower_alone(*args, **params):
         return _lower_for_cuda(*args, **params)
 
 
-mlir.register_lowering(_product, _lower_alone, platform="cuda")
+mlir.register_lowering(_product_on_device, _lower_alone, platform="cuda")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jgg.implementations import xla_layer
-from jgg.implementations.primitive import define_primitive
+from jgg.implementations.partitioning import ROWS, Axes, define_partitioned
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds
 from jgg.varying import vary_over, varying_axes
@@ -388,13 +388,15 @@ def _dependent_part(operands, changed, **params):
     return operands if changed == "scales" else operands._replace(bias=None), params
 
 
-def _multilinear(name, out_type, compute, transpose, dependent_part=None):
+def _multilinear(name, out_type, compute, transpose, letters, dependent_part=None):
     """The function that binds a primitive of a NamedTuple of operands, linear in each of its float arrays.
 
     Args:
       out_type: (operands, **parameters) -> shape and dtype of the result.
       compute: (operands, **parameters) -> the result.
       transpose: (cotangent, operands of which one array is undefined, **parameters) -> cotangent of that array.
+      letters: (**parameters) -> those of the operands by name, of the result, and of what it is summed over, as in
+        `partitioning.Axes`.
       dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) that leave out
         what is constant, where the result is not linear without.
     """
@@ -426,10 +428,52 @@ def _multilinear(name, out_type, compute, transpose, dependent_part=None):
             result = transpose(cts[0], structure.unflatten(leaves), **params)
         return [result if leaf is undefined else None for leaf in leaves]
 
-    primitive, bind = define_primitive(name, on_leaves(out_type), on_leaves(compute))
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose_leaves
+    def axes(*leaves, structure, **params):
+        of_operands, of_result, summed = letters(**params)
+        operands = structure.unflatten(leaves)._asdict()
+        present = [name for name, part in operands.items() for _ in jax.tree.leaves(part)]
+        each = [letter for name, part in operands.items() for letter in _letters_of(part, of_operands[name])]
+        added = present.index("bias") if "bias" in present else None
+        return Axes(tuple(each), (of_result,), (summed,), _localize, added)
+
+    primitives, bind = define_partitioned(name, on_leaves(out_type), on_leaves(compute), axes)
+    for primitive in primitives:
+        ad.primitive_jvps[primitive] = jvp
+        ad.primitive_transposes[primitive] = transpose_leaves
     return bind_operands
+
+
+def _letters_of(part, letters):
+    """Those of each array of an operand."""
+    if part is None:
+        return []
+    if isinstance(part, GroupBounds):
+        return ["e", "e"]
+    return [letters, ROWS] if isinstance(part, Rows) and part.at is not None else [letters]
+
+
+def _localize(params, devices):
+    """Parameters for a device's part of the columns; those of other axes are in no parameter."""
+    if "shape" not in params:
+        return params
+    rows, columns = params["shape"]
+    return params | {"shape": (rows, columns // devices.get("c", 1))}
+
+
+def _product_letters(transpose_w, **_):
+    """Of rows [M, R], w and the product's C columns."""
+    w = "ecr" if transpose_w else "erc"
+    rows = {"rows": ".r", "w": w, "bounds": "", "scales": ".", "bias": "ec", "write_at": "."}
+    return rows, ".c", "er"
+
+
+def _outer_letters(**_):
+    return {"left": ".p", "right": ".q", "bounds": "", "scales": "."}, "epq", ""
+
+
+def _row_dots_letters(transpose_w, **_):
+    w = "ecr" if transpose_w else "erc"
+    return {"left": ".c", "right": ".r", "w": w, "bounds": ""}, ".", "erc"
 
 
 _rows_dot = _multilinear(
@@ -437,6 +481,7 @@ _rows_dot = _multilinear(
     lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
     _compute_rows_dot,
     _transpose_rows_dot,
+    _product_letters,
     _dependent_part,
 )
 _outer_dot = _multilinear(
@@ -447,10 +492,12 @@ _outer_dot = _multilinear(
     ),
     _compute_outer_dot,
     _transpose_outer_dot,
+    _outer_letters,
 )
 _row_dots = _multilinear(
     "grouped_row_dots",
     lambda operands, **_: ((operands.left.count,), jnp.float32),
     _compute_row_dots,
     _transpose_row_dots,
+    _row_dots_letters,
 )

@@ -1,0 +1,164 @@
+"""Primitives on arrays that plain `jax.jit` splits over devices: local where they can be, refused where they cannot.
+
+Every axis of an operand or result has a letter. Axes of features and experts may be split: each device then computes
+its part, and what is summed over such an axis is summed over the devices. Rows may not, since which expert a row
+belongs to depends on all of them: to compute anyway, XLA would gather the rows on every device, and on a mesh with FSDP
+the weights too.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from jgg.implementations.primitive import define_primitive
+
+ROWS, WHOLE = ".", "_"
+WAY_OUT = (
+    "Give the layer a jgg.sharding.MoESharding, or call jgg.sharding.sharded_moe_mlp, or call jgg's functions inside "
+    "jax.shard_map, on each device's own rows."
+)
+
+
+class Axes(NamedTuple):
+    """The letters of a primitive's axes, ROWS for those of rows, WHOLE for those that each device has whole.
+
+    Attributes:
+      operands: of each operand, such as ".k" for x and "enk" for w.
+      results: of each result that there may be; the first are those that there are.
+      summed: for each result the letters that it is a sum over.
+      localize: (parameters, devices by letter) -> parameters of the part of a device.
+      added: index of an operand that is added to a product, and so only once when that is summed over devices.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    summed: tuple[str, ...]
+    localize: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]]
+    added: int | None = None
+
+
+def define_partitioned(
+    name: str,
+    out_types: Callable,
+    compute: Callable,
+    axes_of: Callable[..., Axes],
+    merge_batch: Callable | None = None,
+):
+    """Two primitives, of one device and of one or several, and a function that binds the right one.
+
+    Args:
+      name, out_types, compute, merge_batch: as in `define_primitive`.
+      axes_of: (*operands, **parameters) -> Axes.
+    """
+    on_device, bind_on_device = define_primitive(f"{name}_on_device", out_types, compute, merge_batch)
+
+    def compute_anywhere(*operands, **params):
+        axes = axes_of(*operands, **params)
+        count = len(out_types(*operands, **params))
+        axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
+        call = custom_partitioning(lambda *operands: tuple(bind_on_device(*operands, **params)))
+        call.def_partition(
+            functools.partial(_partition, bind_on_device, params, axes),
+            decode_shardings=True,
+            sharding_rule=_sharding_rule(axes),
+        )
+        return call(*operands)
+
+    anywhere, bind_anywhere = define_primitive(name, out_types, compute_anywhere, merge_batch)
+    # JAX has no public name for this; custom_partitioning says the same of itself, but too late, in the lowering
+    dispatch.prim_requires_devices_during_lowering.add(anywhere)
+
+    def bind(*operands, **params):
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # inside shard_map a device computes what it is given; such a program may be lowered without devices
+            return bind_on_device(*operands, **params)
+        for operand in operands:
+            spec = jax.typeof(operand).sharding.spec
+            if any(names is not None for names in spec):
+                raise ValueError(
+                    f"An array {list(operand.shape)} is split over Explicit axes of the mesh, as {spec}. {WAY_OUT}"
+                )
+        return bind_anywhere(*operands, **params)
+
+    return (on_device, anywhere), bind
+
+
+def _sharding_rule(axes):
+    """The rule by which Shardy spreads shardings: letters are alike everywhere, axes of rows only like themselves."""
+    count = itertools.count()
+
+    def side(arrays):
+        return ", ".join(" ".join(f"r{next(count)}" if c in (ROWS, WHOLE) else c for c in array) for array in arrays)
+
+    return f"{side(axes.operands)} -> {side(axes.results)}"
+
+
+def _partition(bind, params, axes, mesh, operands, results):
+    """What custom_partitioning asks: the computation of one device, and how results and operands are split for it."""
+    split = split_letters(axes, operands, results)
+    devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
+    local = axes.localize(params, devices)
+
+    def on_device(*arrays):
+        arrays = list(arrays)
+        if axes.added is not None:
+            array, letters = arrays[axes.added], axes.operands[axes.added]
+            others = [name for letter, names in split.items() if letter not in letters for name in names]
+            is_first = sum((jax.lax.axis_index(name) for name in others), jnp.int32(0)) == 0
+            arrays[axes.added] = jnp.where(is_first, array, jnp.zeros_like(array))
+        outputs = bind(*arrays, **local)
+        over = [tuple(name for letter in summed for name in split.get(letter, ())) for summed in axes.summed]
+        return tuple(map(jax.lax.psum, outputs, over))
+
+    def shardings(arrays):
+        return tuple(jax.NamedSharding(mesh, jax.P(*(split.get(c) for c in letters))) for letters in arrays)
+
+    return mesh, on_device, shardings(axes.results), shardings(axes.operands)
+
+
+def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
+    """The mesh axes over which each letter is split, first as weights are, so that they stay where they are.
+
+    Raises: ValueError: an array of rows is split over its rows.
+    """
+    arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
+    for letters, array in arrays[: len(operands)]:
+        if letters[0] == ROWS and letters.strip(ROWS) and _names(array, 0):
+            raise ValueError(
+                f"An array of rows {list(array.shape)} is split over its rows by {_names(array, 0)} of the mesh. Under "
+                f"jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"
+            )
+    split = {}
+    for letters, array in sorted(arrays, key=lambda pair: -len(pair[0])):
+        for axis, letter in enumerate(letters):
+            names = _names(array, axis)
+            taken = [name for others in split.values() for name in others]
+            fits = names and array.shape[axis] % _devices(array, names) == 0
+            if letter in (ROWS, WHOLE, *split) or not fits or any(name in taken for name in names):
+                continue
+            split[letter] = names
+    return split
+
+
+def _names(array, axis) -> tuple[str, ...]:
+    """The mesh axes over which an array's axis is split."""
+    sharding = array.sharding
+    if sharding is None or sharding.is_fully_replicated:
+        return ()
+    if not isinstance(sharding, jax.NamedSharding):
+        raise ValueError(
+            f"An array {list(array.shape)} must be split by a jax.NamedSharding, got {sharding}. {WAY_OUT}"
+        )
+    names = sharding.spec[axis] if axis < len(sharding.spec) else None
+    return names if isinstance(names, tuple) else () if names is None else (names,)
+
+
+def _devices(array, names):
+    return math.prod(array.sharding.mesh.shape[name] for name in names)
