@@ -13,6 +13,7 @@ from jgg.exchange import EXCHANGES, Placement
 from jgg.moe import moe_mlp
 from jgg.problem import W_LAYOUTS
 from jgg.routing import Routing, sort_by_expert
+from jgg.varying import vary_over
 
 P = jax.P
 
@@ -211,8 +212,11 @@ def moe_mlp_on_device(
             "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis). Got False."
         )
     num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
-    if b_down is not None and sharding.tensor is not None:  # added on one of the devices whose results are summed
-        b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
+    if sharding.tensor is not None:
+        # gradients are summed over the axis as they come back to here: [T, H], not the rows of the exchange
+        x, topk_weights = (vary_over(frozenset({sharding.tensor}), array) for array in (x, topk_weights))
+        if b_down is not None:  # added on one of the devices whose results are summed
+            b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
 
     def compute(x, topk_weights, w_gate_up, w_down):
         gather = functools.partial(_gather_weights, sharding=sharding, w_layout=options.get("w_layout", "enk"))

@@ -10,7 +10,7 @@ from jgg.cli.common import INTERRUPTED, UsageError
 # A command is a module of jgg.cli with add_arguments(parser), run(args) -> exit code and a docstring
 # whose first line is its help. Every command line imports it, so what needs packages of an extra
 # lies in other modules, which run imports with import_with_extra.
-COMMANDS = ("info", "demo", "bench", "tune")
+COMMANDS = ("info", "demo", "bench", "tune", "scale", "plan")
 
 
 def main(argv: list[str] | None = None) -> int:
