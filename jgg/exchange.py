@@ -175,7 +175,7 @@ def _ragged_all_to_all_by_gather(operand, output, input_offsets, send_sizes, out
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_tokens(topk, tokens, positions):
     """rows[i] = tokens[positions[i] // topk]: [R, H] of [T, H], for R different positions t * k + j."""
-    return tokens[positions // topk]
+    return tokens.at[positions // topk].get(mode="promise_in_bounds")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -183,7 +183,11 @@ def sum_choices(shape, rows, positions):
     """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
     num_rows, (num_tokens, topk) = rows.shape[0], shape
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    row_of = jnp.full((num_tokens * topk,), num_rows, jnp.int32).at[positions].set(row, unique_indices=True)
+    row_of = (
+        jnp.full((num_tokens * topk,), num_rows, jnp.int32)
+        .at[positions]
+        .set(row, unique_indices=True, mode="promise_in_bounds")
+    )
     choices = rows.at[row_of].get(mode="fill", fill_value=0).reshape(num_tokens, topk, rows.shape[1])
     return jnp.sum(choices.astype(jnp.float32), axis=1).astype(rows.dtype)
 

@@ -1,4 +1,4 @@
-"""One of two processes of two CPU devices each, with the experts split over the processes; prints what was right.
+"""One of two processes of two CPU devices each, with the experts split over the processes.
 
 Usage: run_two_processes.py PROCESS PORT
 """
@@ -27,7 +27,7 @@ def main():
     mesh = jax.make_mesh((1, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     for name in NAMES:
         assert_case_is_right(name, mesh)
-        print(name, flush=True)
+    print("all right", flush=True)
 
 
 if __name__ == "__main__":
