@@ -18,6 +18,7 @@ P = jax.P
 TOKENS, FEATURES, OUT, EXPERTS, TOPK = 6, 12, 20, 4, 2
 # name: (how arrays are split over a mesh a, b, c of 2 devices each, implementation)
 LOCAL = {
+    "nothing": ({}, None),
     "out-features": ({"w": P(None, None, "a"), "bias": P(None, "a")}, None),
     "in-features": ({"w": P(None, "a"), "x": P(None, "a")}, None),
     "experts": ({"w": P(("a", "b")), "bias": P(("a", "b"))}, None),
@@ -119,6 +120,25 @@ def check_group_offset():
     assert_close(function(rows, w, group_sizes, group_offset=offset), want, "group_offset")
 
 
+def check_scan():
+    """Layers one after the other, each with its experts split, keep their weights and gradients where they are."""
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(3, EXPERTS, FEATURES, FEATURES)).astype(np.float32), make()[0]["x"]
+    group_sizes = jnp.asarray([3, 0, 1, 2], jnp.int32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(w):
+        def layer(x, w):
+            return jnp.tanh(jgg.ragged_dot(x, w, group_sizes, precision="highest")), None
+
+        return jnp.sum(jax.lax.scan(layer, jnp.asarray(x), w)[0])
+
+    got = gradient(jax.device_put(w, jax.NamedSharding(mesh_of(), P(None, "a"))))
+    assert got.sharding.spec == P(None, "a")
+    assert_close(got, gradient(w), "scan")
+
+
 def check_moe_mlp():
     """The expert MLP with its hidden features split: nothing of the weights moves."""
     rng = np.random.default_rng(0)
@@ -155,6 +175,7 @@ def main():
         print(name, flush=True)
     check_explicit_is_refused()
     check_group_offset()
+    check_scan()
     check_moe_mlp()
     print("all right", flush=True)
 
