@@ -91,6 +91,23 @@ def check_refused(name):
         raise AssertionError("gathered rows without a word")
 
 
+def check_uneven_weights_are_refused():
+    """9 out-features over 2 devices, as only a constraint inside a program can ask for."""
+    x, w = jnp.ones((4, 6)), jnp.ones((2, 6, 9))
+
+    @jax.jit
+    def function(x, w):
+        w = jax.lax.with_sharding_constraint(w * 2, jax.NamedSharding(mesh_of(), P(None, None, "a")))
+        return jgg.ragged_dot(x, w, jnp.asarray([1, 3], jnp.int32))
+
+    try:
+        function(x, w)
+    except Exception as error:  # the compiler's, with the message inside
+        assert "Weights [2, 6, 9] must be split evenly" in str(error), error
+    else:
+        raise AssertionError("gathered weights without a word")
+
+
 def check_explicit_is_refused():
     """On Explicit axes every split is refused, when the program is traced."""
     mesh = mesh_of(jax.sharding.AxisType.Explicit)
@@ -173,6 +190,7 @@ def main():
     for name in REFUSED:
         check_refused(name)
         print(name, flush=True)
+    check_uneven_weights_are_refused()
     check_explicit_is_refused()
     check_group_offset()
     check_scan()

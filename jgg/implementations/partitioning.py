@@ -126,7 +126,7 @@ def _partition(bind, params, axes, mesh, operands, results):
 def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which each letter is split, first as weights are, so that they stay where they are.
 
-    Raises: ValueError: an array of rows is split over its rows.
+    Raises: ValueError: an array of rows is split over its rows, or weights are split unevenly.
     """
     arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
     for letters, array in arrays[: len(operands)]:
@@ -144,6 +144,12 @@ def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
             if letter in (ROWS, WHOLE, *split) or not fits or any(name in taken for name in names):
                 continue
             split[letter] = names
+    for letters, array in arrays[: len(operands)]:
+        if len(letters) == 3 and any(_names(array, axis) != split.get(c, ()) for axis, c in enumerate(letters)):
+            raise ValueError(
+                f"Weights {list(array.shape)} must be split evenly, got {array.sharding.spec}: they would have to be "
+                f"gathered. {WAY_OUT}"
+            )
     return split
 
 
