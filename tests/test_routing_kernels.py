@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_routing import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
+from routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 
 import jgg
 from jgg import implementations
