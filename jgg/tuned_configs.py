@@ -96,7 +96,8 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
     """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
 
     An entry must be for the same product with the same options, compute capability and size of dtype, and none of K, N
-    and rows per expert may be more than twice the other's.
+    and rows per expert may be more than twice the other's. One for the other layout of w serves where none for the same
+    is near: shared memory turns either at no cost, and dW's tiles are turned with it.
     """
     for path in (user_file(), *shipped_files()):
         near = [
@@ -108,8 +109,24 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
             and max(_distances(entry.problem, problem)[:3]) <= 1
         ]
         if near:
-            return min(near, key=lambda entry: (sum(_distances(entry.problem, problem)), entry.device != target.name))
+            return in_layout(problem.w_layout, min(near, key=functools.partial(_remoteness, problem, target)))
     return None
+
+
+def _remoteness(problem, target, entry):
+    """What to choose the least of."""
+    is_turned = entry.problem.w_layout != problem.w_layout
+    return is_turned, sum(_distances(entry.problem, problem)), entry.device != target.name
+
+
+def in_layout(w_layout: str, entry: Entry) -> Entry:
+    """The entry for weights of that layout; dW's tiles are turned with dw, which is stored as w is."""
+    if entry.problem.w_layout == w_layout:
+        return entry
+    config = entry.config
+    if entry.op == "dw":
+        config = dataclasses.replace(config, block_n=config.block_k, block_k=config.block_n)
+    return dataclasses.replace(entry, problem=dataclasses.replace(entry.problem, w_layout=w_layout), config=config)
 
 
 def user_file() -> Path:
@@ -183,7 +200,6 @@ def _options(op, problem):
         problem.dtype.itemsize,
         precision,
         rows_are_aligned(problem),
-        problem.w_layout,
         problem.permute_x,
         problem.permute_y,
         problem.has_topk_weights,

@@ -7,6 +7,7 @@ Each line printed is a JSON object: a kernel with the problem that it was compil
 the bytes that it spills to memory.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -207,8 +208,12 @@ def heuristic_kernels(compute_capability):
 
 
 def tuned_kernels(compute_capability, path):
-    """The same of each entry of a file."""
+    """The same of each configuration in a file, whatever its order of tiles, for the first problem that has it."""
+    entries = {}
     for entry in tuned_configs.parse(path):
+        problem = dataclasses.replace(entry.problem, num_rows=0, num_experts=0, in_features=0, out_features=0, topk=0)
+        entries.setdefault((entry.op, problem, dataclasses.replace(entry.config, band=1)), entry)
+    for entry in entries.values():
         yield entry.as_json(), functools.partial(lower_entry, compute_capability, entry)
 
 

@@ -44,14 +44,14 @@ def assert_fit(kernels, compute_capability):
         limit = current_target().shared_memory
     too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
-    spilling = [kernel for kernel in kernels if kernel["spills"]]
-    assert not spilling, f"registers spill: {table(spilling)}"
 
 
 @TARGETS
 def test_kernels_compile_and_fit(compute_capability, tmp_path):
     kernels = lowered(tmp_path, compute_capability)
     assert_fit(kernels, compute_capability)
+    spilling = [kernel for kernel in kernels if kernel["spills"]]
+    assert not spilling, f"registers spill: {table(spilling)}"
     specialized = {"hopper_kernel"} if compute_capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel", *LAYER_KERNELS, *specialized}
 

@@ -1,5 +1,6 @@
 """Tuned configurations: which is chosen, what a file may hold, how the search keeps what it measured."""
 
+import dataclasses
 import json
 import logging
 import shlex
@@ -79,7 +80,6 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
 NEAR = {"rows": {"num_rows": 2 * 65536}, "K": {"in_features": 1024}, "N": {"out_features": 2880}}
 FAR = {"rows": {"num_rows": 4 * 65536}, "K": {"in_features": 512}, "N": {"out_features": 4096}}
 OTHER = {
-    "layout": {"w_layout": "ekn"},
     "permute_x": {"permute_x": True},
     "permute_y": {"permute_y": True},
     "weights": {"weighted": True},
@@ -99,6 +99,19 @@ def test_a_near_problem_uses_the_entry(own_file, change):
 def test_another_problem_does_not(own_file, change):
     tuned_configs.merge(own_file, entry())
     assert chosen(gemm(**SIZES | change)) != UNUSUAL
+
+
+@pytest.mark.parametrize("op", CONFIG_TYPES)
+def test_an_entry_serves_the_other_layout_until_that_has_its_own(own_file, op):
+    config = CONFIG_TYPES[op](block_m=32, block_n=64, block_k=128)
+    turned = dataclasses.replace(config, block_n=128, block_k=64) if op == "dw" else config
+    problem = gemm(**SIZES | {"in_features": 1024}, w_layout="ekn")
+    tuned_configs.merge(own_file, entry(config=config, op=op))
+    assert chosen(problem, op) == turned
+    own = dataclasses.replace(config, band=3)
+    tuned_configs.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own, op=op))
+    assert chosen(problem, op) == own
+    assert chosen(op=op) == config
 
 
 def test_another_device_or_product_does_not(own_file):
