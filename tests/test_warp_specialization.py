@@ -45,17 +45,16 @@ LARGE_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES + OPTIONS, ids=lambda case: case.name)
-def test_case(case, dtype):
-    assert_right(case, dtype, "triton", configs=specialized_configs(case.w_layout))
+def test_case(case):
+    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("columns", "band"), [(256, 8), (128, 1)])
+@pytest.mark.parametrize(("columns", "band", "dtype"), [(256, 8, "float16"), (128, 1, "bfloat16")])
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
-def test_large_case(case, columns, band):
-    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout, columns, band=band))
+def test_large_case(case, columns, band, dtype):
+    assert_right(case, dtype, "triton", configs=specialized_configs(case.w_layout, columns, band=band))
 
 
 @pytest.mark.gpu
