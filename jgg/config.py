@@ -88,7 +88,8 @@ class KernelConfigDW(_KernelConfig):
 
     Attributes:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
-      fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward.
+      fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
+        by topk_weights is copied all the same.
     """
 
     block_m: int = 64
@@ -186,13 +187,11 @@ def _is_narrow(problem):
 def _choose_dw(problem, target):
     left, right, _ = output_axes("dw", problem.w_layout)
     features = {"k": problem.in_features, "n": problem.out_features}
-    has_both = problem.has_topk_weights and problem.has_bias
     block_left = block_right = 128
     if not rows_are_aligned(problem):
-        block_left = block_right = 32 if has_both else 64
-    elif not target.has_tma or has_both:
+        block_left = block_right = 64
+    elif not target.has_tma:
         block_left = 64
-        block_right = 64 if has_both and not target.has_tma else 128
     elif _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64:
         block_right = 256
     return KernelConfigDW(

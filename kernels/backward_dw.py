@@ -1,10 +1,9 @@
-"""Ragged-K main loop, the dW kernel: dw[group] = (left rows)^T @ (right rows), and the gradient of the bias."""
+"""Ragged-K main loop, the dW kernel: dw[group] = (left rows)^T @ (right rows)."""
 
 import triton
 import triton.language as tl
 
 from .tiles import (
-    add,
     ceil_div,
     load_rows,
     row_pointers,
@@ -42,18 +41,17 @@ def load_block(
 
 @triton.jit
 def backward_dw_kernel(
-    left, right, topk_weights, gather_indices, group_starts, group_ends, dw, dbias, num_rows, num_groups,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DY_IS_LEFT: tl.constexpr,
+    left, right, gather_indices, group_starts, group_ends, dw, num_rows, num_groups,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dw[g] = sum over the rows i of group g of topk_weights[i] * left[i] (outer) right[i].
+    """dw[g] = sum over the rows i of group g of left[i] (outer) right[i].
 
-    Arrays: left [rows, LEFT], right [rows, RIGHT], topk_weights and gather_indices [num_rows], group_starts and
-    group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. topk_weights,
-    gather_indices and dbias [num_groups, LEFT or RIGHT] may be None; with TMA_LEFT and TMA_RIGHT, left and
-    right are TMA descriptors. A group without rows gets zeros.
+    Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices [num_rows] or None, group_starts and group_ends
+    [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. With TMA_LEFT and TMA_RIGHT,
+    left and right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
     right_tiles: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
@@ -69,7 +67,6 @@ def backward_dw_kernel(
         # at least one step, on rows that all lie past the end: a flattened loop needs a body for an empty group
         steps = tl.maximum(ceil_div(group_end - group_start, BLOCK_ROWS), 1)
         acc = tl.full([BLOCK_LEFT, BLOCK_RIGHT], 0.0, tl.float32)
-        bias_acc = tl.full([BLOCK_LEFT if DY_IS_LEFT else BLOCK_RIGHT], 0.0, tl.float32)
         for step in tl.range(0, steps):
             start = group_start + step * BLOCK_ROWS
             rows = start + tl.arange(0, BLOCK_ROWS)
@@ -82,26 +79,8 @@ def backward_dw_kernel(
                 right, start, group_end, positions, exists, right_column, RIGHT, TMA_RIGHT, GATHER_RIGHT,
                 BLOCK_ROWS, BLOCK_RIGHT,
             )  # fmt: skip
-            if topk_weights is not None or dbias is not None:
-                dy_block = (left_block if DY_IS_LEFT else right_block).to(tl.float32)
-                if topk_weights is not None:
-                    dy_block *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
-                    if DY_IS_LEFT:
-                        left_block = dy_block.to(left_block.dtype)
-                    else:
-                        right_block = dy_block.to(right_block.dtype)
-                if dbias is not None:
-                    bias_acc += tl.reduce(dy_block, 0, add)
             acc = tl.dot(left_block.T, right_block, acc, input_precision=PRECISION)
 
         left_columns = left_column + tl.arange(0, BLOCK_LEFT)
         matrix = dw + group.to(tl.int64) * (LEFT * RIGHT)
         store_tile(matrix, acc, left_columns, left_columns < LEFT, right_column, RIGHT, BLOCK_RIGHT)
-        if dbias is not None:
-            BIAS: tl.constexpr = LEFT if DY_IS_LEFT else RIGHT
-            BLOCK_BIAS: tl.constexpr = BLOCK_LEFT if DY_IS_LEFT else BLOCK_RIGHT
-            columns = (left_column if DY_IS_LEFT else right_column) + tl.arange(0, BLOCK_BIAS)
-            # the other axis's tiles all have the same sums: the first one stores them
-            bias_end = tl.where((right_tile if DY_IS_LEFT else left_tile) == 0, BIAS, 0)
-            bias_pointers = dbias + group.to(tl.int64) * BIAS + columns
-            tl.store(bias_pointers, bias_acc.to(dbias.dtype.element_ty), mask=columns < bias_end)

@@ -53,7 +53,13 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     spilling = [kernel for kernel in kernels if kernel["spills"]]
     assert not spilling, f"registers spill: {table(spilling)}"
     specialized = {"hopper_kernel"} if compute_capability == 90 else set()
-    assert {kernel["kernel"] for kernel in kernels} == {*KERNELS, "combine_kernel", *LAYER_KERNELS, *specialized}
+    assert {kernel["kernel"] for kernel in kernels} == {
+        *KERNELS,
+        "combine_kernel",
+        "group_sums_kernel",
+        *LAYER_KERNELS,
+        *specialized,
+    }
 
 
 @pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)

@@ -94,8 +94,7 @@ def test_it_is_chosen_where_it_can_run():
         (CONFIG_TYPES, {"dtype": "float32"}, HOPPER, "16-bit"),
         (CONFIG_TYPES, {"in_features": 513}, HOPPER, "16 bytes"),
         (CONFIG_TYPES, {"out_features": 100}, HOPPER, "16 bytes"),
-        (("dx", "dw"), {"weighted": True}, HOPPER, "topk_weights|scaled"),
-        (("dw",), {"biased": True}, HOPPER, "summed"),
+        (("dx",), {"weighted": True}, HOPPER, "topk_weights"),
     ],
 )
 def test_it_steps_aside(ops, changes, target, reason):

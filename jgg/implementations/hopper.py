@@ -20,6 +20,7 @@ def multiply_rows(
 ):  # fmt: skip
     """Forward or dX of rows in expert order: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K]."""
     block_columns, step = _blocks(op, problem, config)
+    dtype = problem.out_dtype if op == "forward" else problem.dtype
     features = {"n": problem.out_features, "k": problem.in_features}
     _, columns, reduced = output_axes(op, problem.w_layout)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
@@ -43,7 +44,7 @@ def multiply_rows(
             "left": matrix(rows.shape, (_WARPGROUP_ROWS, step), cta_axis=0),
             "right": matrices(problem.w_shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
-        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), problem.out_dtype)},
+        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
         constants={
             "RAGGED_M": True,
             "LEFT": 0,

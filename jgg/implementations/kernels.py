@@ -159,17 +159,20 @@ def backward_dw(
 ):  # fmt: skip
     """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
     config = _choose("dw", problem, target, config)
-    if problem.permute_x and (config.warp_specialized or not config.fuse_gather):
+    scales = None if topk_weights is None else _row_scales(topk_weights, gather_indices)
+    dbias = []
+    if with_bias:
+        dbias = [_group_sums(call, dy, gather_indices if problem.permute_y else None, scales, bounds)]
+    copies = config.warp_specialized or not config.fuse_gather
+    if problem.permute_x and copies:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
-    if problem.permute_y and (config.warp_specialized or not config.fuse_gather):
-        # the copy can be scaled too, but the bias's gradient is a sum of float32 products, not of rounded ones
-        scales = None if with_bias or topk_weights is None else _row_scales(topk_weights, gather_indices)
-        dy = combine(call, dy, gather_indices, 1, scales)
-        topk_weights = topk_weights if scales is None else None
+    if scales is not None or (problem.permute_y and copies):
+        positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
+        dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
-        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds)]
+        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds), *dbias]
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -190,34 +193,50 @@ def backward_dw(
         for side, values in sides.items()
         if values["TMA"]
     }
-    outputs = {"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)}
-    if with_bias:
-        outputs["dbias"] = jax.ShapeDtypeStruct((problem.num_experts, problem.out_features), jnp.float32)
     launch = Launch(
         operands={
             "left": dy if dy_is_left else x,
             "right": x if dy_is_left else dy,
-            "topk_weights": _flat(topk_weights),
             "gather_indices": gather_indices,
             "group_starts": bounds.starts,
             "group_ends": bounds.ends,
             "num_rows": problem.num_rows,
             "num_groups": problem.num_experts,
-            **({} if with_bias else {"dbias": None}),
         },
         descriptors=descriptors,
-        outputs=outputs,
+        outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
         constants={
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
-            "DY_IS_LEFT": dy_is_left,
             "PRECISION": _PRECISIONS[problem.precision],
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,
         },
         **_launch_options(target, problem, config, tiles),
     )
-    results = call("backward_dw_kernel", launch)
-    return [results[key] for key in outputs]
+    return [call("backward_dw_kernel", launch)["dw"], *dbias]
+
+
+def _group_sums(call, rows, positions, scales, bounds):
+    """Sums of each group's rows, float32 [E, N]; positions and scales, [M], of its rows or None."""
+    num_rows, columns = rows.shape
+    block_columns = min(128, max(16, 1 << (columns - 1).bit_length()))
+    num_groups = len(bounds.starts)
+    launch = Launch(
+        operands={
+            "rows": rows,
+            "positions": positions,
+            "scales": scales,
+            "group_starts": bounds.starts,
+            "group_ends": bounds.ends,
+            "num_rows": num_rows,
+        },
+        outputs={"sums": jax.ShapeDtypeStruct((num_groups, columns), jnp.float32)},
+        constants={"COLUMNS": columns, "BLOCK_ROWS": 64, "BLOCK_COLUMNS": block_columns},
+        grid=(num_groups, math.ceil(columns / block_columns)),
+        flops=rows.size,
+        bytes_accessed=rows.size * rows.dtype.itemsize,
+    )
+    return call("group_sums_kernel", launch)["sums"]
 
 
 def _choose(op, problem, target, config):
@@ -297,6 +316,8 @@ def _w_by_tma(target, problem):
 
 def _row_scales(topk_weights, gather_indices):
     """The weight of each row in expert order; zero for a bad index."""
+    if gather_indices is None:
+        return _flat(topk_weights)
     return (
         _flat(topk_weights)
         .at[jnp.where(gather_indices < 0, len(gather_indices), gather_indices)]

@@ -18,6 +18,7 @@ _MODULES = {
     "backward_dx_kernel": "backward_dx",
     "backward_dw_kernel": "backward_dw",
     "combine_kernel": "combine",
+    "group_sums_kernel": "group_sums",
     "hopper_kernel": "hopper",
     "activate_kernel": "activation",
     "activate_backward_kernel": "activation",
