@@ -192,6 +192,7 @@ def _choose_dw(problem, target):
         block_left = block_right = 64
     elif not target.has_tma:
         block_left = 64
+        block_right = 64 if problem.dtype.itemsize == 4 else 128  # TF32 products in three passes hold more at once
     elif _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64:
         block_right = 256
     return KernelConfigDW(
