@@ -344,7 +344,7 @@ def multiply_tiles(
         else:
             pending.store_all(y, work.COLUMNS)
             stage, phase = skip_tile(ring, steps, stage, phase)
-            pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, last - last, column)
+            pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, nothing, column)
         start = next_start
         end = next_end
     pending.store_all(y, work.COLUMNS)
