@@ -9,19 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.implementations import kernels, layer_kernels, xla_layer
+from jgg.implementations import kernels, layer_kernels
 from jgg.implementations.launch import LANGUAGE_LOCK, Launch
-from jgg.implementations.triton import load_kernel
+from jgg.implementations.triton import GLUON_KERNELS, MODULES, load_kernel
 from jgg.target import Target
 from jgg.varying import vary_over, varying_axes
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
 _TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
 _PACKAGE = "jgg.interpreted_kernels"
-# all but those in Gluon, which has no interpreter
-_PLAIN_MODULES = (
-    "tiles", "forward", "backward_dx", "backward_dw", "combine", "group_sums", "activation", "routing",
-)  # fmt: skip
 
 
 def forward(target, problem, config, *arrays, **options):
@@ -44,31 +40,23 @@ def combine(target, problem, config, rows, positions, scales, topk):
     return [kernels.combine(_call_for(problem), rows, positions, topk, scales)]
 
 
-def activate(target, problem, config, *arrays, activation, **options):
-    """See `implementations.layer_kernels.activate`; XLA computes an activation that the kernels do not know."""
-    if activation.curve is None:
-        return xla_layer.activate(*arrays, activation, **options)
-    return layer_kernels.activate(_call_for(problem), *arrays, activation, **options)
+def activate(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate`."""
+    return layer_kernels.activate(_call_for(problem), *arrays, **options)
 
 
-def activate_backward(target, problem, config, *arrays, activation, **options):
-    """See `implementations.layer_kernels.activate_backward`, and `activate`."""
-    if activation.curve is None:
-        return xla_layer.activate_backward(*arrays, activation, **options)
-    return layer_kernels.activate_backward(_call_for(problem), *arrays, activation, **options)
+def activate_backward(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate_backward`."""
+    return layer_kernels.activate_backward(_call_for(problem), *arrays, **options)
 
 
 def top_k(target, problem, config, scores, topk):
-    """See `implementations.layer_kernels.top_k`; XLA sorts more columns than that takes."""
-    if scores.shape[1] > layer_kernels.MAX_COLUMNS:
-        return xla_layer.top_k(scores, topk)
+    """See `implementations.layer_kernels.top_k`."""
     return layer_kernels.top_k(call, scores, topk)
 
 
 def sort(target, problem, config, experts, num_experts):
-    """See `implementations.layer_kernels.sort`; XLA sorts by more experts than that takes."""
-    if not 0 < num_experts <= layer_kernels.MAX_COLUMNS:
-        return xla_layer.sort(experts, num_experts)
+    """See `implementations.layer_kernels.sort`."""
     return layer_kernels.sort(call, experts, num_experts)
 
 
@@ -124,8 +112,8 @@ def _load_package():
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(package)
-        for module in _PLAIN_MODULES:
-            importlib.import_module(f"{_PACKAGE}.{module}")
+        for name in MODULES.keys() - GLUON_KERNELS:  # which have no interpreter
+            load_kernel(name, _PACKAGE)
 
 
 class _HostTensor:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
+from jgg.implementations import xla_layer
 from jgg.implementations.launch import Launch
 
 MAX_COLUMNS = 1024  # experts of a row that a program holds at once
@@ -17,7 +18,9 @@ _ELEMENTS = 8192  # of a program's block, rows times experts
 
 
 def activate(call, pre_activation, activation: Activation, interleaved: bool):
-    """[hidden [M, I] in the dtype of pre_activation], for an activation that has a curve."""
+    """[hidden [M, I] in the dtype of pre_activation]; XLA computes an activation that the kernels do not know."""
+    if activation.curve is None:
+        return xla_layer.activate(pre_activation, activation, interleaved)
     num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
     launch = Launch(
         operands={"pre": pre_activation, "num_rows": num_rows},
@@ -38,6 +41,8 @@ def activate_backward(call, pre_activation, z, weights, activation: Activation, 
       weights: float32 [M].
       scale_hidden: hidden times its row's weight.
     """
+    if activation.curve is None:
+        return xla_layer.activate_backward(pre_activation, z, weights, activation, interleaved, scale_hidden)
     num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
     launch = Launch(
         operands={"pre": pre_activation, "z": z, "weights": weights, "num_rows": num_rows},
@@ -76,9 +81,11 @@ def top_k(call, scores, topk: int):
     """[int32 [rows, topk], the columns of the highest scores, highest first, of equals the lower column].
 
     Args:
-      scores: float32 [rows, at most MAX_COLUMNS]; a NaN counts as infinity.
+      scores: float32 [rows, columns]; a NaN counts as infinity. XLA sorts more columns than MAX_COLUMNS.
     """
     num_rows, columns = scores.shape
+    if columns > MAX_COLUMNS:
+        return xla_layer.top_k(scores, topk)
     block_columns = _power_of_2(columns)
     block_rows = max(1, 2048 // block_columns)
     launch = Launch(
@@ -96,8 +103,10 @@ def sort(call, experts, num_experts: int):
 
     Args:
       experts: int32 [M].
-      num_experts: E, at most MAX_COLUMNS.
+      num_experts: E; XLA sorts by more than MAX_COLUMNS, and by none.
     """
+    if not 0 < num_experts <= MAX_COLUMNS:
+        return xla_layer.sort(experts, num_experts)
     num_rows = len(experts)
     block_experts = _power_of_2(num_experts)
     block_rows = min(256, _ELEMENTS // block_experts)

@@ -5,7 +5,7 @@ import importlib
 
 import jax
 
-from jgg.implementations import kernels, layer_kernels, xla_layer
+from jgg.implementations import kernels, layer_kernels
 from jgg.implementations.launch import Launch
 from jgg.varying import vary_over, varying_axes
 
@@ -13,7 +13,7 @@ from jgg.varying import vary_over, varying_axes
 # default can be newer than the driver's assembler.
 _PTX_VERSION = 86
 
-_MODULES = {
+MODULES = {
     "forward_kernel": "forward",
     "backward_dx_kernel": "backward_dx",
     "backward_dw_kernel": "backward_dw",
@@ -27,7 +27,7 @@ _MODULES = {
     "sum_counts_kernel": "routing",
     "place_rows_kernel": "routing",
 }
-_GLUON_KERNELS = ("hopper_kernel",)
+GLUON_KERNELS = ("hopper_kernel",)
 
 
 def forward(target, problem, config, *arrays, **options):
@@ -50,37 +50,29 @@ def combine(target, problem, config, rows, positions, scales, topk):
     return [kernels.combine(_call_for(target), rows, positions, topk, scales)]
 
 
-def activate(target, problem, config, *arrays, activation, **options):
-    """See `implementations.layer_kernels.activate`; XLA computes an activation that the kernels do not know."""
-    if activation.curve is None:
-        return xla_layer.activate(*arrays, activation, **options)
-    return layer_kernels.activate(_call_for(target), *arrays, activation, **options)
+def activate(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate`."""
+    return layer_kernels.activate(_call_for(target), *arrays, **options)
 
 
-def activate_backward(target, problem, config, *arrays, activation, **options):
-    """See `implementations.layer_kernels.activate_backward`, and `activate`."""
-    if activation.curve is None:
-        return xla_layer.activate_backward(*arrays, activation, **options)
-    return layer_kernels.activate_backward(_call_for(target), *arrays, activation, **options)
+def activate_backward(target, problem, config, *arrays, **options):
+    """See `implementations.layer_kernels.activate_backward`."""
+    return layer_kernels.activate_backward(_call_for(target), *arrays, **options)
 
 
 def top_k(target, problem, config, scores, topk):
-    """See `implementations.layer_kernels.top_k`; XLA sorts more columns than that takes."""
-    if scores.shape[1] > layer_kernels.MAX_COLUMNS:
-        return xla_layer.top_k(scores, topk)
+    """See `implementations.layer_kernels.top_k`."""
     return layer_kernels.top_k(_call_for(target), scores, topk)
 
 
 def sort(target, problem, config, experts, num_experts):
-    """See `implementations.layer_kernels.sort`; XLA sorts by more experts than that takes."""
-    if not 0 < num_experts <= layer_kernels.MAX_COLUMNS:
-        return xla_layer.sort(experts, num_experts)
+    """See `implementations.layer_kernels.sort`."""
     return layer_kernels.sort(_call_for(target), experts, num_experts)
 
 
 def load_kernel(name: str, package: str = "jgg.kernels"):
     """The jitted kernel of that name from a copy of the kernels package."""
-    return getattr(importlib.import_module(f"{package}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{package}.{MODULES[name]}"), name)
 
 
 def _call_for(target):
@@ -92,14 +84,16 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     import jax_triton
 
     operands = dict(launch.operands)
-    for key, tma in launch.descriptors.items():
-        layout = None
-        if name in _GLUON_KERNELS:
-            from jgg.implementations import gluon
+    layouts = {}
+    if name in GLUON_KERNELS:
+        from jgg.implementations import gluon
 
-            gluon.correct_jax_triton()
-            layout = gluon.shared_layout(tma, operands[key].dtype)
-        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape, layout)
+        gluon.correct_jax_triton()
+        layouts = {key: gluon.shared_layout(tma, operands[key].dtype) for key, tma in launch.descriptors.items()}
+    for key, tma in launch.descriptors.items():
+        operands[key] = jax_triton.TensorDescriptor(
+            operands[key], tma.shape, tma.strides, tma.block_shape, layouts.get(key)
+        )
     outputs = jax_triton.triton_call(
         **operands,
         **launch.constants,
