@@ -166,33 +166,38 @@ def _more_groups(run, product, batch, arrays, batched, options):
 def _forward_of_more_rows(run, batch, arrays):
     problem = batch.problem
     bounds, _, row_at = batch.merged_order()
-    read, write = (batch.positions if permuted else batch.rows for permuted in (problem.permute_x, problem.permute_y))
     topk = problem.topk if problem.permute_x else 1
-    x = _flat(arrays["x"])
-    in_place = problem.permute_x == problem.permute_y
-    if not in_place:
-        (x,) = run("combine", problem, x, read[row_at] // topk, None, topk=1)
+    x, write, in_place = _readable(run, batch, arrays["x"], problem.permute_x, problem.permute_y, row_at, topk)
     problem = dataclasses.replace(
         problem, num_rows=len(batch.rows), topk=topk if in_place else 1, permute_x=in_place, permute_y=True
     )
     weights = batch.topk_weights if batch.problem.permute_y else batch.row_weights()
-    return batch.split(run("forward", problem, x, arrays["w"], bounds, write[row_at], weights, arrays["bias"]))
+    return batch.split(run("forward", problem, x, arrays["w"], bounds, write, weights, arrays["bias"]))
 
 
 def _dx_of_more_rows(run, batch, arrays):
     problem = batch.problem
     bounds, place, row_at = batch.merged_order()
-    read, write = (batch.positions if permuted else batch.rows for permuted in (problem.permute_y, problem.permute_x))
     topk = problem.topk if problem.permute_x else 1
-    dy = _flat(arrays["dy"])
-    in_place = problem.permute_x == problem.permute_y
-    if not in_place:
-        (dy,) = run("combine", problem, dy, read[row_at], None, topk=1)
+    dy, write, in_place = _readable(run, batch, arrays["dy"], problem.permute_y, problem.permute_x, row_at)
     problem = dataclasses.replace(problem, num_rows=len(batch.rows), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if batch.problem.permute_x else batch.row_weights()
     x = _flat(arrays["x"])
-    dx, *row_sums = run("backward_dx", problem, dy, arrays["w"], x, bounds, write[row_at], weights)
+    dx, *row_sums = run("backward_dx", problem, dy, arrays["w"], x, bounds, write, weights)
     return batch.split([dx, *(sums[place] for sums in row_sums)])
+
+
+def _readable(run, batch, rows, reads_permuted, writes_permuted, row_at, topk=1):
+    """Rows that one product reads and writes by the same indices: as they lie, or a copy in merged order.
+
+    Returns: (rows, the indices, whether they are as they lie).
+    """
+    read, write = (batch.positions if permuted else batch.rows for permuted in (reads_permuted, writes_permuted))
+    rows = _flat(rows)
+    in_place = reads_permuted == writes_permuted
+    if not in_place:
+        (rows,) = run("combine", batch.problem, rows, read[row_at] // topk, None, topk=1)
+    return rows, write[row_at], in_place
 
 
 def _more_rows(run, product, problem, arrays, batched, options):
