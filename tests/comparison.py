@@ -34,7 +34,7 @@ def run(case: Case, data: Data, implementation, *, precision=None, configs=(), j
     if not configs and implementation == "interpret" and not case.default_config:
         configs = small_configs()
     options = {**case.options, "precision": precision, "preferred_element_type": case.out_dtype}
-    function = _forward_and_backward(implementation, tuple(options.items()), tuple(configs), jit)
+    function = _compiled(implementation, tuple(options.items()), tuple(configs), jit)
     arrays = [data.x, data.w, data.topk_weights, data.bias]
     fixed = jax.tree.map(jnp.asarray, (data.group_sizes, data.gather_indices))
     # Donated, these become the memory of the results, so that an element nobody writes is NaN.
@@ -44,10 +44,20 @@ def run(case: Case, data: Data, implementation, *, precision=None, configs=(), j
 
 
 @functools.cache
-def _forward_and_backward(implementation, options, configs, jit):
-    def function(unwritten, arrays, group_sizes, gather_indices, dy):
-        del unwritten
+def _compiled(implementation, options, configs, jit):
+    forward_and_backward_of = forward_and_backward(implementation, dict(options), dict(configs))
 
+    def function(unwritten, *arguments):
+        del unwritten
+        return forward_and_backward_of(*arguments)
+
+    return jax.jit(function, donate_argnums=0, keep_unused=True) if jit else function
+
+
+def forward_and_backward(implementation, options, configs):
+    """grouped_gemm as a function to y and the gradients in the arrays x, w, topk_weights and bias."""
+
+    def function(arrays, group_sizes, gather_indices, dy):
         def forward(x, w, topk_weights, bias):
             return jgg.grouped_gemm(
                 x,
@@ -57,14 +67,14 @@ def _forward_and_backward(implementation, options, configs, jit):
                 topk_weights=topk_weights,
                 bias=bias,
                 implementation=implementation,
-                **dict(options),
-                **dict(configs),
+                **options,
+                **configs,
             )
 
         y, vjp = jax.vjp(forward, *arrays)
         return y, vjp(dy)
 
-    return jax.jit(function, donate_argnums=0, keep_unused=True) if jit else function
+    return function
 
 
 def assert_right(case: Case, dtype, implementation, seed=0, **options):

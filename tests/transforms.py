@@ -2,6 +2,7 @@
 
 import functools
 
+import comparison
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,27 +68,15 @@ def batch_of(case, count):
 
 
 def forward_and_backward(case, implementation):
+    """y and the gradients of a case as a function of arrays in ORDER."""
     configs = dict(small_configs()) if implementation in ("interpret", "triton") else {}
+    function = comparison.forward_and_backward(implementation, case.options | {"precision": "highest"}, configs)
 
-    def function(x, w, topk_weights, bias, group_sizes, gather_indices, dy):
-        def forward(x, w, topk_weights, bias):
-            return jgg.grouped_gemm(
-                x,
-                w,
-                group_sizes,
-                gather_indices=gather_indices,
-                topk_weights=topk_weights,
-                bias=bias,
-                **case.options,
-                **configs,
-                implementation=implementation,
-                precision="highest",
-            )
+    def flat(x, w, topk_weights, bias, group_sizes, gather_indices, dy):
+        y, gradients = function((x, w, topk_weights, bias), group_sizes, gather_indices, dy)
+        return y, *gradients
 
-        y, vjp = jax.vjp(forward, x, w, topk_weights, bias)
-        return y, *vjp(dy)
-
-    return function
+    return flat
 
 
 def expected_outputs(case, x, w, topk_weights, bias, group_sizes, gather_indices, dy):
