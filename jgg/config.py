@@ -45,6 +45,11 @@ class _KernelConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive int, got {value!r}.")
 
+    @property
+    def gathers_in_copies(self) -> bool:
+        """Whether rows are brought into expert order by a kernel of its own first."""
+        return self.warp_specialized or not self.fuse_gather
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfigForward(_KernelConfig):
@@ -107,9 +112,8 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
     Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
 
-    - Where the warp-specialised kernel can run, groups are large enough to fill its tiles and x need not be gathered
-      for few columns, nothing is faster. `may_specialize=False` leaves it out.
-
+    - The warp-specialised kernel is the fastest for most, where it can run, groups are large enough to fill its tiles
+      and x need not be gathered for few columns. `may_specialize=False` leaves it out.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -136,7 +140,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     block_rows = _block_rows(problem, 128)
     has_epilogue = has_heavy_epilogue or problem.has_topk_weights or problem.has_bias
     block_columns = 128
-    if not rows_are_aligned(problem):
+    if not problem.rows_are_aligned:
         block_columns = 32 if has_epilogue else 64
         block_rows = min(block_rows, block_columns)
     elif has_heavy_epilogue and not _has_wide_tiles(problem, target):
@@ -160,7 +164,12 @@ def _fills_specialized_tiles(op, problem):
         "dx": (problem.in_features,),
         "dw": (problem.in_features, problem.out_features),
     }
-    return problem.num_rows > 64 * problem.num_experts and min(axes[op]) > 128
+    return has_rows_for_specialized(problem) and min(axes[op]) > 128
+
+
+def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
+    """Whether groups have more rows, on average, than one warpgroup multiplies."""
+    return problem.num_rows > 64 * problem.num_experts
 
 
 def specialized_config(op: str, w_layout: str, columns: int = 256, num_stages: int = 4):
@@ -188,7 +197,7 @@ def _choose_dw(problem, target):
     left, right, _ = output_axes("dw", problem.w_layout)
     features = {"k": problem.in_features, "n": problem.out_features}
     block_left = block_right = 128
-    if not rows_are_aligned(problem):
+    if not problem.rows_are_aligned:
         block_left = block_right = 64
     elif not target.has_tma:
         block_left = 64
@@ -205,7 +214,7 @@ def _choose_dw(problem, target):
 
 
 def _choose_ieee_float32(op, problem, target):
-    size = 64 if rows_are_aligned(problem) else 32
+    size = 64 if problem.rows_are_aligned else 32
     blocks = {"block_m": _block_rows(problem, size), "block_n": size, "block_k": size}
     blocks[{"forward": "block_k", "dx": "block_n", "dw": "block_m"}[op]] = 16
     return CONFIG_TYPES[op](num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target), **blocks)
@@ -221,18 +230,13 @@ def _is_ieee_float32(problem):
     return problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST
 
 
-def rows_are_aligned(problem: GroupedGemmProblem) -> bool:
-    """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
-    return all(size * problem.dtype.itemsize % 16 == 0 for size in (problem.in_features, problem.out_features))
-
-
 def _has_wide_tiles(problem, target):
     return target.has_tma and problem.dtype.itemsize == 2
 
 
 def _step(problem):
     step = 64 if problem.dtype.itemsize == 2 else 32
-    return step if rows_are_aligned(problem) else 32
+    return step if problem.rows_are_aligned else 32
 
 
 def _stages(problem, target):

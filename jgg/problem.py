@@ -68,6 +68,11 @@ class GroupedGemmProblem:
         return 0 in (self.num_rows, self.num_experts, self.in_features, self.out_features)
 
     @property
+    def rows_are_aligned(self) -> bool:
+        """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
+        return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of each of forward, dX and dW when every row belongs to a group."""
         return 2 * self.num_rows * self.in_features * self.out_features

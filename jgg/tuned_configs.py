@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import platformdirs
 
-from jgg.config import CONFIG_TYPES, heuristic_config, rows_are_aligned
+from jgg.config import CONFIG_TYPES, heuristic_config
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
 
@@ -97,7 +97,7 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
 
     An entry must be for the same product with the same options, compute capability and size of dtype, and none of K, N
     and rows per expert may be more than twice the other's. One for the other layout of w serves where none for the same
-    is near: shared memory turns either at no cost, and dW's tiles are turned with it.
+    is near; dW's tiles are turned with dw.
     """
     for path in (user_file(), *shipped_files()):
         near = [
@@ -199,7 +199,7 @@ def _options(op, problem):
     return (
         problem.dtype.itemsize,
         precision,
-        rows_are_aligned(problem),
+        problem.rows_are_aligned,
         problem.permute_x,
         problem.permute_y,
         problem.has_topk_weights,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jgg
-from jgg.config import heuristic_config, output_axes, specialized_config
+from jgg.config import has_rows_for_specialized, heuristic_config, output_axes, specialized_config
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import GroupedGemmProblem
@@ -134,7 +134,7 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
     row_axis, column_axis, _ = output_axes(op, problem.w_layout)
     configs = [chosen]
     tiles = _TILES
-    if why_not(op, problem, target) is None and problem.num_rows > 64 * problem.num_experts:
+    if why_not(op, problem, target) is None and has_rows_for_specialized(problem):
         tiles = _TILES_BESIDE_SPECIALIZED
         features = {"k": problem.in_features, "n": problem.out_features}[column_axis]
         for columns, num_stages in _SPECIALIZED_TILES:

@@ -24,7 +24,7 @@ def why_not(op: str, problem: GroupedGemmProblem, target: Target) -> str | None:
         return "they are for compute capability 9.0"
     if problem.dtype.itemsize != 2 or (op == "forward" and problem.out_dtype.itemsize != 2):
         return "they multiply 16-bit floats and give such"
-    if any(size % 8 for size in (problem.in_features, problem.out_features)):
+    if not problem.rows_are_aligned:
         return "rows of K and of N elements must be multiples of 16 bytes"
     if op == "dx" and problem.has_topk_weights:
         return "the gradient of topk_weights is another kernel's epilogue"

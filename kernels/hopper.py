@@ -351,7 +351,7 @@ def multiply_tiles(
 
 
 @gluon.jit
-def zero_rows(y, first, last, COLUMNS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr):
+def zero_rows(y, first, last, COLUMNS: gl.constexpr):
     """Writes zeros to rows first, ..., last - 1 of y."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
     zeros = gl.zeros([HALF, 64], y.dtype.element_ty, layout)
@@ -392,5 +392,5 @@ def hopper_kernel(
         [240, 24],
     )
     if RAGGED_M:
-        zero_rows(y, gl.to_tensor(0), gl.load(extent + 1), COLUMNS, BLOCK_COLUMNS)
-        zero_rows(y, gl.load(extent + 2), gl.to_tensor(num_rows), COLUMNS, BLOCK_COLUMNS)
+        zero_rows(y, gl.to_tensor(0), gl.load(extent + 1), COLUMNS)
+        zero_rows(y, gl.load(extent + 2), gl.to_tensor(num_rows), COLUMNS)

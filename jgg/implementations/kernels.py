@@ -35,7 +35,7 @@ def forward(
     """[y [M, N]]."""
     config = _choose("forward", problem, target, config)
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
-    if problem.permute_x and (config.warp_specialized or not config.fuse_gather):
+    if problem.permute_x and config.gathers_in_copies:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
     if scatter_after:
@@ -92,7 +92,7 @@ def backward_dx(
 ):  # fmt: skip
     """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
     config = _choose("dx", problem, target, config)
-    if problem.permute_y and (config.warp_specialized or not config.fuse_gather):
+    if problem.permute_y and config.gathers_in_copies:
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
@@ -163,11 +163,10 @@ def backward_dw(
     dbias = []
     if with_bias:
         dbias = [_group_sums(call, dy, gather_indices if problem.permute_y else None, scales, bounds)]
-    copies = config.warp_specialized or not config.fuse_gather
-    if problem.permute_x and copies:
+    if problem.permute_x and config.gathers_in_copies:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
-    if scales is not None or (problem.permute_y and copies):
+    if scales is not None or (problem.permute_y and config.gathers_in_copies):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
