@@ -1,12 +1,13 @@
 """Both main loops for sm_90 in Gluon: warp-specialised, in clusters of two multiprocessors.
 
-A cluster's output tile is [256, BLOCK_COLUMNS] of left @ right, with left the rows of x or dy (ragged M) or, for dW,
-their columns (ragged K). In each of the two multiprocessors one warp loads blocks by TMA while two warpgroups multiply
-64 rows each; the block of the right operand is loaded once for all four. Warpgroups whose rows lie past the group's end
-rest. A warpgroup keeps a finished tile in registers and stores it in four parts during the first steps of its next one,
-so that the tensor cores do not wait for stores.
+Each of the two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS] of left @ right, with left the rows
+of x or dy (ragged M) or, for dW, their columns (ragged K). One warp loads blocks by TMA while two warpgroups multiply 64
+rows each. The two tiles have the same columns; where they are of one group too, the block of the right operand is
+loaded once for both. Warpgroups whose rows lie past the group's end rest. A warpgroup keeps a finished tile in registers
+and stores it in four parts during the first steps of its next one, so that the tensor cores do not wait for stores.
 
-Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each multiprocessor (CTA).
+Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
+between the two.
 """
 
 from triton.experimental import gluon
@@ -21,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import tiles
 
-HALF = gl.constexpr(128)  # rows of a tile that a warpgroup of each CTA multiplies
-CTA_ROWS = gl.constexpr(64)  # of these, those of one CTA
+TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, of which each CTA has half
+WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
 MIN_STEPS = gl.constexpr(4)  # each stores a part of the tile before; steps past the end multiply zeros
 ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
@@ -32,14 +33,21 @@ tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
 class Work:
     """The tiles to multiply, in the order in which clusters take them.
 
-    With RAGGED_M an item is a row tile of the schedule, left are its rows and right is a group's weights; otherwise an
-    item is a group, whose rows are the reduced axis, and LEFT the columns of left.
+    With RAGGED_M there are `count` row tiles, of which a cluster takes two that are neighbours, left are their rows and
+    right is a group's weights; otherwise there are `count` groups, whose rows are the reduced axis, and LEFT is the
+    number of left's columns.
+
+    Attributes:
+      groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
+        RAGGED_M, the last two of each group.
+      cta: which of the cluster's two this is.
     """
 
     groups: gl.tensor
     starts: gl.tensor
     ends: gl.tensor
-    items: gl.tensor
+    count: gl.tensor
+    cta: gl.tensor
     RAGGED_M: gl.constexpr
     LEFT: gl.constexpr
     REDUCED: gl.constexpr
@@ -50,33 +58,36 @@ class Work:
 
     @gluon.jit
     def num_tiles(self):
-        return self.items * self.tiles_of_item()
+        """Of a cluster: two output tiles each."""
+        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
+        left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
+        return self.row_tile_pairs() * column_tiles if self.RAGGED_M else self.count * left_tiles * column_tiles
 
     @gluon.jit
-    def tiles_of_item(self):
-        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
-        left_tiles: gl.constexpr = 1 if self.RAGGED_M else (self.LEFT + 2 * HALF - 1) // (2 * HALF)
-        return column_tiles * left_tiles
+    def row_tile_pairs(self):
+        return (self.count + 1) // 2
 
     @gluon.jit
     def place(self, tile):
-        """A tile's item, its tile among left's columns (0 with RAGGED_M), and its first column."""
+        """This CTA's row tile or group, its tile among left's columns (0 with RAGGED_M), and its first column."""
         column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
         if self.RAGGED_M:
-            item, column_tile = tile_coordinates(tile, self.items, column_tiles, self.BAND)
+            pair, column_tile = tile_coordinates(tile, self.row_tile_pairs(), column_tiles, self.BAND)
+            item = 2 * pair + self.cta
             left_tile = 0
         else:
-            left_tiles: gl.constexpr = (self.LEFT + 2 * HALF - 1) // (2 * HALF)
+            left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
             item = tile // (left_tiles * column_tiles)
             within = tile - item * left_tiles * column_tiles
-            left_tile, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
+            pair, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
+            left_tile = 2 * pair + self.cta
         return item, left_tile, column_tile * self.BLOCK_COLUMNS
 
     @gluon.jit
     def bounds(self, tile):
-        """First row of a tile's item and one past its group's last; zeros for a tile past the last."""
+        """First row of a tile's row tile or group and one past its group's last; zeros for one past the last."""
         item, _, _ = self.place(tile)
-        exists = tile < self.num_tiles()
+        exists = (tile < self.num_tiles()) & (item < self.count)
         return gl.load(self.starts + item, mask=exists, other=0), gl.load(self.ends + item, mask=exists, other=0)
 
     @gluon.jit
@@ -85,7 +96,17 @@ class Work:
         if self.RAGGED_M:
             return start, end
         else:
-            return left_tile * 2 * HALF, gl.to_tensor(self.LEFT)
+            return left_tile * TILE_ROWS, gl.to_tensor(self.LEFT)
+
+    @gluon.jit
+    def group(self, row_tile):
+        """Of a row tile; of one past the last, the last's."""
+        return gl.load(self.groups + gl.minimum(row_tile, self.count - 1))
+
+    @gluon.jit
+    def row_of_tensor(self, row):
+        """The row of left or y at which a tensor must begin for this CTA's part of it to begin at `row`."""
+        return row - self.cta * WARPGROUP_ROWS
 
     @gluon.jit
     def steps(self, start, end):
@@ -99,8 +120,8 @@ class Ring:
 
     Attributes:
       left: two blocks a stage, one for each warpgroup. right: one, the same in both CTAs.
-      full: barriers of loaded stages. empty: of stages that this CTA's warpgroups have multiplied; both_empty: that
-        both CTAs' have.
+      full: barriers of loaded stages, at which CTA 0's loading warp arrives too. empty: of stages that this CTA's
+        warpgroups have multiplied; both_empty: that both CTAs' have, for which only CTA 0 waits.
     """
 
     left: gl.shared_memory_descriptor
@@ -142,7 +163,7 @@ def make_ring(left, right, STAGES: gl.constexpr):
         STAGES,
     )
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(stage), count=1)
+        mbarrier.init(ring.full.index(stage), count=2)
         mbarrier.init(ring.empty.index(stage), count=2)
         mbarrier.init(ring.both_empty.index(stage), count=2)
     fence_async_shared()
@@ -158,12 +179,16 @@ def load_blocks(work, ring, left, right, RIGHT_IS_TURNED: gl.constexpr):
         item, left_tile, column = work.place(tile)
         start, end = work.bounds(tile)
         first, last = work.left_range(left_tile, start, end)
-        has_second = first + HALF < last
+        has_second = first + WARPGROUP_ROWS < last
+        first = work.row_of_tensor(first)
         if work.RAGGED_M:
-            group = gl.load(work.groups + item)
+            group = work.group(item)
+            is_shared = group == work.group(item ^ 1)
         for step in range(work.steps(start, end)):
             ring.await_empty(stage, phase)
             full = ring.full.index(stage)
+            # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
+            mbarrier.arrive(full, from_cta=0)
             mbarrier.expect(full, right.nbytes_per_cta + 2 * left.nbytes_per_cta, pred=has_second)
             mbarrier.expect(full, right.nbytes_per_cta + left.nbytes_per_cta, pred=has_second == 0)
             right_block = ring.right.index(stage)
@@ -171,17 +196,17 @@ def load_blocks(work, ring, left, right, RIGHT_IS_TURNED: gl.constexpr):
             second_block = ring.left.index(2 * stage + 1)
             reduced = step * work.BLOCK_REDUCED
             if work.RAGGED_M:
-                if RIGHT_IS_TURNED:
-                    tma.async_load(right, [group, column, reduced], full, right_block, multicast=True)
-                else:
-                    tma.async_load(right, [group, reduced, column], full, right_block, multicast=True)
+                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+                tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
+                tma.async_load(right, place, full, right_block, pred=is_shared == 0)
                 tma.async_load(left, [first, reduced], full, left_block)
-                tma.async_load(left, [first + HALF, reduced], full, second_block, pred=has_second)
+                tma.async_load(left, [first + WARPGROUP_ROWS, reduced], full, second_block, pred=has_second)
             else:
                 row = start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
                 tma.async_load(right, [ROW_LIMIT, end, row, column], full, right_block, multicast=True)
                 tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
-                tma.async_load(left, [ROW_LIMIT, end, row, first + HALF], full, second_block, pred=has_second)
+                second = first + WARPGROUP_ROWS
+                tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
 
 
@@ -218,10 +243,10 @@ class Pending:
 
 @gluon.jit
 def store_rows(y, value, offset, rows, column, COLUMNS: gl.constexpr):
-    """Stores value [HALF, columns] from y[offset] on, through shared memory so that rows are written in one piece."""
+    """Stores value [rows, columns] from y[offset] on, through shared memory so that rows are written in one piece."""
     threads: gl.constexpr = value.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
-    row = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    row = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
     mask = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
     pointers = (y + offset) + (row * COLUMNS)[:, None] + columns[None, :]
@@ -250,9 +275,9 @@ def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr, work, RIGHT_
     left = ring.left.index(2 * stage + WARPGROUP)
     right = ring.right.index(stage)
     if work.RAGGED_M:
-        left = left.reshape([HALF, work.BLOCK_REDUCED])
+        left = left.reshape([TILE_ROWS, work.BLOCK_REDUCED])
     else:
-        left = left.reshape([work.BLOCK_REDUCED, HALF]).permute((1, 0))
+        left = left.reshape([work.BLOCK_REDUCED, TILE_ROWS]).permute((1, 0))
     if RIGHT_IS_TURNED:
         right = right.reshape([work.BLOCK_COLUMNS, work.BLOCK_REDUCED]).permute((1, 0))
     else:
@@ -265,7 +290,7 @@ def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr, work, RIGHT_
 def multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP: gl.constexpr, RIGHT_IS_TURNED: gl.constexpr):
     """The product of a half tile, float32; the tile before is stored meanwhile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    acc = gl.zeros([HALF, work.BLOCK_COLUMNS], gl.float32, layout)
+    acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     for step in gl.static_range(MIN_STEPS):
         acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
         pending.store(y, step, work.COLUMNS)
@@ -302,7 +327,7 @@ def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, col
         pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
         acc += gl.load(pointers, mask=columns < work.COLUMNS, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
-        positions = start + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        positions = start + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
         exists = positions < end
         if gather_indices is not None:
             positions = gl.load(gather_indices + positions, mask=exists, other=-1)
@@ -317,10 +342,9 @@ def multiply_tiles(
 ):
     """One of the two warpgroups of a CTA."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    zeros = gl.zeros([HALF, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
+    zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
     nothing = gl.to_tensor(0)
     pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
-    cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     stage = 0
     phase = 0
     start, end = work.bounds(gl.program_id(0))
@@ -330,14 +354,16 @@ def multiply_tiles(
         item, left_tile, column = work.place(tile)
         steps = work.steps(start, end)
         first, last = work.left_range(left_tile, start, end)
-        first += WARPGROUP * HALF
+        first += WARPGROUP * WARPGROUP_ROWS
+        has_rows = first < last
+        first = work.row_of_tensor(first)
         if work.RAGGED_M:
             offset = first.to(gl.int64) * work.COLUMNS
-            group = gl.load(work.groups + item)
+            group = work.group(item)
         else:
             offset = (item.to(gl.int64) * work.LEFT + first) * work.COLUMNS
             group = item
-        if first + cta * CTA_ROWS < last:
+        if has_rows:
             acc, stage, phase = multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP, RIGHT_IS_TURNED)
             acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_rows)
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
@@ -354,9 +380,9 @@ def multiply_tiles(
 def zero_rows(y, first, last, COLUMNS: gl.constexpr):
     """Writes zeros to rows first, ..., last - 1 of y."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
-    zeros = gl.zeros([HALF, 64], y.dtype.element_ty, layout)
-    for strip in range(gl.program_id(0), (last - first + HALF - 1) // HALF, gl.num_programs(0)):
-        row = first + strip * HALF
+    zeros = gl.zeros([TILE_ROWS, 64], y.dtype.element_ty, layout)
+    for strip in range(gl.program_id(0), (last - first + TILE_ROWS - 1) // TILE_ROWS, gl.num_programs(0)):
+        row = first + strip * TILE_ROWS
         for column in range(0, COLUMNS, 64):
             store_rows(y, zeros, row.to(gl.int64) * COLUMNS, last - row, column, COLUMNS)
 
@@ -376,9 +402,10 @@ def hopper_kernel(
     COLUMNS], starts and ends of num_groups groups, y [num_groups, LEFT, COLUMNS]. left and right are TMA descriptors;
     16-bit floats, rows of a multiple of 16 bytes.
     """
-    items = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
+    count = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
+    cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
-        groups if RAGGED_M else starts, starts, ends, items,
+        groups if RAGGED_M else starts, starts, ends, count, cta,
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
     )  # fmt: skip
     ring = make_ring(left, right, STAGES)

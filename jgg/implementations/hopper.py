@@ -10,8 +10,7 @@ from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, tile_schedule
 from jgg.target import Target
 
-_TILE_ROWS = 256  # of a cluster's output tile
-_WARPGROUP_ROWS = 128  # of these, a warpgroup's in both CTAs together
+_TILE_ROWS = 128  # of a CTA's output tile; of the cluster's two, a warpgroup of each loads and multiplies as many
 
 
 def multiply_rows(
@@ -41,7 +40,7 @@ def multiply_rows(
             "num_groups": problem.num_experts,
         },
         descriptors={
-            "left": matrix(rows.shape, (_WARPGROUP_ROWS, step), cta_axis=0),
+            "left": matrix(rows.shape, (_TILE_ROWS, step), cta_axis=0),
             "right": matrices(problem.w_shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
         outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
@@ -53,7 +52,7 @@ def multiply_rows(
             "RIGHT_IS_TURNED": is_turned,
             **_constants(config, block_columns, step),
         },
-        **_options(target, problem, config, len(schedule.group) * math.ceil(features[columns] / block_columns)),
+        **_options(target, problem, config, math.ceil(len(schedule.group) / 2) * math.ceil(features[columns] / block_columns)),
     )
     return call("hopper_kernel", launch)["y"]
 
@@ -64,7 +63,7 @@ def multiply_row_blocks(
     """dW in the shape and layout of w, of x and dy in expert order."""
     block_columns, step = _blocks("dw", problem, config)
     left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
-    tiles = math.ceil(left.shape[1] / _TILE_ROWS) * math.ceil(right.shape[1] / block_columns)
+    tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     launch = Launch(
         operands={
             "left": left,
@@ -76,7 +75,7 @@ def multiply_row_blocks(
             "num_groups": problem.num_experts,
         },
         descriptors={
-            "left": bounded_rows(left.shape[1], (step, _WARPGROUP_ROWS), cta_axis=3),
+            "left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3),
             "right": bounded_rows(right.shape[1], (step, block_columns)),
         },
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
@@ -100,7 +99,7 @@ def _blocks(op, problem, config):
     """
     axes = output_axes(op, problem.w_layout)
     rows, columns, step = blocks = tuple(getattr(config, f"block_{axis}") for axis in axes)
-    if rows != _TILE_ROWS or columns not in (128, 256) or step != 64:
+    if rows != 2 * _TILE_ROWS or columns not in (128, 256) or step != 64:
         names = ", ".join(f"block_{axis}" for axis in axes)
         raise ValueError(f"{names} of {op} with warp_specialized must be 256, 128 or 256, and 64, got {blocks}.")
     return columns, step
