@@ -10,7 +10,7 @@ from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, tile_schedule
 from jgg.target import Target
 
-_TILE_ROWS = 128  # of a CTA's output tile; of the cluster's two, a warpgroup of each loads and multiplies as many
+_TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
 def multiply_rows(
@@ -23,6 +23,7 @@ def multiply_rows(
     features = {"n": problem.out_features, "k": problem.in_features}
     _, columns, reduced = output_axes(op, problem.w_layout)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
+    tiles = math.ceil(len(schedule.group) / 2) * math.ceil(features[columns] / block_columns)
     # w [E, columns, reduced] is turned in shared memory
     is_turned = (op == "forward") == (problem.w_layout == "enk")
     launch = Launch(
@@ -52,7 +53,7 @@ def multiply_rows(
             "RIGHT_IS_TURNED": is_turned,
             **_constants(config, block_columns, step),
         },
-        **_options(target, problem, config, math.ceil(len(schedule.group) / 2) * math.ceil(features[columns] / block_columns)),
+        **_options(target, problem, config, tiles),
     )
     return call("hopper_kernel", launch)["y"]
 

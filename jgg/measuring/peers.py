@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.measuring.timing import LARGER_THAN_L2, MAX_CALLS, REPEATS, SECONDS, Timing, measure, stays_in_l2
+from jgg.measuring.timing import LARGER_THAN_L2, REPEATS, Timing, calls_of_repeat, measure, stays_in_l2
 from jgg.problem import GroupedGemmProblem
 
 
@@ -68,7 +68,7 @@ class JaxProduct:
         """Times the product; its result is in jgg's layout."""
         start = time.perf_counter()
         jax.block_until_ready(jax.jit(self.function)(self.arrays))
-        is_slow = time.perf_counter() - start > SECONDS
+        is_slow = calls_of_repeat(time.perf_counter() - start) == 1
         most = {"max_calls": 1} if is_slow else {}
         timed = measure(self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed, **most)
         return Timing(timed.seconds, self.finish(timed.result))
@@ -260,7 +260,7 @@ def _torch_seconds(call, flushes) -> float:
         scratch.zero_()
         call()
 
-    calls = max(1, min(MAX_CALLS, int(3 * SECONDS / _event_seconds(flush_and_call, 3))))
+    calls = calls_of_repeat(_event_seconds(flush_and_call, 3) / 3)
     seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(REPEATS))
     if flushes:
         seconds -= statistics.median(_event_seconds(scratch.zero_, calls) for _ in range(REPEATS))

@@ -18,8 +18,9 @@ from jgg.schedule import group_bounds
 from jgg.target import current_target
 
 REPEATS = 5
-SECONDS = 0.02  # a repeat lasts about so long
-MAX_CALLS = 64
+MAX_CALLS = 256
+# Seconds of a repeat, about: a GPU at its power limit takes some 50 ms to settle on the clock that it can sustain.
+_SECONDS = {"gpu": 0.1, "cpu": 0.02}
 # FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
 _FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
 LARGER_THAN_L2 = 128 * 2**20  # bytes
@@ -88,7 +89,12 @@ def _reference_programs(op, problem):
     )
     functions = _in_float32(product(op, in_float32, "xla")), product(op, problem, "xla")
     shapes = jax.eval_shape(functools.partial(operands, problem))
-    return [jax.jit(function).lower(shapes).compile() for function in functions]
+    return [jit_reference(function).lower(shapes).compile() for function in functions]
+
+
+def jit_reference(function: Callable) -> Callable:
+    """jax.jit for a program that runs once or twice: XLA would take far longer to try ways to multiply on a GPU."""
+    return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def _in_float32(function):
@@ -156,7 +162,12 @@ def stays_in_l2(bytes_accessed: int) -> bool:
 
 def _calls(flops, bytes_accessed):
     flop_rate, byte_rate = _FAST.get(jax.default_backend(), _FAST["cpu"])
-    return max(1, min(MAX_CALLS, int(SECONDS / (flops / flop_rate + bytes_accessed / byte_rate + 1e-5))))
+    return calls_of_repeat(flops / flop_rate + bytes_accessed / byte_rate + 1e-5)
+
+
+def calls_of_repeat(seconds: float) -> int:
+    """How many calls of so many seconds make a repeat."""
+    return max(1, min(MAX_CALLS, int(_SECONDS.get(jax.default_backend(), _SECONDS["cpu"]) / seconds)))
 
 
 def _repeated(function, calls, flushes):
