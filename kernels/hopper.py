@@ -242,24 +242,11 @@ class Pending:
             self.store(y, part, COLUMNS)
 
 
-@gluon.constexpr_function
-def store_layout(columns):
-    """Of [TILE_ROWS, columns] to store: each thread has 16 bytes of a row in one piece, 4 threads 64 bytes.
-
-    Warps and groups of 4 threads have the rows that they have of a product, so that threads of a group exchange
-    elements without shared memory.
-    """
-    later_columns = [[0, 32 * 2**i] for i in range((columns // 32).bit_length() - 1)]
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *later_columns]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    warps = [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [[64, 0]], [128, columns])
-
-
 @gluon.jit
 def store_rows(y, value, offset, rows, column, COLUMNS: gl.constexpr):
-    """Stores value [TILE_ROWS, columns] from y[offset] on."""
-    layout: gl.constexpr = store_layout(value.shape[1])
+    """Stores value [TILE_ROWS, columns] from y[offset] on, by way of shared memory so that rows are written whole."""
+    threads: gl.constexpr = value.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
     row = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
     mask = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
@@ -393,7 +380,8 @@ def multiply_tiles(
 @gluon.jit
 def zero_rows(y, first, last, COLUMNS: gl.constexpr):
     """Writes zeros to rows first, ..., last - 1 of y."""
-    zeros = gl.zeros([TILE_ROWS, 64], y.dtype.element_ty, store_layout(64))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
+    zeros = gl.zeros([TILE_ROWS, 64], y.dtype.element_ty, layout)
     for strip in range(gl.program_id(0), (last - first + TILE_ROWS - 1) // TILE_ROWS, gl.num_programs(0)):
         row = first + strip * TILE_ROWS
         for column in range(0, COLUMNS, 64):
