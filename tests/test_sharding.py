@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_cases import CASES, make
+from sharded_cases import CASES, assert_case_is_right, make
 
 import jgg
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
@@ -40,6 +40,17 @@ def printed(process):
 
 def test_every_strategy_on_eight_devices():
     assert printed(start("run_sharding.py")).splitlines() == [*CASES, "all right"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_every_strategy_on_four_gpus(name):
+    if jax.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, has {jax.device_count()}")
+    shapes = [(2, 2, 1)] + [(1, 2, 2)] * ("tensor" in CASES[name][0])
+    for shape in shapes:
+        devices = np.array(jax.devices()[:4]).reshape(shape)
+        assert_case_is_right(name, jax.sharding.Mesh(devices, ("a", "b", "c")))
 
 
 def test_plain_jit_splits_features_and_experts_and_refuses_rows():
