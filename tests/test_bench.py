@@ -309,6 +309,23 @@ def test_an_interrupt_keeps_what_was_measured(run_bench, monkeypatch):
     assert measured == {"forward": {"jgg", "even", "one group", "dense"}, "dx": {"jgg"}}
 
 
+def test_what_was_measured_is_kept_when_a_peer_ends_the_process(monkeypatch, tmp_path):
+    calls = []
+
+    def measure(function, arrays, *_):
+        calls.append(function)
+        if len(calls) == 6:  # the second row's bounds
+            raise SystemExit
+        return timing.Timing(1e-3, function(arrays))
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(peers, "measure", measure)
+    with pytest.raises(SystemExit):
+        main(["bench", "--quiet", *OWN, "--op=forward,dx", "--peers=dense", "--out", str(tmp_path / "kept")])
+    result = json.loads((tmp_path / "kept.json").read_text())
+    assert {op: set(rows) for op, rows in by_op(result).items()} == {"forward": {"jgg", "even", "one group", "dense"}}
+
+
 def test_an_interrupt_before_anything_was_measured_writes_nothing(monkeypatch, tmp_path, capsys):
     def interrupt():
         raise KeyboardInterrupt

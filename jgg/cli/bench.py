@@ -210,7 +210,7 @@ def run(args) -> int:
     bench_report = import_with_extra("jgg.cli.bench_report", "bench")
     settings = Settings.from_args(args)
 
-    result = bench_run.run(settings)
+    result = bench_run.run(settings, keep=bench_report.write_json)
     if not (result.rows or result.layers):  # interrupted before anything was measured
         raise KeyboardInterrupt
     paths = bench_report.write(result)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +77,16 @@ def steps(settings: Settings, peers: list[str]) -> int:
     return len(settings.layer_problems) * (2 + len(PASSES) + (DENSE in peers))
 
 
-def measure_layers(settings: Settings, peers: list[str], rows: list[LayerRow], advance) -> None:
-    """Appends a row for each layer, filled in as it is measured; advance(what) tells of each step begun."""
+def measure_layers(settings: Settings, peers: list[str], advance) -> Iterator[LayerRow]:
+    """Yields a row for each layer, what an interrupt left of it too; advance(what) tells of each step begun."""
     for problem in settings.layer_problems:
-        rows.append(LayerRow(problem))
-        _measure_layer(rows[-1], settings.seed, DENSE in peers, advance)
+        row = LayerRow(problem)
+        try:
+            _measure_layer(row, settings.seed, DENSE in peers, advance)
+        except KeyboardInterrupt:
+            yield row
+            raise
+        yield row
 
 
 def _measure_layer(row, seed, with_dense, advance):

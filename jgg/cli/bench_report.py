@@ -5,6 +5,7 @@ import datetime
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -134,10 +135,17 @@ def _ratios(result):
 
 def write(result: Result) -> list[Path]:
     """Writes the JSON file and the plot, and returns their paths."""
-    paths = [Path(f"{result.settings.out}{suffix}") for suffix in (".png", ".json")]
-    paths[1].write_text(json.dumps(as_json(result), indent=2) + "\n")
-    plot(result).savefig(paths[0], dpi=120)
-    return paths
+    path = Path(f"{result.settings.out}.png")
+    plot(result).savefig(path, dpi=120)
+    return [path, write_json(result)]
+
+
+def write_json(result: Result) -> Path:
+    """Writes the JSON file, all at once, and returns its path."""
+    path = Path(f"{result.settings.out}.json")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(as_json(result), indent=2) + "\n")
+    return temporary.replace(path)
 
 
 def as_json(result: Result) -> dict:

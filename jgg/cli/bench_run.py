@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,11 @@ class Result:
         )
 
 
-def run(settings: Settings) -> Result:
-    """Measures all products; an interrupt from the keyboard ends it with what there is."""
+def run(settings: Settings, keep: Callable[[Result], Any] = lambda result: None) -> Result:
+    """Measures all products; an interrupt from the keyboard ends it with what there is.
+
+    keep(result) is called with what there is after each row, for a library that is measured may end the process.
+    """
     result = Result(settings)
     try:
         for name in settings.peers:
@@ -87,8 +91,8 @@ def run(settings: Settings) -> Result:
             else:
                 result.skipped[name] = reason
         result.copy_bandwidth = copy_bandwidth()
-        _measure_rows(result)
-        _measure_layers(result)
+        _measure_rows(result, keep)
+        _measure_layers(result, keep)
     except KeyboardInterrupt:
         result.interrupted = True
         result.rows = [row for row in result.rows if row.measurements]
@@ -105,7 +109,7 @@ def copy_bandwidth() -> float:
     return num_bytes / timed.seconds
 
 
-def _measure_rows(result):
+def _measure_rows(result, keep):
     settings = result.settings
     if not settings.gemm_ops:
         return
@@ -119,9 +123,10 @@ def _measure_rows(result):
                 row = Row(layer, gemm, op, problems[op][layer, gemm])
                 result.rows.append(row)
                 _measure_row(row, settings, plan, progress)
+                keep(result)
 
 
-def _measure_layers(result):
+def _measure_layers(result, keep):
     settings = result.settings
     with tqdm(total=steps(settings, result.peers), disable=settings.quiet, unit="step") as progress:
 
@@ -129,7 +134,9 @@ def _measure_layers(result):
             progress.set_description(what, refresh=True)
             progress.update()
 
-        measure_layers(settings, result.peers, result.layers, advance)
+        for row in measure_layers(settings, result.peers, advance):
+            result.layers.append(row)
+            keep(result)
 
 
 def _plan(groups, peers) -> dict[str, list[str]]:
