@@ -1,8 +1,8 @@
 """Tokens to the devices that hold their experts and back, inside `jax.shard_map`: two ways with one result.
 
-Both are a function of the device's own tokens and of `mlp`, which maps rows [R, H] and their Routing among this
-device's experts (topk 1) to rows [R, H]. R, the buffer, is `capacity` rows on every device; rows that find no room in
-it are counted and add nothing to y.
+Both are a function of the device's own tokens and of `mlp`, which maps tokens and their Routing among this device's
+experts to the sums of their rows, of which there are R. R, the buffer, is `capacity` rows on every device; rows that
+find no room in it are counted and add nothing to y.
 """
 
 import functools
@@ -44,21 +44,13 @@ def by_all_gather(x, topk_weights, topk_indices, mlp: Callable, placement: Place
 
     Returns: y [T, H], and how many rows of all tokens found no room on this device, int32: those of its last experts.
     """
-    axis, topk = placement.axis, topk_indices.shape[1]
+    axis = placement.axis
     tokens, weights, experts = (
         jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
     )
     experts -= jax.lax.axis_index(axis) * placement.num_experts  # those of other devices go past every group
     group_sizes, gather_indices = sort_by_expert(experts, placement.num_experts)
-    positions = checkpoint_name(gather_indices[: placement.capacity], "jgg_routing")
-    routing = Routing(
-        weights.reshape(-1)[positions][:, None],
-        experts.reshape(-1)[positions][:, None],
-        group_sizes,
-        jnp.arange(len(positions), dtype=jnp.int32),
-    )
-    rows = take_tokens(topk, tokens, positions)
-    partial = sum_choices((tokens.shape[0], topk), mlp(rows, routing), positions)
+    partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
     y = jax.lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
     return y, jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
 

@@ -50,7 +50,8 @@ def moe_mlp(
       w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
         that is not gated, I instead of 2 * I.
       w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H].
-      routing: of the T tokens, by `route`.
+      routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
+        add nothing.
       activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the first product.
@@ -102,17 +103,25 @@ def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options
             f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
         )
     shared = {"group_sizes": routing.group_sizes, "topk": topk, "permute_y": False, **options}
+    gathered = {"x": x, "gather_indices": routing.gather_indices, "topk_weights": routing.topk_weights}
     with _renamed({"w": "w_gate_up", "bias": "b_gate_up", "topk_weights": "routing.topk_weights"}):
-        up = check_problem(
-            x=x, w=w_gate_up, bias=b_gate_up, gather_indices=routing.gather_indices, permute_x=True,
-            topk_weights=routing.topk_weights, **shared,
-        )  # fmt: skip
+        if _has_all_choices(routing):
+            up = check_problem(w=w_gate_up, bias=b_gate_up, permute_x=True, **gathered, **shared)
+        else:
+            rows = jax.ShapeDtypeStruct((len(routing.gather_indices), x.shape[1]), x.dtype)
+            gathered |= {"x": rows, "topk_weights": None}
+            up = check_problem(w=w_gate_up, bias=b_gate_up, permute_x=False, **gathered, **shared)
     rows = jax.ShapeDtypeStruct((up.num_rows, hidden), up.dtype)
     with _renamed({"w": "w_down", "bias": "b_down"}):
         down = check_problem(
             x=rows, w=w_down, bias=b_down, gather_indices=None, permute_x=False, topk_weights=None, **shared
         )
     return dataclasses.replace(up, has_topk_weights=False), down
+
+
+def _has_all_choices(routing):
+    """Whether there is a row for each choice of each token, rather than for fewer."""
+    return jnp.ndim(routing.gather_indices) != 1 or len(routing.gather_indices) >= routing.topk_weights.size
 
 
 @contextlib.contextmanager
@@ -130,7 +139,7 @@ class _Mlp:
     """The static argument of the custom_vjp.
 
     Attributes:
-      up: x in token order to the pre-activation in expert order.
+      up: x, in token order where each choice has a row, else in expert order, to the pre-activation in expert order.
       down: hidden features to their product, both in expert order.
     """
 
@@ -156,6 +165,13 @@ class _Mlp:
     def bounds(self, group_sizes):
         return group_bounds(group_sizes, self.up.problem.num_rows)
 
+    def rows_of(self, x, gather_indices):
+        """The rows of x, and the indices by which they are gathered still, as the products of `up` take them."""
+        if self.up.problem.permute_x:
+            return x, gather_indices
+        (rows,) = self.up.run("combine", x, gather_indices // self.topk, None, topk=1)
+        return rows, None
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp, *arrays):
@@ -164,12 +180,13 @@ def _mlp(mlp, *arrays):
 
 def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     bounds = mlp.bounds(group_sizes)
-    (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    rows, indices = mlp.rows_of(x, gather_indices)
+    (pre_activation,) = mlp.up.run("forward", rows, w_gate_up, bounds, indices, None, b_gate_up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
     (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
     (products,) = mlp.down.run("forward", hidden, w_down, bounds, None, None, b_down)
-    rows = inverse_permutation(gather_indices)
-    (y,) = mlp.down.run("combine", products, rows, topk_weights, topk=mlp.topk)
+    row_of = inverse_permutation(gather_indices, topk_weights.size)
+    (y,) = mlp.down.run("combine", products, row_of, topk_weights, topk=mlp.topk)
     x = checkpoint_name(x, "jgg_x")
     residuals = x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices
     return y, residuals
@@ -179,8 +196,8 @@ def _backward(mlp, residuals, dy):
     """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
     x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
     bounds = mlp.bounds(group_sizes)
-    num_rows = mlp.up.problem.num_rows
-    positions = jnp.where(gather_indices < 0, num_rows, gather_indices)  # `at` would wrap around
+    positions = jnp.where(gather_indices < 0, topk_weights.size, gather_indices)  # `at` would wrap around
+    row_of = inverse_permutation(gather_indices, topk_weights.size)
     weights = topk_weights.reshape(-1).at[positions].get(mode="fill", fill_value=0).astype(jnp.float32)
     (dy_rows,) = mlp.down.run("combine", dy.astype(x.dtype), positions // mlp.topk, None, topk=1)
 
@@ -195,12 +212,15 @@ def _backward(mlp, residuals, dy):
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     with_bias = b_gate_up is not None
+    rows, indices = mlp.rows_of(x, gather_indices)
     dw_gate_up, *db_gate_up = mlp.up.run(
-        "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
+        "backward_dw", rows, d_pre_activation, bounds, indices, None, with_bias=with_bias
     )
-    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
+    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, indices, None)
+    if indices is None:
+        (dx,) = mlp.up.run("combine", dx, row_of, None, topk=mlp.topk)
 
-    d_weights = d_weights.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
+    d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     db_gate_up = db_gate_up[0].astype(b_gate_up.dtype) if with_bias else None
     db_down = None if b_down is None else db_down.astype(b_down.dtype)
@@ -214,6 +234,8 @@ _jitted_mlp = jax.jit(_mlp, static_argnums=0)
 def _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
     """The same in plain differentiable JAX."""
     topk = routing.topk_weights.shape[1]
+    if not _has_all_choices(routing):
+        return _composed_of_rows(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options)
     shared = {"topk": topk, "gather_indices": routing.gather_indices, "implementation": "xla"} | options
     pre_activation = grouped_gemm(x, w_gate_up, routing.group_sizes, permute_x=True, bias=b_gate_up, **shared)
     y = grouped_gemm(
@@ -226,3 +248,19 @@ def _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up,
         **shared,
     )
     return jnp.sum(y.reshape(x.shape[0], topk, y.shape[1]).astype(jnp.float32), axis=1).astype(x.dtype)
+
+
+def _composed_of_rows(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
+    """`_composed` where only some choices have a row."""
+    num_tokens, topk = routing.topk_weights.shape
+    indices = saturated_int32(routing.gather_indices)
+    tokens = jnp.where(indices < 0, num_tokens, indices // topk)  # `at` would wrap around
+    options = {"implementation": "xla"} | options
+    rows = x.at[tokens].get(mode="fill", fill_value=0)
+    pre_activation = grouped_gemm(rows, w_gate_up, routing.group_sizes, bias=b_gate_up, **options)
+    hidden = activation(pre_activation, interleaved).astype(x.dtype)
+    products = grouped_gemm(hidden, w_down, routing.group_sizes, bias=b_down, **options)
+    row_of = inverse_permutation(indices, num_tokens * topk)
+    choices = products.at[row_of].get(mode="fill", fill_value=0).reshape(num_tokens, topk, x.shape[1])
+    weights = routing.topk_weights.astype(jnp.float32)
+    return jnp.einsum("tkh,tk->th", choices.astype(jnp.float32), weights, precision="highest").astype(x.dtype)

@@ -91,15 +91,22 @@ def saturated_int32(array: jax.Array) -> jax.Array:
     return jnp.clip(array, jnp.array(lowest, array.dtype), jnp.array(highest, array.dtype)).astype(jnp.int32)
 
 
-def inverse_permutation(gather_indices: jax.Array) -> jax.Array:
-    """For each position in token order the row in expert order that names it, or M where none does; int32 [M].
+def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = None) -> jax.Array:
+    """For each position in token order the row in expert order that names it, or M where none does.
 
-    Of several such rows it is the last; indices outside [0, M) name nothing.
+    Of several such rows it is the last; indices outside the positions name nothing.
+
+    Args:
+      gather_indices: integer [M].
+      num_positions: how many positions there are; M by default.
+
+    Returns: int32 [num_positions].
     """
     num_rows = len(gather_indices)
+    num_positions = num_rows if num_positions is None else num_positions
     gather_indices = saturated_int32(gather_indices)
-    in_range = (gather_indices >= 0) & (gather_indices < num_rows)
-    targets = jnp.where(in_range, gather_indices, num_rows)
+    in_range = (gather_indices >= 0) & (gather_indices < num_positions)
+    targets = jnp.where(in_range, gather_indices, num_positions)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    inverse = jnp.full((num_rows,), -1, jnp.int32).at[targets].max(rows, mode="drop")
+    inverse = jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
     return jnp.where(inverse < 0, num_rows, inverse)

@@ -89,6 +89,8 @@ def expected(floats, chosen, dy, activation, interleaved, w_layout):
     )  # [in, out], views, so that gradients can be added in place
     for token, choices in enumerate(chosen):
         for choice, e in enumerate(choices):
+            if e >= len(f["w_gate_up"]):  # no such expert
+                continue
             x, p, d = f["x"][token], f["topk_weights"][token, choice], dy[token].astype(np.float64)
             pre = x @ up_of(f["w_gate_up"], e) + (0 if f["b_gate_up"] is None else f["b_gate_up"][e])
             hidden, d_hidden_to_pre = activate(pre, activation, interleaved)
@@ -123,10 +125,11 @@ def activate(pre, activation, interleaved):
     return hidden_of(pre), transposed
 
 
-def run(floats, chosen, dy, implementation, activation="swiglu", dtype=jnp.float32, **options):
-    """y and the gradients."""
+def run(floats, chosen, dy, implementation, activation="swiglu", dtype=jnp.float32, num_rows=None, **options):
+    """y and the gradients; num_rows of the choices have a row, by default all."""
     experts = floats["w_gate_up"].shape[0]
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
+    gather_indices = gather_indices[:num_rows]
     arrays = {name: None if a is None else jnp.asarray(a, dtype) for name, a in floats.items()}
 
     @jax.jit
@@ -211,6 +214,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_case(case, implementation):
     assert_right(implementation, biased=True, **case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+def test_fewer_rows_than_choices(w_layout, implementation):
+    floats, chosen, dy = make(biased=True, w_layout=w_layout)
+    chosen[::3, 1] = chosen[4] = DATA["experts"]  # no such expert
+    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
+    num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
+    got_y, got_grads = run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=num_rows)
+    assert_close(got_y, y, 1e-5, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-5, name)
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:2], IMPLEMENTATIONS[3]])
