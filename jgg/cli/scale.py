@@ -45,15 +45,6 @@ def run(args) -> int:
     print(f"{devices()[0].kind}, {args.dtype}; {layer.name}: {layer.tokens} tokens for each device, H {layer.hidden},")
     print(f"I {layer.expert_intermediate}, E {layer.experts}, k {layer.topk}; forward and backward with the router.")
     print(_line("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow"))
-    measured, base = [], None
-    count = 1
-    while count <= (args.devices or visible):
-        for strategy in scaling.strategies(count, layer, args.buffer_factor):
-            result = scaling.measure(layer, strategy, args.dtype, args.steps)
-            base = base or result
-            measured.append(_as_json(result, base))
-            print(_row(result, base, args.dtype), flush=True)
-        count *= 2
     path = Path(f"{args.out}.json")
     facts = {
         "command": ["jgg", *sys.argv[1:]],
@@ -62,9 +53,17 @@ def run(args) -> int:
         "device": dataclasses.asdict(devices()[0]),
         "layer": dataclasses.asdict(layer),
         "dtype": args.dtype,
-        "measurements": measured,
     }
-    path.write_text(json.dumps(facts, indent=2) + "\n")
+    measured, base = [], None
+    count = 1
+    while count <= (args.devices or visible):
+        for strategy in scaling.strategies(count, layer, args.buffer_factor):
+            result = scaling.measure(layer, strategy, args.dtype, args.steps)
+            base = base or result
+            measured.append(_as_json(result, base))
+            print(_row(result, base, args.dtype), flush=True)
+            path.write_text(json.dumps(facts | {"measurements": measured}, indent=2) + "\n")  # lest an end lose it
+        count *= 2
     print(f"Wrote {path}")
     return int(any(_is_wrong(entry, args.dtype) for entry in measured))
 
