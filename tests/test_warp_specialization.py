@@ -5,6 +5,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, EVERYTHING, OPTIONS, Case
 from comparison import assert_right
@@ -13,6 +14,7 @@ import jgg
 from jgg import warp_specialization
 from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
 from jgg.implementations import triton
+from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
 from jgg.target import Target
 from jgg.warp_specialization import why_not
@@ -55,6 +57,37 @@ def test_case(case):
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 def test_large_case(case, columns, band, dtype):
     assert_right(case, dtype, "triton", configs=specialized_configs(case.w_layout, columns, band=band))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+def test_many_groups(w_layout):
+    """A cluster's two row tiles are of one group or of two, in any order, and neither CTA gets ahead of the other."""
+    num_rows, features, experts = 20_000, 768, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((num_rows, features), (experts, features, features), (num_rows, features))
+    x, w, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+
+    def forward_and_backward(configs):
+        def run(sizes):
+            def forward(x, w):
+                return jgg.grouped_gemm(x, w, sizes, w_layout=w_layout, implementation="triton", **configs)
+
+            y, vjp = jax.vjp(forward, x, w)
+            return y, *vjp(dy)
+
+        return jax.jit(run)
+
+    specialized = forward_and_backward(dict(specialized_configs(w_layout)))
+    problem = gemm(num_rows=num_rows, in_features=features, out_features=features, num_experts=experts)
+    plain = forward_and_backward(
+        {name: heuristic_config(op, problem, HOPPER, may_specialize=False) for op, name in ARGUMENTS.items()}
+    )
+    rng = np.random.default_rng(0)
+    for spread in 20 * (0.05, 0.3, 1, 10):
+        sizes = jnp.asarray(rng.multinomial(rng.integers(num_rows), rng.dirichlet(np.full(experts, spread))), jnp.int32)
+        for name, result, expected in zip(("y", "dx", "dw"), specialized(sizes), plain(sizes), strict=True):
+            assert relative_error(result, expected) < 1e-2, (name, spread, sizes)
 
 
 @pytest.mark.gpu
