@@ -48,7 +48,7 @@ def test_seconds_and_memory():
     assert found.flops == flops
     assert found.seconds == pytest.approx(flops / 1e9 + 4 * TOKENS / 4e6)
     assert found.efficiency == pytest.approx(flops / 1e9 / found.seconds)
-    # state and weights of half the experts; rows and pre-activation kept; rows, results, all tokens and their y
+    # state and weights of half the experts; all tokens, the pre-activation; rows, results, all tokens and their y
     assert found.memory == WEIGHTS / 2 * (8 + 1) + 128 * (256 + 128) * 2 + 2 * 2 * TOKENS + 2 * 2 * TOKENS
     # of two choices at random a token needs the other device with probability 3 / 4
     assert found.minimum == pytest.approx(4 * TOKENS * 3 / 4)

@@ -155,10 +155,12 @@ def _memory(layer, strategy, tokens, weights) -> float:
     stored = weights / BYTES * STATE_BYTES / (strategy.replicas if strategy.fsdp else 1)
     factor = min(strategy.buffer_factor, strategy.expert) if strategy.expert > 1 else 1.0
     rows = tokens * layer.topk * factor
-    kept = rows * (layer.hidden + 2 * layer.expert_intermediate / strategy.tensor) * BYTES
-    tokens_gathered = strategy.expert if strategy.exchange == "all_gather" and strategy.expert > 1 else 1
-    buffers = (2 * rows + 2 * tokens * tokens_gathered) * layer.hidden * BYTES  # rows and their results; x and y
-    return stored + weights + kept + buffers
+    is_ragged = strategy.exchange == "ragged_all_to_all" and strategy.expert > 1
+    here = tokens if is_ragged else tokens * strategy.expert  # those that all_gather brings
+    kept_x = (rows if is_ragged else here) * layer.hidden
+    kept = kept_x + rows * 2 * layer.expert_intermediate / strategy.tensor
+    buffers = (2 * rows + 2 * here) * layer.hidden  # rows and their results; x and y
+    return stored + weights + (kept + buffers) * BYTES
 
 
 def strategies(layer: Layer, cluster: Cluster) -> list[Strategy]:
