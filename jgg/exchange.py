@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jgg.implementations import blocks
 from jgg.routing import Routing, sort_by_expert
+from jgg.schedule import inverse_permutation
 from jgg.varying import vary_over, varying_axes
 
 
@@ -173,15 +175,8 @@ def take_tokens(topk, tokens, positions):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_choices(shape, rows, positions):
     """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
-    num_rows, (num_tokens, topk) = rows.shape[0], shape
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    row_of = (
-        jnp.full((num_tokens * topk,), num_rows, jnp.int32)
-        .at[positions]
-        .set(row, unique_indices=True, mode="promise_in_bounds")
-    )
-    choices = rows.at[row_of].get(mode="fill", fill_value=0).reshape(num_tokens, topk, rows.shape[1])
-    return jnp.sum(choices.astype(jnp.float32), axis=1).astype(rows.dtype)
+    num_tokens, topk = shape
+    return blocks.combine(rows, inverse_permutation(positions, num_tokens * topk), None, topk)
 
 
 # Each is the other's transpose. Derived by JAX they would scatter and add rows, which is slow on a GPU.

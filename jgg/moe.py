@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jgg import implementations
 from jgg.activations import Activation, find_activation
 from jgg.grouped_gemm import bias_row_sums, grouped_gemm
-from jgg.implementations import Operation
+from jgg.implementations import Operation, blocks
 from jgg.problem import check_problem
 from jgg.routing import Routing
 from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
@@ -252,15 +252,11 @@ def _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up,
 
 def _composed_of_rows(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
     """`_composed` where only some choices have a row."""
-    num_tokens, topk = routing.topk_weights.shape
+    weights, topk = routing.topk_weights, routing.topk_weights.shape[1]
     indices = saturated_int32(routing.gather_indices)
-    tokens = jnp.where(indices < 0, num_tokens, indices // topk)  # `at` would wrap around
     options = {"implementation": "xla"} | options
-    rows = x.at[tokens].get(mode="fill", fill_value=0)
+    rows = blocks.combine(x, indices // topk, None, topk=1)
     pre_activation = grouped_gemm(rows, w_gate_up, routing.group_sizes, bias=b_gate_up, **options)
     hidden = activation(pre_activation, interleaved).astype(x.dtype)
     products = grouped_gemm(hidden, w_down, routing.group_sizes, bias=b_down, **options)
-    row_of = inverse_permutation(indices, num_tokens * topk)
-    choices = products.at[row_of].get(mode="fill", fill_value=0).reshape(num_tokens, topk, x.shape[1])
-    weights = routing.topk_weights.astype(jnp.float32)
-    return jnp.einsum("tkh,tk->th", choices.astype(jnp.float32), weights, precision="highest").astype(x.dtype)
+    return blocks.combine(products, inverse_permutation(indices, weights.size), weights, topk)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import platformdirs
 
 from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.files import replace_text
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
 
@@ -188,9 +189,7 @@ def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
     entries[entry.identity] = entry
     lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
-    temporary.replace(path)
+    replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
 
 
 def _options(op, problem):

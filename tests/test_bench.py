@@ -290,17 +290,22 @@ def test_the_fastest_right_configuration_counts():
     assert bench_run.measure_best(lambda: ways[3:], reference).status == "failed"
 
 
-@pytest.mark.usefixtures("no_timing")
-def test_an_interrupt_keeps_what_was_measured(run_bench, monkeypatch):
+def fails_in_the_second_row(error):
+    """In place of `measure`: the first row is measured, of the second its first product."""
     calls = []
 
     def measure(function, arrays, *_):
         calls.append(function)
         if len(calls) == 6:  # the second row's bounds
-            raise KeyboardInterrupt
+            raise error
         return timing.Timing(1e-3, function(arrays))
 
-    monkeypatch.setattr(peers, "measure", measure)
+    return measure
+
+
+@pytest.mark.usefixtures("no_timing")
+def test_an_interrupt_keeps_what_was_measured(run_bench, monkeypatch):
+    monkeypatch.setattr(peers, "measure", fails_in_the_second_row(KeyboardInterrupt))
     code, output, result = run_bench(*OWN, "--op=forward,dx,dw", "--peers=dense")
     assert code == 130
     assert result["interrupted"]
@@ -310,16 +315,8 @@ def test_an_interrupt_keeps_what_was_measured(run_bench, monkeypatch):
 
 
 def test_what_was_measured_is_kept_when_a_peer_ends_the_process(monkeypatch, tmp_path):
-    calls = []
-
-    def measure(function, arrays, *_):
-        calls.append(function)
-        if len(calls) == 6:  # the second row's bounds
-            raise SystemExit
-        return timing.Timing(1e-3, function(arrays))
-
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.setattr(peers, "measure", fails_in_the_second_row(SystemExit))
     with pytest.raises(SystemExit):
         main(["bench", "--quiet", *OWN, "--op=forward,dx", "--peers=dense", "--out", str(tmp_path / "kept")])
     result = json.loads((tmp_path / "kept.json").read_text())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -73,23 +72,12 @@ class LayerRow:
 
 
 def steps(settings: Settings, peers: list[str]) -> int:
-    """How often `measure_layers` calls `advance`."""
+    """How often `measure_layer` calls `advance`, for all layers together."""
     return len(settings.layer_problems) * (2 + len(PASSES) + (DENSE in peers))
 
 
-def measure_layers(settings: Settings, peers: list[str], advance) -> Iterator[LayerRow]:
-    """Yields a row for each layer, what an interrupt left of it too; advance(what) tells of each step begun."""
-    for problem in settings.layer_problems:
-        row = LayerRow(problem)
-        try:
-            _measure_layer(row, settings.seed, DENSE in peers, advance)
-        except KeyboardInterrupt:
-            yield row
-            raise
-        yield row
-
-
-def _measure_layer(row, seed, with_dense, advance):
+def measure_layer(row: LayerRow, seed: int, with_dense: bool, advance) -> None:
+    """Fills in the measurements of a layer; advance(what) tells of each step begun."""
     problem, name = row.problem, row.problem.layer.name
     arrays = problem.operands(seed)
 

@@ -1,13 +1,10 @@
 """Reports a run of `jgg bench`: a table for the terminal, a JSON file and a plot."""
 
 import dataclasses
-import datetime
 import functools
 import json
 import math
-import os
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,8 @@ from matplotlib.figure import Figure
 from jgg.cli import bench_layer_report
 from jgg.cli.bench_run import BOUNDS, JGG, Result, Row
 from jgg.cli.common import number
-from jgg.cli.machine import devices, versions
+from jgg.cli.machine import devices, origin
+from jgg.files import replace_text
 from jgg.measuring.measurement import DENSE, RIGHT, UNSUPPORTED
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
@@ -141,20 +139,13 @@ def write(result: Result) -> list[Path]:
 
 
 def write_json(result: Result) -> Path:
-    """Writes the JSON file, all at once, and returns its path."""
-    path = Path(f"{result.settings.out}.json")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(as_json(result), indent=2) + "\n")
-    return temporary.replace(path)
+    """Writes the JSON file and returns its path."""
+    return replace_text(Path(f"{result.settings.out}.json"), json.dumps(as_json(result), indent=2) + "\n")
 
 
 def as_json(result: Result) -> dict:
     """The result with the command, the versions and the device that it is from."""
-    return {
-        "command": ["jgg", *sys.argv[1:]],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": dataclasses.asdict(devices()[0]),
+    return origin() | {
         "settings": dataclasses.asdict(result.settings),
         "copy_bytes_per_second": result.copy_bandwidth,
         "peers": result.peers,

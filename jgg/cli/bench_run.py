@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jgg.cli.bench import Settings
-from jgg.cli.bench_layer import LayerRow, measure_layers, steps
+from jgg.cli.bench_layer import LayerRow, measure_layer, steps
 from jgg.measuring.measurement import DENSE, FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement
 from jgg.measuring.peers import PEERS, JaxProduct, Unsupported, first_line
 from jgg.measuring.timing import Reference, measure, product
@@ -134,8 +134,10 @@ def _measure_layers(result, keep):
             progress.set_description(what, refresh=True)
             progress.update()
 
-        for row in measure_layers(settings, result.peers, advance):
+        for problem in settings.layer_problems:
+            row = LayerRow(problem)
             result.layers.append(row)
+            measure_layer(row, settings.seed, DENSE in result.peers, advance)
             keep(result)
 
 

@@ -2,10 +2,12 @@
 
 import collections
 import dataclasses
+import datetime
 import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -92,6 +94,16 @@ def gather() -> Facts:
             _tuned_file(path) for path in (tuned_configs.user_file(), *tuned_configs.shipped_files()) if path.exists()
         ),
     )
+
+
+def origin() -> dict:
+    """What a file of measurements says of where it is from: the command, the date, the versions and the device."""
+    return {
+        "command": ["jgg", *sys.argv[1:]],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": dataclasses.asdict(devices()[0]),
+    }
 
 
 def versions() -> dict[str, str | None]:

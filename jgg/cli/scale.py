@@ -5,16 +5,15 @@ device and the bytes that devices send, and writes PREFIX.json.
 """
 
 import dataclasses
-import datetime
 import json
-import sys
 from pathlib import Path
 
 import jax
 
 import jgg.measuring.scaling as scaling
 from jgg.cli.common import UsageError, check_out, positive_float, positive_int
-from jgg.cli.machine import devices, versions
+from jgg.cli.machine import devices, origin
+from jgg.files import replace_text
 from jgg.measuring.workloads import Layer, load_layers
 
 DTYPES = ("bfloat16", "float32")
@@ -46,14 +45,7 @@ def run(args) -> int:
     print(f"I {layer.expert_intermediate}, E {layer.experts}, k {layer.topk}; forward and backward with the router.")
     print(_line("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow"))
     path = Path(f"{args.out}.json")
-    facts = {
-        "command": ["jgg", *sys.argv[1:]],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": dataclasses.asdict(devices()[0]),
-        "layer": dataclasses.asdict(layer),
-        "dtype": args.dtype,
-    }
+    facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": args.dtype}
     measured, base = [], None
     count = 1
     while count <= (args.devices or visible):
@@ -62,7 +54,8 @@ def run(args) -> int:
             base = base or result
             measured.append(_as_json(result, base))
             print(_row(result, base, args.dtype), flush=True)
-            path.write_text(json.dumps(facts | {"measurements": measured}, indent=2) + "\n")  # lest an end lose it
+            # now, lest an end of this process lose it
+            replace_text(path, json.dumps(facts | {"measurements": measured}, indent=2) + "\n")
         count *= 2
     print(f"Wrote {path}")
     return int(any(_is_wrong(entry, args.dtype) for entry in measured))

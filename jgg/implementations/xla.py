@@ -63,11 +63,7 @@ def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_wei
 
 def combine(target, problem, config, rows, positions, scales, topk):
     """The weighted sum of each token's rows; see `implementations.kernels.combine`."""
-    terms = rows.at[blocks.guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
-    if scales is not None:
-        terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
-    terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
-    return [jnp.sum(terms, axis=1).astype(rows.dtype)]
+    return [blocks.combine(rows, positions, scales, topk)]
 
 
 def activate(target, problem, config, *arrays, **options):
