@@ -23,7 +23,8 @@ class _KernelConfig:
       programs_per_sm: persistent programs for each multiprocessor.
       warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
         steps of 64, where `jgg.warp_specialization` says that it can; elsewhere the heuristic chooses. It loads by TMA
-        and leaves gather and scatter to copies; num_warps, programs_per_sm and those switches mean nothing to it.
+        what it does not gather, leaves scatter and the gathers of dW to copies, and uses neither num_warps nor
+        programs_per_sm.
     """
 
     block_m: int = 128
@@ -44,11 +45,6 @@ class _KernelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive int, got {value!r}.")
-
-    @property
-    def gathers_in_copies(self) -> bool:
-        """Whether rows are brought into expert order by a kernel of its own first."""
-        return self.warp_specialized or not self.fuse_gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +108,9 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
     Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
 
-    - The warp-specialised kernel is the fastest for most, where it can run, groups are large enough to fill its tiles
-      and x need not be gathered for few columns. `may_specialize=False` leaves it out.
+    - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
+      tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
+      steps and there are few columns of tiles; elsewhere a copy first is faster.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -126,7 +123,9 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     if _is_ieee_float32(problem):
         return _choose_ieee_float32(op, problem, target)
     if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
-        return specialized_config(op, problem.w_layout)
+        return dataclasses.replace(
+            specialized_config(op, problem.w_layout), fuse_gather=_gathers_in_specialized(op, problem)
+        )
     if op == "dw":
         return _choose_dw(problem, target)
     if op == "forward":
@@ -157,14 +156,19 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
 
 def _fills_specialized_tiles(op, problem):
-    if op == "forward" and problem.permute_x and _is_narrow(problem):
-        return False  # the other kernel gathers as it loads, which costs less than a copy then
     axes = {
         "forward": (problem.out_features,),
         "dx": (problem.in_features,),
         "dw": (problem.in_features, problem.out_features),
     }
     return has_rows_for_specialized(problem) and min(axes[op]) > 128
+
+
+def _gathers_in_specialized(op, problem):
+    reduced, columns = problem.in_features, problem.out_features
+    if op == "dx":
+        reduced, columns = columns, reduced
+    return op != "dw" and reduced >= 1024 and columns < 8192
 
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:

@@ -1,11 +1,11 @@
 """Both main loops for sm_90 in Gluon: warp-specialised, in clusters of two multiprocessors.
 
 Each of the two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS] of left @ right, with left the rows
-of x or dy (ragged M) or, for dW, their columns (ragged K). One warp loads blocks by TMA while two warpgroups multiply
-64 rows each. The two tiles have the same columns; where they are of one group too, the block of the right operand is
-loaded once for both. Warpgroups whose rows lie past the group's end rest. A warpgroup keeps a finished tile in
-registers and stores it in four parts during the first steps of its next one, so that the tensor cores do not wait for
-stores.
+of x or dy (ragged M) or, for dW, their columns (ragged K). One warp loads blocks by TMA, or four do where rows of left
+have to be gathered, while two warpgroups multiply 64 rows each. The two tiles have the same columns; where they are of
+one group too, the block of the right operand is loaded once for both. Warpgroups whose rows lie past the group's end
+rest. A warpgroup keeps a finished tile in registers and stores it in four parts during the first steps of its next
+one, so that the tensor cores do not wait for stores.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
 between the two.
@@ -13,6 +13,7 @@ between the two.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,6 +28,7 @@ TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
 MIN_STEPS = gl.constexpr(4)  # each stores a part of the tile before; steps past the end multiply zeros
 ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
+LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
 
 
@@ -56,6 +58,7 @@ class Work:
     BAND: gl.constexpr
     BLOCK_REDUCED: gl.constexpr
     BLOCK_COLUMNS: gl.constexpr
+    GATHERS: gl.constexpr
 
     @gluon.jit
     def num_tiles(self):
@@ -90,6 +93,18 @@ class Work:
         item, _, _ = self.place(tile)
         exists = (tile < self.num_tiles()) & (item < self.count)
         return gl.load(self.starts + item, mask=exists, other=0), gl.load(self.ends + item, mask=exists, other=0)
+
+    @gluon.jit
+    def right_rows(self, tile):
+        """`bounds`, and with RAGGED_M the group of the tile and whether it is that of the cluster's other tile too."""
+        start, end = self.bounds(tile)
+        group = start
+        is_shared = start == end
+        if self.RAGGED_M:
+            item, _, _ = self.place(tile)
+            group = self.group(item)
+            is_shared = group == self.group(item ^ 1)
+        return start, end, group, is_shared
 
     @gluon.jit
     def left_range(self, left_tile, start, end):
@@ -149,14 +164,28 @@ class Ring:
         mbarrier.arrive(self.both_empty.index(stage))
 
     @gluon.jit
+    def announce(self, stage, STEPS: gl.constexpr, pred):
+        """Tells the warpgroups that the rows gathered so many steps earlier are there."""
+        fence_async_shared()
+        earlier = gl.where(stage < STEPS, stage + self.STAGES - STEPS, stage - STEPS)
+        mbarrier.arrive(self.full.index(earlier), pred=pred)
+
+    @gluon.jit
     def hand_back_before(self, stage):
         self.hand_back(gl.where(stage == 0, self.STAGES - 1, stage - 1))
 
 
 @gluon.jit
-def make_ring(left, right, STAGES: gl.constexpr):
+def make_ring(work, left, right, STAGES: gl.constexpr):
+    if work.GATHERS:
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]])
+        shape: gl.constexpr = [2 * STAGES, TILE_ROWS, work.BLOCK_REDUCED]
+        left_blocks = gl.allocate_shared_memory(left.dtype.element_ty, shape, layout)
+    else:
+        shape: gl.constexpr = left.block_type.shape
+        left_blocks = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + shape, left.layout)  # noqa: RUF005
     ring = Ring(
-        gl.allocate_shared_memory(left.dtype, [2 * STAGES] + left.block_type.shape, left.layout),  # noqa: RUF005
+        left_blocks,
         gl.allocate_shared_memory(right.dtype, [STAGES] + right.block_type.shape, right.layout),  # noqa: RUF005
         mbarrier.allocate_mbarrier(batch=STAGES),
         mbarrier.allocate_mbarrier(batch=STAGES),
@@ -164,34 +193,72 @@ def make_ring(left, right, STAGES: gl.constexpr):
         STAGES,
     )
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(stage), count=2)
+        mbarrier.init(ring.full.index(stage), count=3 if work.GATHERS else 2)
         mbarrier.init(ring.empty.index(stage), count=2)
         mbarrier.init(ring.both_empty.index(stage), count=2)
     fence_async_shared()
     return ring
 
 
+@gluon.aggregate
+class Gather:
+    """left, whose row i is row indices[i] // TOPK of the matrix [any, REDUCED] at `pointer`; zeros for a bad index."""
+
+    pointer: gl.tensor
+    indices: gl.tensor
+    num_rows: gl.tensor
+    REDUCED: gl.constexpr
+    TOPK: gl.constexpr
+    layout: gl.constexpr
+
+    @gluon.jit
+    def sources(self, row, end):
+        """The matrix's rows that are rows row, ..., row + TILE_ROWS - 1; -1 from `end` on and for a bad index."""
+        rows = row + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, self.layout))
+        index = gl.load(self.indices + rows, mask=rows < end, other=-1)
+        return gl.where((index >= 0) & (index < self.num_rows), index // self.TOPK, -1)
+
+    @gluon.jit
+    def load(self, block, sources, column):
+        """Begins to copy columns column, column + 1, ... of those rows to a block in shared memory."""
+        columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
+        mask = (sources >= 0)[:, None] & (columns < self.REDUCED)[None, :]
+        pointers = self.pointer + (sources.to(gl.int64) * self.REDUCED)[:, None] + columns[None, :]
+        async_copy.async_load(block, pointers, mask=mask)
+
+
 @gluon.jit
-def load_blocks(work, ring, left, right, RIGHT_IS_TURNED: gl.constexpr):
-    """The loading warp."""
+def load_blocks(
+    work, ring, left, right, gather_indices, num_rows, RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr
+):  # fmt: skip
+    """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
+    RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
+    LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
     stage = 0
     phase = 1
+    begun = 0
+    start, end, group, is_shared = work.right_rows(gl.program_id(0))
+    if work.GATHERS:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
+        gather = Gather(left, gather_indices, num_rows, work.REDUCED, TOPK, layout)
     for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
-        item, left_tile, column = work.place(tile)
-        start, end = work.bounds(tile)
+        # the next tile's are on their way while this one's blocks are loaded
+        next_start, next_end, next_group, next_is_shared = work.right_rows(tile + gl.num_programs(0))
+        _, left_tile, column = work.place(tile)
         first, last = work.left_range(left_tile, start, end)
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
-        if work.RAGGED_M:
-            group = work.group(item)
-            is_shared = group == work.group(item ^ 1)
+        second = first + WARPGROUP_ROWS
+        if work.GATHERS:
+            sources = gather.sources(first, last)
+            second_sources = gather.sources(second, last)
         for step in range(work.steps(start, end)):
             ring.await_empty(stage, phase)
             full = ring.full.index(stage)
             # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
             mbarrier.arrive(full, from_cta=0)
-            mbarrier.expect(full, right.nbytes_per_cta + 2 * left.nbytes_per_cta, pred=has_second)
-            mbarrier.expect(full, right.nbytes_per_cta + left.nbytes_per_cta, pred=has_second == 0)
+            mbarrier.expect(full, RIGHT_BYTES + 2 * LEFT_BYTES, pred=has_second)
+            mbarrier.expect(full, RIGHT_BYTES + LEFT_BYTES, pred=has_second == 0)
             right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
@@ -200,15 +267,31 @@ def load_blocks(work, ring, left, right, RIGHT_IS_TURNED: gl.constexpr):
                 place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
                 tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
                 tma.async_load(right, place, full, right_block, pred=is_shared == 0)
-                tma.async_load(left, [first, reduced], full, left_block)
-                tma.async_load(left, [first + WARPGROUP_ROWS, reduced], full, second_block, pred=has_second)
+                if work.GATHERS:
+                    gather.load(left_block, sources, reduced)
+                    gather.load(second_block, second_sources, reduced)
+                else:
+                    tma.async_load(left, [first, reduced], full, left_block)
+                    tma.async_load(left, [second, reduced], full, second_block, pred=has_second)
             else:
                 row = start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
                 tma.async_load(right, [ROW_LIMIT, end, row, column], full, right_block, multicast=True)
                 tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
-                second = first + WARPGROUP_ROWS
                 tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
+            if work.GATHERS:
+                async_copy.commit_group()
+                async_copy.wait_group(LAG)
+                ring.announce(stage, LAG, begun >= LAG)
+                begun += 1
             stage, phase = ring.next(stage, phase)
+        start = next_start
+        end = next_end
+        group = next_group
+        is_shared = next_is_shared
+    if work.GATHERS:
+        async_copy.wait_group(0)
+        for earlier in gl.static_range(LAG):
+            ring.announce(stage, LAG - earlier, begun >= LAG - earlier)
 
 
 @gluon.aggregate
@@ -394,6 +477,7 @@ def hopper_kernel(
     RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    GATHERS: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
@@ -401,23 +485,24 @@ def hopper_kernel(
     (RIGHT_IS_TURNED), bias, topk_weights and gather_indices as in `forward_kernel`, the schedule's groups, starts, ends
     and extent, y [num_rows, COLUMNS], with zeros in rows of no group. Otherwise left [rows, LEFT], right [rows,
     COLUMNS], starts and ends of num_groups groups, y [num_groups, LEFT, COLUMNS]. left and right are TMA descriptors;
-    16-bit floats, rows of a multiple of 16 bytes.
+    16-bit floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, which needs RAGGED_M, left is a pointer
+    instead, to rows of which row gather_indices[i] // TOPK is left's row i.
     """
     count = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
         groups if RAGGED_M else starts, starts, ends, count, cta,
-        RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
+        RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
     )  # fmt: skip
-    ring = make_ring(left, right, STAGES)
+    ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
         [
             (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
             (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
-            (load_blocks, (work, ring, left, right, RIGHT_IS_TURNED)),
+            (load_blocks, (work, ring, left, right, gather_indices, num_rows, RIGHT_IS_TURNED, TOPK)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4 if GATHERS else 1],
+        [232, 40] if GATHERS else [240, 24],
     )
     if RAGGED_M:
         zero_rows(y, gl.to_tensor(0), gl.load(extent + 1), COLUMNS)

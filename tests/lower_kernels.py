@@ -92,7 +92,7 @@ def every_problem():
 
 def problems_to_lower(target, dtype, precision):
     """Few problems that together have every configuration, those with most options first; for sm_90 usual ones too."""
-    features = ((512, 512), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
+    features = ((512, 512), (1024, 1024), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
     candidates = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
     configs = {
         (rows, *sizes, layout, options): set(chosen_configs(target, (rows, *sizes, layout, options), dtype, precision))

@@ -39,6 +39,10 @@ LARGE_CASES = [
     Case("large-everything", num_rows=1400, poison="tail", **EVERYTHING, **LARGE),
     Case("large-everything-ekn", w_layout="ekn", num_rows=1400, **EVERYTHING, **LARGE),
     Case("large-scattered", permute_y=True, gather="random", weighted=True, **LARGE),
+    Case("large-gathered", permute_x=True, topk=4, gather="random", **LARGE),
+    Case("large-gathered-ekn", permute_x=True, topk=2, gather="random", w_layout="ekn", num_rows=1400, **LARGE),
+    Case("large-gathered-dy", permute_y=True, gather="random", **LARGE),
+    Case("large-gathered-dy-ekn", permute_y=True, gather="random", w_layout="ekn", poison="rows", **LARGE),
     Case("large-biased", biased=True, **LARGE),
     Case("large-short-steps", (300, 0, 700, 24), None, 72, 136, poison=""),
     Case("large-short-steps-ekn", (300, 0, 700, 24), None, 136, 72, w_layout="ekn"),
@@ -49,14 +53,17 @@ LARGE_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES + OPTIONS, ids=lambda case: case.name)
 def test_case(case):
-    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout))
+    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout, fuse_gather=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("columns", "band", "dtype"), [(256, 8, "float16"), (128, 1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("columns", "band", "dtype", "fuse_gather"), [(256, 8, "float16", True), (128, 1, "bfloat16", False)]
+)
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
-def test_large_case(case, columns, band, dtype):
-    assert_right(case, dtype, "triton", configs=specialized_configs(case.w_layout, columns, band=band))
+def test_large_case(case, columns, band, dtype, fuse_gather):
+    configs = specialized_configs(case.w_layout, columns, band=band, fuse_gather=fuse_gather)
+    assert_right(case, dtype, "triton", configs=configs)
 
 
 @pytest.mark.gpu
@@ -184,6 +191,28 @@ def test_a_configuration_chooses_the_kernel(launched):
     lower(kernel_config_fwd=specialized_config("forward", "enk"))
     lower(kernel_config_fwd=jgg.KernelConfigForward())
     assert launched == ["hopper_kernel", "forward_kernel"]
+
+
+@pytest.mark.parametrize(("fuse_gather", "kernels"), [(True, []), (False, ["combine_kernel"])])
+def test_rows_are_gathered_as_they_are_loaded_or_by_a_copy(fuse_gather, kernels, launched):
+    config = dataclasses.replace(specialized_config("forward", "enk"), fuse_gather=fuse_gather)
+    lower(permute_x=True, gather_indices=np.arange(512, dtype=np.int32), kernel_config_fwd=config)
+    assert launched == [*kernels, "hopper_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "fuse_gather"),
+    [
+        ("forward", {"in_features": 2048, "out_features": 1536}, True),
+        ("forward", {"in_features": 768, "out_features": 2048}, False),  # tiles of few steps
+        ("forward", {"in_features": 4096, "out_features": 28672}, False),  # each row is loaded for many tiles
+        ("dx", {"in_features": 768, "out_features": 2048}, True),
+        ("dx", {"in_features": 2048, "out_features": 768}, False),
+    ],
+)
+def test_where_it_gathers_by_itself(op, sizes, fuse_gather):
+    config = heuristic_config(op, gemm(**GEMM | sizes, permute_x=True, permute_y=True), HOPPER)
+    assert (config.warp_specialized, config.fuse_gather) == (True, fuse_gather)
 
 
 def test_a_configuration_that_cannot_run_here_is_replaced(monkeypatch, forget_versions, launched):

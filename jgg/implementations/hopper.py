@@ -15,9 +15,13 @@ _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgr
 
 def multiply_rows(
     call, op: str, target: Target, problem: GroupedGemmProblem, config,
-    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None,
+    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False,
 ):  # fmt: skip
-    """Forward or dX of rows in expert order: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K]."""
+    """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
+
+    Args:
+      rows: in expert order or, if the kernel `gathers` them, a row for each token in token order.
+    """
     block_columns, step = _blocks(op, problem, config)
     dtype = problem.out_dtype if op == "forward" else problem.dtype
     features = {"n": problem.out_features, "k": problem.in_features}
@@ -41,7 +45,7 @@ def multiply_rows(
             "num_groups": problem.num_experts,
         },
         descriptors={
-            "left": matrix(rows.shape, (_TILE_ROWS, step), cta_axis=0),
+            **({} if gathers else {"left": matrix(rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
             "right": matrices(problem.w_shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
         outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
@@ -51,6 +55,8 @@ def multiply_rows(
             "REDUCED": features[reduced],
             "COLUMNS": features[columns],
             "RIGHT_IS_TURNED": is_turned,
+            "GATHERS": gathers,
+            "TOPK": problem.num_rows // len(rows),
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, tiles),
@@ -86,6 +92,8 @@ def multiply_row_blocks(
             "REDUCED": 0,
             "COLUMNS": right.shape[1],
             "RIGHT_IS_TURNED": False,
+            "GATHERS": False,
+            "TOPK": 1,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, problem.num_experts * tiles),

@@ -35,15 +35,16 @@ def forward(
     """[y [M, N]]."""
     config = _choose("forward", problem, target, config)
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
-    if problem.permute_x and config.gathers_in_copies:
+    if problem.permute_x and not config.fuse_gather:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
         y = hopper.multiply_rows(
-            call, "forward", target, problem, config, x, w, bounds, gather_indices, _flat(topk_weights), bias
-        )
+            call, "forward", target, problem, config,
+            x, w, bounds, gather_indices, _flat(topk_weights), bias, gathers=problem.permute_x,
+        )  # fmt: skip
         return [combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y]
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
@@ -92,11 +93,13 @@ def backward_dx(
 ):  # fmt: skip
     """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
     config = _choose("dx", problem, target, config)
-    if problem.permute_y and config.gathers_in_copies:
+    if problem.permute_y and not config.fuse_gather:
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
-        dx = hopper.multiply_rows(call, "dx", target, problem, config, dy, w, bounds)
+        dx = hopper.multiply_rows(
+            call, "dx", target, problem, config, dy, w, bounds, gather_indices, gathers=problem.permute_y
+        )
         if problem.permute_x:
             dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
         return [dx]
@@ -163,10 +166,11 @@ def backward_dw(
     dbias = []
     if with_bias:
         dbias = [_group_sums(call, dy, gather_indices if problem.permute_y else None, scales, bounds)]
-    if problem.permute_x and config.gathers_in_copies:
+    fuse_gather = config.fuse_gather and not config.warp_specialized
+    if problem.permute_x and not fuse_gather:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
-    if scales is not None or (problem.permute_y and config.gathers_in_copies):
+    if scales is not None or (problem.permute_y and not fuse_gather):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
