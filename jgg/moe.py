@@ -166,11 +166,14 @@ class _Mlp:
         return group_bounds(group_sizes, self.up.problem.num_rows)
 
     def rows_of(self, x, gather_indices):
-        """The rows of x, and the indices by which they are gathered still, as the products of `up` take them."""
+        """x as the products of `up` take it."""
         if self.up.problem.permute_x:
-            return x, gather_indices
-        (rows,) = self.up.run("combine", x, gather_indices // self.topk, None, topk=1)
-        return rows, None
+            return x
+        return self.up.run("combine", x, gather_indices // self.topk, None, topk=1)[0]
+
+    def indices_of_rows(self, gather_indices):
+        """The indices by which those products still have to gather `rows_of` x."""
+        return gather_indices if self.up.problem.permute_x else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -180,7 +183,7 @@ def _mlp(mlp, *arrays):
 
 def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     bounds = mlp.bounds(group_sizes)
-    rows, indices = mlp.rows_of(x, gather_indices)
+    rows, indices = mlp.rows_of(x, gather_indices), mlp.indices_of_rows(gather_indices)
     (pre_activation,) = mlp.up.run("forward", rows, w_gate_up, bounds, indices, None, b_gate_up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
     (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
@@ -211,14 +214,18 @@ def _backward(mlp, residuals, dy):
     else:
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
-    with_bias = b_gate_up is not None
-    rows, indices = mlp.rows_of(x, gather_indices)
-    dw_gate_up, *db_gate_up = mlp.up.run(
-        "backward_dw", rows, d_pre_activation, bounds, indices, None, with_bias=with_bias
-    )
+    # one product after the other, that of most memory last: what only those before need is free by then
+    d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
+    indices = mlp.indices_of_rows(gather_indices)
     (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, indices, None)
     if indices is None:
         (dx,) = mlp.up.run("combine", dx, row_of, None, topk=mlp.topk)
+    d_pre_activation, dx = jax.lax.optimization_barrier((d_pre_activation, dx))
+    with_bias = b_gate_up is not None
+    rows = mlp.rows_of(x, gather_indices)
+    dw_gate_up, *db_gate_up = mlp.up.run(
+        "backward_dw", rows, d_pre_activation, bounds, indices, None, with_bias=with_bias
+    )
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
