@@ -69,11 +69,15 @@ HLO = """
   %ag = (bf16[2,16]{1,0}, bf16[8,16]{1,0}) all-gather-start(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
   %named = f32[2,16]{1,0} reduce-scatter(%p), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}, to_apply=%sum
   %done = bf16[8,16]{1,0} all-gather-done(%ag)
+  %ags = ((bf16[2,16]{1,0}), bf16[8,16]{1,0}) all-gather-start(%p), channel_id=1, replica_groups=[1,4]<=[4]
+  %rss = ((bf16[8,16]{1,0}), bf16[2,16]{1,0}) reduce-scatter-start(%p), channel_id=1, replica_groups=mesh['e'=4] {'e'}
+  %ars = ((f32[4]{0}, f32[]), (f32[4]{0}, f32[])) all-reduce-start(%p, %q), replica_groups={{0,1}}, to_apply=%sum
 """
 
 
 def test_bytes_sent():
-    assert bytes_sent(HLO) == 256 * 3 / 4 + 128 * 3 + 2 * 20 / 2 + 256 * 3 / 4 + 128 * 7
+    at_once = 256 * 3 / 4 + 128 * 3 + 2 * 20 / 2 + 256 * 3 / 4 + 128 * 7
+    assert bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
 
 
 def test_plan_prints_and_plots(tmp_path, capsys):

@@ -19,6 +19,8 @@ def bytes_sent(hlo: str) -> float:
     total = 0.0
     for shapes, kind, is_async, groups in _COLLECTIVE.findall(hlo):
         devices = _group_size(groups)
+        if shapes.startswith("(("):  # what starts a collective may show "((operands), results)"
+            shapes, is_async = shapes.partition("), ")[2], False
         size = sum(
             _ITEM_BYTES[dtype] * math.prod(int(n) for n in sizes.split(",") if n)
             for dtype, sizes in _ARRAY.findall(shapes)
@@ -27,7 +29,7 @@ def bytes_sent(hlo: str) -> float:
             total += size * (devices - 1)
         elif kind == "all-reduce":
             total += 2 * size * (devices - 1) / devices
-        else:  # what starts an all-gather shows its operands beside its results
+        else:  # or, an all-gather, "(operand, result)"
             results = size * devices / (devices + 1) if is_async else size
             total += results * (devices - 1) / devices
     return total
