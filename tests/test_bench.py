@@ -58,7 +58,7 @@ def by_op(result):
 
 def test_every_product_is_right_and_its_numbers_agree(run_bench):
     code, output, result = run_bench(*OWN, "--op=fwd", "--peers=dense")
-    assert code == 0
+    assert (code, result["interrupted"]) == (0, False)
     assert result["copy_bytes_per_second"] > 0
     assert f"{bench_report.number(result['copy_bytes_per_second'] / 1e9)} GB/s" in output
     assert set(result) >= {"command", "date", "versions", "device", "settings"}
@@ -320,6 +320,7 @@ def test_what_was_measured_is_kept_when_a_peer_ends_the_process(monkeypatch, tmp
     with pytest.raises(SystemExit):
         main(["bench", "--quiet", *OWN, "--op=forward,dx", "--peers=dense", "--out", str(tmp_path / "kept")])
     result = json.loads((tmp_path / "kept.json").read_text())
+    assert result["interrupted"]
     assert {op: set(rows) for op, rows in by_op(result).items()} == {"forward": {"jgg", "even", "one group", "dense"}}
 
 

@@ -57,7 +57,7 @@ class Result:
       copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
       rows: in the order measured; the last may be incomplete after an interrupt.
       layers: the same of whole layers.
-      interrupted: from the keyboard.
+      interrupted: there is more to measure, for good where the keyboard or a peer ended the run.
     """
 
     settings: Settings
@@ -66,7 +66,7 @@ class Result:
     copy_bandwidth: float | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     layers: list[LayerRow] = dataclasses.field(default_factory=list)
-    interrupted: bool = False
+    interrupted: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -93,8 +93,8 @@ def run(settings: Settings, keep: Callable[[Result], Any] = lambda result: None)
         result.copy_bandwidth = copy_bandwidth()
         _measure_rows(result, keep)
         _measure_layers(result, keep)
+        result.interrupted = False
     except KeyboardInterrupt:
-        result.interrupted = True
         result.rows = [row for row in result.rows if row.measurements]
         result.layers = [row for row in result.layers if row.passes]
     return result
