@@ -130,7 +130,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
         return _choose_dw(problem, target)
     if op == "forward":
         features, columns, reduced = problem.out_features, "n", "k"
-        fusing = {"fuse_gather": not target.has_tma or _is_narrow(problem), "fuse_scatter": not target.has_tma}
+        fusing = {"fuse_gather": not target.has_tma or _is_narrow(features), "fuse_scatter": not target.has_tma}
         has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
     else:
         features, columns, reduced = problem.in_features, "k", "n"
@@ -168,7 +168,7 @@ def _gathers_in_specialized(op, problem):
     reduced, columns = problem.in_features, problem.out_features
     if op == "dx":
         reduced, columns = columns, reduced
-    return op != "dw" and reduced >= 1024 and columns < 8192
+    return op != "dw" and reduced >= 1024 and _is_narrow(columns)
 
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
@@ -193,8 +193,9 @@ def output_axes(op: str, w_layout: str) -> tuple[str, str, str]:
     return ("m", "n", "k") if op == "forward" else ("m", "k", "n")
 
 
-def _is_narrow(problem):
-    return problem.out_features < 8192
+def _is_narrow(columns):
+    """Whether rows are loaded for so few columns of tiles that gathering them each time costs less than a copy."""
+    return columns < 8192
 
 
 def _choose_dw(problem, target):

@@ -95,18 +95,6 @@ class Work:
         return gl.load(self.starts + item, mask=exists, other=0), gl.load(self.ends + item, mask=exists, other=0)
 
     @gluon.jit
-    def right_rows(self, tile):
-        """`bounds`, and with RAGGED_M the group of the tile and whether it is that of the cluster's other tile too."""
-        start, end = self.bounds(tile)
-        group = start
-        is_shared = start == end
-        if self.RAGGED_M:
-            item, _, _ = self.place(tile)
-            group = self.group(item)
-            is_shared = group == self.group(item ^ 1)
-        return start, end, group, is_shared
-
-    @gluon.jit
     def left_range(self, left_tile, start, end):
         """The tile's first row of the output, and one past the last there is."""
         if self.RAGGED_M:
@@ -118,6 +106,13 @@ class Work:
     def group(self, row_tile):
         """Of a row tile; of one past the last, the last's."""
         return gl.load(self.groups + gl.minimum(row_tile, self.count - 1))
+
+    @gluon.jit
+    def right_group(self, tile):
+        """With RAGGED_M, a tile's group, and whether the cluster's other tile is of it too."""
+        item, _, _ = self.place(tile)
+        group = self.group(item)
+        return group, group == self.group(item ^ 1)
 
     @gluon.jit
     def row_of_tensor(self, row):
@@ -237,13 +232,17 @@ def load_blocks(
     stage = 0
     phase = 1
     begun = 0
-    start, end, group, is_shared = work.right_rows(gl.program_id(0))
+    start, end = work.bounds(gl.program_id(0))
+    if work.RAGGED_M:
+        group, is_shared = work.right_group(gl.program_id(0))
     if work.GATHERS:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
         gather = Gather(left, gather_indices, num_rows, work.REDUCED, TOPK, layout)
     for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
         # the next tile's are on their way while this one's blocks are loaded
-        next_start, next_end, next_group, next_is_shared = work.right_rows(tile + gl.num_programs(0))
+        next_start, next_end = work.bounds(tile + gl.num_programs(0))
+        if work.RAGGED_M:
+            next_group, next_is_shared = work.right_group(tile + gl.num_programs(0))
         _, left_tile, column = work.place(tile)
         first, last = work.left_range(left_tile, start, end)
         has_second = first + WARPGROUP_ROWS < last
@@ -286,8 +285,9 @@ def load_blocks(
             stage, phase = ring.next(stage, phase)
         start = next_start
         end = next_end
-        group = next_group
-        is_shared = next_is_shared
+        if work.RAGGED_M:
+            group = next_group
+            is_shared = next_is_shared
     if work.GATHERS:
         async_copy.wait_group(0)
         for earlier in gl.static_range(LAG):
