@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_moe import expected, make
+from moe_oracle import expected, make
 
 import jgg
 

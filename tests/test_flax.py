@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_moe import FUNCTIONS, expected, sigmoid
+from moe_oracle import FUNCTIONS, expected, sigmoid
 
 import jgg
 import jgg.linen
