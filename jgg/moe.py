@@ -153,6 +153,19 @@ class _Mlp:
         return {"activation": self.activation, "interleaved": self.interleaved}
 
     @property
+    def transposed_down(self):
+        """From dy, as `up` takes x, to z = dy @ down^T: dX of `down` as a product that gathers by itself."""
+        problem = dataclasses.replace(
+            self.down.problem,
+            in_features=self.down.problem.out_features,
+            out_features=self.down.problem.in_features,
+            w_layout="ekn" if self.down.problem.w_layout == "enk" else "enk",
+            permute_x=self.up.problem.permute_x,
+            has_bias=False,
+        )
+        return dataclasses.replace(self.down, problem=problem)
+
+    @property
     def weighted_down(self):
         """`down` for a dW whose rows are scaled."""
         problem = dataclasses.replace(self.down.problem, has_topk_weights=True)
@@ -165,15 +178,18 @@ class _Mlp:
     def bounds(self, group_sizes):
         return group_bounds(group_sizes, self.up.problem.num_rows)
 
-    def rows_of(self, x, gather_indices):
-        """x as the products of `up` take it."""
-        if self.up.problem.permute_x:
-            return x
-        return self.up.run("combine", x, gather_indices // self.topk, None, topk=1)[0]
+    def rows_of(self, tokens, gather_indices):
+        """x or dy as the products of `up` and `transposed_down` take it."""
+        return tokens if self.up.problem.permute_x else self.copy_rows(tokens, gather_indices)
 
     def indices_of_rows(self, gather_indices):
-        """The indices by which those products still have to gather `rows_of` x."""
+        """The indices by which those products still have to gather `rows_of` tokens."""
         return gather_indices if self.up.problem.permute_x else None
+
+    def copy_rows(self, tokens, gather_indices):
+        """Of each row its token; zeros for a bad index."""
+        positions = jnp.where(gather_indices < 0, -1, gather_indices // self.topk)
+        return self.up.run("combine", tokens, positions, None, topk=1)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -195,28 +211,33 @@ def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_s
     return y, residuals
 
 
+@jax.named_scope("jgg.moe_mlp.backward")
 def _backward(mlp, residuals, dy):
     """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
     x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
     bounds = mlp.bounds(group_sizes)
-    positions = jnp.where(gather_indices < 0, topk_weights.size, gather_indices)  # `at` would wrap around
+    indices = mlp.indices_of_rows(gather_indices)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
+    positions = jnp.where(gather_indices < 0, topk_weights.size, gather_indices)  # `at` would wrap around
     weights = topk_weights.reshape(-1).at[positions].get(mode="fill", fill_value=0).astype(jnp.float32)
-    (dy_rows,) = mlp.down.run("combine", dy.astype(x.dtype), positions // mlp.topk, None, topk=1)
 
-    (z,) = mlp.down.run("backward_dx", dy_rows, w_down, None, bounds, None, None)
+    dy = dy.astype(x.dtype)
+    (z,) = mlp.transposed_down.run("forward", mlp.rows_of(dy, gather_indices), w_down, bounds, indices, None, None)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
     d_pre_activation, hidden, d_weights = mlp.up.run(
         "activate_backward", pre_activation, z, weights, scale_hidden=b_down is None, **mlp.activation_options
     )
+    hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        (dw_down,), db_down = mlp.down.run("backward_dw", hidden, dy_rows, bounds, None, None, with_bias=False), None
+        dy_rows = mlp.rows_of(dy, gather_indices)
+        dw_down = mlp.transposed_down.run("backward_dw", dy_rows, hidden, bounds, indices, None, with_bias=False)[0]
+        db_down = None
     else:
+        dy_rows = mlp.copy_rows(dy, gather_indices)
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
-    indices = mlp.indices_of_rows(gather_indices)
     (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, indices, None)
     if indices is None:
         (dx,) = mlp.up.run("combine", dx, row_of, None, topk=mlp.topk)

@@ -45,9 +45,13 @@ def test_kernels_of_the_layer_have_names():
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((32, K), (E, 2 * N, K), (E, K, N), (32, E))]
     step = jax.value_and_grad(loss, argnums=(0, 1, 2))
     places = "\n".join(place for place, _ in kernel_calls(step, *shapes))
-    for product in PASSES:
-        assert f"jgg.{product}[M=64,K={K},N={2 * N},E={E},bfloat16]" in places
-        assert f"jgg.{product}[M=64,K={N},N={K},E={E},bfloat16]" in places
+    up, down, transposed = (f"[M=64,K={k},N={n},E={E},bfloat16]" for k, n in ((K, 2 * N), (N, K), (K, N)))
+    backward = "jgg.moe_mlp.backward/jgg."
+    for name in (
+        f"jgg.forward{up}", f"jgg.forward{down}", f"{backward}forward{transposed}", f"{backward}backward_dw{transposed}",
+        f"{backward}backward_dx{up}", f"{backward}backward_dw{up}",
+    ):  # fmt: skip
+        assert name in places
     assert f"jgg.combine[64x{K},bfloat16]" in places
 
 
