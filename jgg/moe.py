@@ -103,14 +103,11 @@ def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options
             f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
         )
     shared = {"group_sizes": routing.group_sizes, "topk": topk, "permute_y": False, **options}
-    gathered = {"x": x, "gather_indices": routing.gather_indices, "topk_weights": routing.topk_weights}
     with _renamed({"w": "w_gate_up", "bias": "b_gate_up", "topk_weights": "routing.topk_weights"}):
-        if _has_all_choices(routing):
-            up = check_problem(w=w_gate_up, bias=b_gate_up, permute_x=True, **gathered, **shared)
-        else:
-            rows = jax.ShapeDtypeStruct((len(routing.gather_indices), x.shape[1]), x.dtype)
-            gathered |= {"x": rows, "topk_weights": None}
-            up = check_problem(w=w_gate_up, bias=b_gate_up, permute_x=False, **gathered, **shared)
+        up = check_problem(
+            x=x, w=w_gate_up, bias=b_gate_up, gather_indices=routing.gather_indices, permute_x=True,
+            topk_weights=routing.topk_weights, some_choices=not _has_all_choices(routing), **shared,
+        )  # fmt: skip
     rows = jax.ShapeDtypeStruct((up.num_rows, hidden), up.dtype)
     with _renamed({"w": "w_down", "bias": "b_down"}):
         down = check_problem(
@@ -139,7 +136,7 @@ class _Mlp:
     """The static argument of the custom_vjp.
 
     Attributes:
-      up: x, in token order where each choice has a row, else in expert order, to the pre-activation in expert order.
+      up: x in token order to the pre-activation in expert order.
       down: hidden features to their product, both in expert order.
     """
 
@@ -154,13 +151,13 @@ class _Mlp:
 
     @property
     def transposed_down(self):
-        """From dy, as `up` takes x, to z = dy @ down^T: dX of `down` as a product that gathers by itself."""
+        """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
+        down = self.down.problem
         problem = dataclasses.replace(
-            self.down.problem,
-            in_features=self.down.problem.out_features,
-            out_features=self.down.problem.in_features,
-            w_layout="ekn" if self.down.problem.w_layout == "enk" else "enk",
-            permute_x=self.up.problem.permute_x,
+            self.up.problem,
+            in_features=down.out_features,
+            out_features=down.in_features,
+            w_layout="ekn" if down.w_layout == "enk" else "enk",
             has_bias=False,
         )
         return dataclasses.replace(self.down, problem=problem)
@@ -178,19 +175,6 @@ class _Mlp:
     def bounds(self, group_sizes):
         return group_bounds(group_sizes, self.up.problem.num_rows)
 
-    def rows_of(self, tokens, gather_indices):
-        """x or dy as the products of `up` and `transposed_down` take it."""
-        return tokens if self.up.problem.permute_x else self.copy_rows(tokens, gather_indices)
-
-    def indices_of_rows(self, gather_indices):
-        """The indices by which those products still have to gather `rows_of` tokens."""
-        return gather_indices if self.up.problem.permute_x else None
-
-    def copy_rows(self, tokens, gather_indices):
-        """Of each row its token; zeros for a bad index."""
-        positions = jnp.where(gather_indices < 0, -1, gather_indices // self.topk)
-        return self.up.run("combine", tokens, positions, None, topk=1)[0]
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp, *arrays):
@@ -199,8 +183,7 @@ def _mlp(mlp, *arrays):
 
 def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     bounds = mlp.bounds(group_sizes)
-    rows, indices = mlp.rows_of(x, gather_indices), mlp.indices_of_rows(gather_indices)
-    (pre_activation,) = mlp.up.run("forward", rows, w_gate_up, bounds, indices, None, b_gate_up)
+    (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
     (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
     (products,) = mlp.down.run("forward", hidden, w_down, bounds, None, None, b_down)
@@ -216,36 +199,32 @@ def _backward(mlp, residuals, dy):
     """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
     x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
     bounds = mlp.bounds(group_sizes)
-    indices = mlp.indices_of_rows(gather_indices)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
     positions = jnp.where(gather_indices < 0, topk_weights.size, gather_indices)  # `at` would wrap around
     weights = topk_weights.reshape(-1).at[positions].get(mode="fill", fill_value=0).astype(jnp.float32)
 
     dy = dy.astype(x.dtype)
-    (z,) = mlp.transposed_down.run("forward", mlp.rows_of(dy, gather_indices), w_down, bounds, indices, None, None)
+    (z,) = mlp.transposed_down.run("forward", dy, w_down, bounds, gather_indices, None, None)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
     d_pre_activation, hidden, d_weights = mlp.up.run(
         "activate_backward", pre_activation, z, weights, scale_hidden=b_down is None, **mlp.activation_options
     )
     hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        dy_rows = mlp.rows_of(dy, gather_indices)
-        dw_down = mlp.transposed_down.run("backward_dw", dy_rows, hidden, bounds, indices, None, with_bias=False)[0]
+        options = {"with_bias": False}
+        (dw_down,) = mlp.transposed_down.run("backward_dw", dy, hidden, bounds, gather_indices, None, **options)
         db_down = None
     else:
-        dy_rows = mlp.copy_rows(dy, gather_indices)
+        (dy_rows,) = mlp.down.run("combine", dy, positions // mlp.topk, None, topk=1)
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
-    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, indices, None)
-    if indices is None:
-        (dx,) = mlp.up.run("combine", dx, row_of, None, topk=mlp.topk)
+    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
     d_pre_activation, dx = jax.lax.optimization_barrier((d_pre_activation, dx))
     with_bias = b_gate_up is not None
-    rows = mlp.rows_of(x, gather_indices)
     dw_gate_up, *db_gate_up = mlp.up.run(
-        "backward_dw", rows, d_pre_activation, bounds, indices, None, with_bias=with_bias
+        "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
     )
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)

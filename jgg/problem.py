@@ -30,6 +30,7 @@ class GroupedGemmProblem:
       has_topk_weights: rows are scaled.
       has_bias: a bias is added.
       precision: how float32 operands are multiplied.
+      num_tokens: T where x is [T, K] in token order and only M of the T * k choices have a row; None where all have.
     """
 
     num_rows: int
@@ -45,11 +46,17 @@ class GroupedGemmProblem:
     has_topk_weights: bool
     has_bias: bool
     precision: jax.lax.Precision
+    num_tokens: int | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """T * k, the positions in token order that gather_indices are of."""
+        return self.num_rows if self.num_tokens is None else self.num_tokens * self.topk
 
     @property
     def x_shape(self) -> tuple[int, int]:
         """[M, K], or [T, K] with permute_x."""
-        return (self.num_rows // self.topk if self.permute_x else self.num_rows, self.in_features)
+        return (self.num_positions // self.topk if self.permute_x else self.num_rows, self.in_features)
 
     @property
     def y_shape(self) -> tuple[int, int]:
@@ -86,9 +93,12 @@ class GroupedGemmProblem:
 
 def check_problem(
     *, x=None, dy=None, w=None, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias=None,
-    w_layout, precision, out_dtype=None, group_offset=None,
+    w_layout, precision, out_dtype=None, group_offset=None, some_choices=False,
 ) -> GroupedGemmProblem:  # fmt: skip
     """The problem that the given arrays describe; those that an operation does not take are None.
+
+    Args:
+      some_choices: gather_indices name only some of the positions in the token order of x.
 
     Raises:
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
@@ -115,9 +125,10 @@ def check_problem(
             group_sizes.shape[0] == num_experts,
             f"group_sizes must be [E] with E equal to w's {num_experts}, got {list(group_sizes.shape)}.",
         )
-    num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y)
+    num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     in_features, out_features = _check_features(x, dy, w, w_layout)
-    _check_topk_weights(topk_weights, num_rows, topk)
+    num_tokens = x.shape[0] if some_choices else None
+    _check_topk_weights(topk_weights, num_tokens * topk if some_choices else num_rows, topk)
     if bias is not None:
         _check_float("bias", bias)
         expected = (num_experts, out_features)
@@ -140,6 +151,7 @@ def check_problem(
         has_topk_weights=topk_weights is not None,
         has_bias=bias is not None,
         precision=canonical_precision(precision),
+        num_tokens=num_tokens,
     )
 
 
@@ -195,7 +207,7 @@ _PRECISIONS = {
 }
 
 
-def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y) -> int:
+def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:
     if gather_indices is not None:
         _check_integer("gather_indices", gather_indices)
         _check_rank("gather_indices", gather_indices, 1)
@@ -209,10 +221,12 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y) -> int:
     if gather_indices is not None:
         rows["gather_indices"] = gather_indices.shape[0]
     (first, num_rows), *others = rows.items()
+    _check(num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    if some_choices:
+        return gather_indices.shape[0]
     of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
     for name, count in others:
         _check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
-    _check(num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
     _check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
     return num_rows
 

@@ -41,7 +41,7 @@ def load_block(
 
 @triton.jit
 def backward_dw_kernel(
-    left, right, gather_indices, group_starts, group_ends, dw, num_rows, num_groups,
+    left, right, gather_indices, group_starts, group_ends, dw, num_positions, num_groups,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
@@ -49,7 +49,8 @@ def backward_dw_kernel(
 ):  # fmt: skip
     """dw[g] = sum over the rows i of group g of left[i] (outer) right[i].
 
-    Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices [num_rows] or None, group_starts and group_ends
+    Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices, which are bad outside [0, num_positions), or None,
+    group_starts and group_ends
     [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. With TMA_LEFT and TMA_RIGHT,
     left and right are TMA descriptors. A group without rows gets zeros.
     """
@@ -70,7 +71,7 @@ def backward_dw_kernel(
         for step in tl.range(0, steps):
             start = group_start + step * BLOCK_ROWS
             rows = start + tl.arange(0, BLOCK_ROWS)
-            positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+            positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
             left_block = load_block(
                 left, start, group_end, positions, exists, left_column, LEFT, TMA_LEFT, GATHER_LEFT,
                 BLOCK_ROWS, BLOCK_LEFT,

@@ -10,7 +10,7 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 @triton.jit
 def backward_dx_kernel(
     dy, w, x, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, dx, row_sums,
-    num_rows,
+    num_rows, num_positions,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -33,7 +33,7 @@ def backward_dx_kernel(
         group_end = tl.load(tile_end + row_tile)
         rows = start + tl.arange(0, BLOCK_ROWS)
         in_group = rows < group_end
-        positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+        positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
             dy, w, group, start, positions if GATHER_DY else rows, exists if GATHER_DY else in_group,

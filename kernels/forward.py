@@ -60,7 +60,7 @@ def multiply_rows(
 @triton.jit
 def forward_kernel(
     x, w, bias, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, y,
-    num_rows,
+    num_rows, num_positions,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -69,10 +69,10 @@ def forward_kernel(
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
 
     Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
-    [groups, COLUMNS], topk_weights and gather_indices [num_rows], y [num_rows, COLUMNS]; the schedule's tile_group,
-    tile_start, tile_end and extent. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x
-    and w are TMA descriptors. GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to
-    y[gather_indices[i]].
+    [groups, COLUMNS], topk_weights [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y
+    [num_rows, COLUMNS]; the schedule's tile_group, tile_start, tile_end and extent. bias, topk_weights and
+    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. GATHER reads row i from
+    x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tiles = tl.load(extent)
@@ -83,7 +83,7 @@ def forward_kernel(
         start = tl.load(tile_start + row_tile)
         group_end = tl.load(tile_end + row_tile)
         rows = start + tl.arange(0, BLOCK_ROWS)
-        positions, exists = token_positions(gather_indices, rows, group_end, num_rows)
+        positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
             x, w, group, start, positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,

@@ -201,7 +201,7 @@ class Gather:
 
     pointer: gl.tensor
     indices: gl.tensor
-    num_rows: gl.tensor
+    num_positions: gl.tensor
     REDUCED: gl.constexpr
     TOPK: gl.constexpr
     layout: gl.constexpr
@@ -211,7 +211,7 @@ class Gather:
         """The matrix's rows that are rows row, ..., row + TILE_ROWS - 1; -1 from `end` on and for a bad index."""
         rows = row + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, self.layout))
         index = gl.load(self.indices + rows, mask=rows < end, other=-1)
-        return gl.where((index >= 0) & (index < self.num_rows), index // self.TOPK, -1)
+        return gl.where((index >= 0) & (index < self.num_positions), index // self.TOPK, -1)
 
     @gluon.jit
     def load(self, block, sources, column):
@@ -224,7 +224,7 @@ class Gather:
 
 @gluon.jit
 def load_blocks(
-    work, ring, left, right, gather_indices, num_rows, RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr
+    work, ring, left, right, gather_indices, num_positions, RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr
 ):  # fmt: skip
     """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
@@ -237,7 +237,7 @@ def load_blocks(
         group, is_shared = work.right_group(gl.program_id(0))
     if work.GATHERS:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
-        gather = Gather(left, gather_indices, num_rows, work.REDUCED, TOPK, layout)
+        gather = Gather(left, gather_indices, num_positions, work.REDUCED, TOPK, layout)
     for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
         # the next tile's are on their way while this one's blocks are loaded
         next_start, next_end = work.bounds(tile + gl.num_programs(0))
@@ -403,7 +403,7 @@ def skip_tile(ring, steps, stage, phase):
 
 
 @gluon.jit
-def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, column, num_rows):
+def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
     """(acc + bias) * topk_weights of rows start, start + 1, ... of a group."""
     layout: gl.constexpr = acc.type.layout
     if bias is not None:
@@ -415,15 +415,16 @@ def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, col
         exists = positions < end
         if gather_indices is not None:
             positions = gl.load(gather_indices + positions, mask=exists, other=-1)
-            exists = exists & (positions >= 0) & (positions < num_rows)
+            exists = exists & (positions >= 0) & (positions < num_positions)
         acc *= gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]
     return acc
 
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED: gl.constexpr
-):
+    WARPGROUP: gl.constexpr, work, ring, y, bias, topk_weights, gather_indices, num_positions,
+    RIGHT_IS_TURNED: gl.constexpr,
+):  # fmt: skip
     """One of the two warpgroups of a CTA."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
@@ -449,7 +450,7 @@ def multiply_tiles(
             group = item
         if has_rows:
             acc, stage, phase = multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP, RIGHT_IS_TURNED)
-            acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_rows)
+            acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
             pending.store_all(y, work.COLUMNS)
@@ -473,7 +474,8 @@ def zero_rows(y, first, last, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_kernel(
-    left, right, bias, topk_weights, gather_indices, groups, starts, ends, extent, y, num_rows, num_groups,
+    left, right, bias, topk_weights, gather_indices, groups, starts, ends, extent, y,
+    num_rows, num_positions, num_groups,
     RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
@@ -497,9 +499,9 @@ def hopper_kernel(
     ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
         [
-            (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
-            (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_rows, RIGHT_IS_TURNED)),
-            (load_blocks, (work, ring, left, right, gather_indices, num_rows, RIGHT_IS_TURNED, TOPK)),
+            (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
+            (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
+            (load_blocks, (work, ring, left, right, gather_indices, num_positions, RIGHT_IS_TURNED, TOPK)),
         ],
         [4, 4 if GATHERS else 1],
         [232, 40] if GATHERS else [240, 24],

@@ -35,13 +35,13 @@ def tile_coordinates(tile, row_tiles, column_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def token_positions(gather_indices, rows, rows_end, num_rows):
+def token_positions(gather_indices, rows, rows_end, num_positions):
     """Position of each row in token order and whether it exists; a row past rows_end or a bad index does not."""
     exists = rows < rows_end
     positions = rows
     if gather_indices is not None:
         positions = tl.load(gather_indices + rows, mask=exists, other=-1)
-        exists = exists & (positions >= 0) & (positions < num_rows)
+        exists = exists & (positions >= 0) & (positions < num_positions)
     return positions, exists
 
 

@@ -48,9 +48,13 @@ def test_kernels_of_the_layer_have_names():
     up, down, transposed = (f"[M=64,K={k},N={n},E={E},bfloat16]" for k, n in ((K, 2 * N), (N, K), (K, N)))
     backward = "jgg.moe_mlp.backward/jgg."
     for name in (
-        f"jgg.forward{up}", f"jgg.forward{down}", f"{backward}forward{transposed}", f"{backward}backward_dw{transposed}",
-        f"{backward}backward_dx{up}", f"{backward}backward_dw{up}",
-    ):  # fmt: skip
+        f"jgg.forward{up}",
+        f"jgg.forward{down}",
+        f"{backward}forward{transposed}",
+        f"{backward}backward_dw{transposed}",
+        f"{backward}backward_dx{up}",
+        f"{backward}backward_dw{up}",
+    ):
         assert name in places
     assert f"jgg.combine[64x{K},bfloat16]" in places
 

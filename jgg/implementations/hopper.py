@@ -42,6 +42,7 @@ def multiply_rows(
             "ends": schedule.end,
             "extent": schedule.extent,
             "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
         },
         descriptors={
@@ -56,7 +57,7 @@ def multiply_rows(
             "COLUMNS": features[columns],
             "RIGHT_IS_TURNED": is_turned,
             "GATHERS": gathers,
-            "TOPK": problem.num_rows // len(rows),
+            "TOPK": problem.topk if op == "forward" else 1,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, tiles),
@@ -79,6 +80,7 @@ def multiply_row_blocks(
             "starts": bounds.starts,
             "ends": bounds.ends,
             "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
         },
         descriptors={

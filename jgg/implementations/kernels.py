@@ -63,6 +63,7 @@ def forward(
             "gather_indices": gather_indices,
             **_schedule_operands(schedule),
             "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
         },
         descriptors=descriptors,
         outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
@@ -100,9 +101,7 @@ def backward_dx(
         dx = hopper.multiply_rows(
             call, "dx", target, problem, config, dy, w, bounds, gather_indices, gathers=problem.permute_y
         )
-        if problem.permute_x:
-            dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
-        return [dx]
+        return [_sum_by_token(call, problem, dx, gather_indices) if problem.permute_x else dx]
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
     tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
@@ -123,6 +122,7 @@ def backward_dx(
             "gather_indices": gather_indices,
             **_schedule_operands(schedule),
             "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
             **({} if x is not None else {"row_sums": None}),
         },
         descriptors=descriptors,
@@ -147,7 +147,7 @@ def backward_dx(
     results = call("backward_dx_kernel", launch)
     dx = results["dx"]
     if problem.permute_x:
-        dx = combine(call, dx, inverse_permutation(gather_indices), problem.topk)
+        dx = _sum_by_token(call, problem, dx, gather_indices)
     if x is None:
         return [dx]
     row = jnp.arange(problem.num_rows, dtype=jnp.int32)
@@ -203,7 +203,7 @@ def backward_dw(
             "gather_indices": gather_indices,
             "group_starts": bounds.starts,
             "group_ends": bounds.ends,
-            "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
         },
         descriptors=descriptors,
@@ -279,6 +279,11 @@ def combine(call, rows, positions, topk: int, scales=None):
         bytes_accessed=(rows.size + num_tokens * columns) * rows.dtype.itemsize,
     )
     return call("combine_kernel", launch)["y"]
+
+
+def _sum_by_token(call, problem, rows, gather_indices):
+    """The sums of each token's rows, [T, any]."""
+    return combine(call, rows, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
 
 
 def _w_block(problem, config):

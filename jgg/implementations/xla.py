@@ -87,7 +87,7 @@ def sort(target, problem, config, *arrays, **options):
 
 
 def _x_rows(problem, gather_indices):
-    return blocks.guarded(gather_indices, problem.num_rows) // problem.topk if problem.permute_x else None
+    return blocks.guarded(gather_indices, problem.num_positions) // problem.topk if problem.permute_x else None
 
 
 def _y_rows(problem, gather_indices):
@@ -100,4 +100,4 @@ def _row_scales(problem, gather_indices, topk_weights):
     scales = topk_weights.reshape(-1).astype(jnp.float32)
     if gather_indices is None:
         return scales
-    return scales.at[blocks.guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
+    return scales.at[blocks.guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)
