@@ -116,8 +116,9 @@ def test_case(case, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
-def test_fewer_rows_than_choices(w_layout, implementation):
-    floats, chosen, dy = make(biased=True, w_layout=w_layout)
+@pytest.mark.parametrize("biased", [False, True])
+def test_fewer_rows_than_choices(biased, w_layout, implementation):
+    floats, chosen, dy = make(biased=biased, w_layout=w_layout)
     chosen[::3, 1] = chosen[4] = DATA["experts"]  # no such expert
     y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
     num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
@@ -127,17 +128,36 @@ def test_fewer_rows_than_choices(w_layout, implementation):
         assert_close(got_grads[name], want, 2e-5, name)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:2], IMPLEMENTATIONS[3]])
-def test_bfloat16_is_as_right_as_its_products(implementation):
-    floats, chosen, dy = make(tokens=64, features=64, hidden=48, biased=True)
-    floats = {name: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for name, a in floats.items()}
+def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **sizes):
+    floats, chosen, dy = make(w_layout=w_layout, **sizes)
+    floats = {
+        name: a if a is None else np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for name, a in floats.items()
+    }
     dy = np.asarray(jnp.asarray(dy, jnp.bfloat16), np.float32)
-    y, grads = expected(floats, chosen, dy, "swiglu", False, "enk")
-    got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16)
+    if num_rows is not None:
+        rows = np.argsort(chosen.reshape(-1), kind="stable")
+        chosen.reshape(-1)[rows[num_rows:]] = DATA["experts"]  # no such expert
+    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
+    got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16, num_rows=num_rows, w_layout=w_layout)
     assert got_y.dtype == jnp.bfloat16
     assert_close(got_y, y, 1e-2, "y")
     for name, want in grads.items():
         assert_close(got_grads[name], want, 2e-2, name)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:2], IMPLEMENTATIONS[3]])
+def test_bfloat16_is_as_right_as_its_products(implementation):
+    assert_right_in_bfloat16(implementation, tokens=64, features=64, hidden=48, biased=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num_rows", [None, 350])
+def test_sizes_of_the_warp_specialised_kernel(num_rows, biased, w_layout):
+    """Large enough for it, and for it to gather x and dy as it loads them."""
+    sizes = {"tokens": 200, "features": 1032, "hidden": 136, "biased": biased}
+    assert_right_in_bfloat16("triton", num_rows, w_layout, **sizes)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
