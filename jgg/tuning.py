@@ -139,7 +139,8 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
         features = {"k": problem.in_features, "n": problem.out_features}[column_axis]
         for columns, num_stages in _SPECIALIZED_TILES:
             if columns == 256 or features % 256 or features <= 512:
-                configs.append(specialized_config(op, problem.w_layout, columns, num_stages))
+                config = specialized_config(op, problem.w_layout, columns, num_stages)
+                configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
     configs.append(base)
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
         config = dataclasses.replace(
