@@ -110,7 +110,8 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
     - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
-      steps and there are few columns of tiles; elsewhere a copy first is faster.
+      steps and there are few columns of tiles; elsewhere a copy first is faster. Rows that it gathers it had better
+      gather again for the next column soon: in a narrow band.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -123,8 +124,9 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     if _is_ieee_float32(problem):
         return _choose_ieee_float32(op, problem, target)
     if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
+        gathers = _gathers_in_specialized(op, problem)
         return dataclasses.replace(
-            specialized_config(op, problem.w_layout), fuse_gather=_gathers_in_specialized(op, problem)
+            specialized_config(op, problem.w_layout), fuse_gather=gathers, band=2 if gathers else 8
         )
     if op == "dw":
         return _choose_dw(problem, target)
@@ -165,10 +167,11 @@ def _fills_specialized_tiles(op, problem):
 
 
 def _gathers_in_specialized(op, problem):
-    reduced, columns = problem.in_features, problem.out_features
-    if op == "dx":
-        reduced, columns = columns, reduced
-    return op != "dw" and reduced >= 1024 and _is_narrow(columns)
+    if op == "forward":
+        permuted, reduced, columns = problem.permute_x, problem.in_features, problem.out_features
+    else:
+        permuted, reduced, columns = problem.permute_y, problem.out_features, problem.in_features
+    return op != "dw" and permuted and reduced >= 1024 and _is_narrow(columns)
 
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
