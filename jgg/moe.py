@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg import implementations
 from jgg.activations import Activation, find_activation
-from jgg.grouped_gemm import bias_row_sums, grouped_gemm
-from jgg.implementations import Operation, blocks
+from jgg.grouped_gemm import bias_row_sums
+from jgg.implementations import Operation, blocks, xla
+from jgg.implementations.multilinear import rows_dot
 from jgg.problem import check_problem
 from jgg.routing import Routing
 from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
@@ -68,14 +69,13 @@ def moe_mlp(
     activation = find_activation(activation)
     options = {"w_layout": w_layout, "precision": precision}
     up, down = _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options)
-    if up.is_empty or down.is_empty or implementations.is_plain_jax(implementation):
-        return _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options)
     target = current_target()
     mlp = _Mlp(Operation(up, implementation, target), Operation(down, implementation, target), activation, interleaved)
     arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights
     indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
     axes = varying_axes(*arrays, *indices)
-    return _jitted_mlp(mlp, *(vary_over(axes, array) for array in (*arrays, *indices)))
+    is_plain = up.is_empty or down.is_empty or implementations.is_plain_jax(implementation)
+    return _compute(mlp, is_plain, *(vary_over(axes, array) for array in (*arrays, *indices)))
 
 
 def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options):
@@ -235,35 +235,28 @@ def _backward(mlp, residuals, dy):
 
 
 _mlp.defvjp(_forward, _backward)
-_jitted_mlp = jax.jit(_mlp, static_argnums=0)
 
 
-def _composed(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
-    """The same in plain differentiable JAX."""
-    topk = routing.topk_weights.shape[1]
-    if not _has_all_choices(routing):
-        return _composed_of_rows(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options)
-    shared = {"topk": topk, "gather_indices": routing.gather_indices, "implementation": "xla"} | options
-    pre_activation = grouped_gemm(x, w_gate_up, routing.group_sizes, permute_x=True, bias=b_gate_up, **shared)
-    y = grouped_gemm(
-        activation(pre_activation, interleaved).astype(x.dtype),
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compute(mlp, is_plain, *arrays):
+    return (_plain_mlp if is_plain else _mlp)(mlp, *arrays)
+
+
+def _plain_mlp(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
+    """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
+    bounds, down = mlp.bounds(group_sizes), mlp.down.problem
+    positions = blocks.guarded(gather_indices, topk_weights.size)
+    pre_activation = xla.grouped_gemm(mlp.up.problem, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    return rows_dot(
+        blocks.Rows(mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)),
         w_down,
-        routing.group_sizes,
-        permute_y=True,
-        topk_weights=routing.topk_weights,
+        bounds,
+        scales=topk_weights.reshape(-1).astype(jnp.float32).at[positions].get(mode="fill", fill_value=0),
         bias=b_down,
-        **shared,
+        write_at=positions // mlp.topk,
+        adds=True,
+        shape=x.shape,
+        transpose_w=down.w_layout == "enk",
+        precision=down.precision,
+        out_dtype=x.dtype,
     )
-    return jnp.sum(y.reshape(x.shape[0], topk, y.shape[1]).astype(jnp.float32), axis=1).astype(x.dtype)
-
-
-def _composed_of_rows(x, w_gate_up, w_down, routing, activation, interleaved, b_gate_up, b_down, options):
-    """`_composed` where only some choices have a row."""
-    weights, topk = routing.topk_weights, routing.topk_weights.shape[1]
-    indices = saturated_int32(routing.gather_indices)
-    options = {"implementation": "xla"} | options
-    rows = blocks.combine(x, indices // topk, None, topk=1)
-    pre_activation = grouped_gemm(rows, w_gate_up, routing.group_sizes, bias=b_gate_up, **options)
-    hidden = activation(pre_activation, interleaved).astype(x.dtype)
-    products = grouped_gemm(hidden, w_down, routing.group_sizes, bias=b_down, **options)
-    return blocks.combine(products, inverse_permutation(indices, weights.size), weights, topk)
