@@ -490,8 +490,7 @@ def hopper_kernel(
     16-bit floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, which needs RAGGED_M, left is a pointer
     instead, to rows of which row gather_indices[i] // TOPK is left's row i.
     """
-    # where no group has rows there is a tile without any, lest what is read early be read before the first
-    count = gl.maximum(gl.load(extent), 1) if RAGGED_M else gl.to_tensor(num_groups)
+    count = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
         groups if RAGGED_M else starts, starts, ends, count, cta,
