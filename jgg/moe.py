@@ -200,8 +200,7 @@ def _backward(mlp, residuals, dy):
     x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
     bounds = mlp.bounds(group_sizes)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
-    positions = jnp.where(gather_indices < 0, topk_weights.size, gather_indices)  # `at` would wrap around
-    weights = topk_weights.reshape(-1).at[positions].get(mode="fill", fill_value=0).astype(jnp.float32)
+    weights = xla.row_scales(mlp.up.problem, gather_indices, topk_weights)
 
     dy = dy.astype(x.dtype)
     (z,) = mlp.transposed_down.run("forward", dy, w_down, bounds, gather_indices, None, None)
@@ -215,7 +214,7 @@ def _backward(mlp, residuals, dy):
         (dw_down,) = mlp.transposed_down.run("backward_dw", dy, hidden, bounds, gather_indices, None, **options)
         db_down = None
     else:
-        (dy_rows,) = mlp.down.run("combine", dy, positions // mlp.topk, None, topk=1)
+        (dy_rows,) = mlp.down.run("combine", dy, xla.x_rows(mlp.up.problem, gather_indices), None, topk=1)
         dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
@@ -244,16 +243,15 @@ def _compute(mlp, is_plain, *arrays):
 
 def _plain_mlp(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
-    bounds, down = mlp.bounds(group_sizes), mlp.down.problem
-    positions = blocks.guarded(gather_indices, topk_weights.size)
-    pre_activation = xla.grouped_gemm(mlp.up.problem, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.down.problem
+    pre_activation = xla.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     return rows_dot(
         blocks.Rows(mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)),
         w_down,
         bounds,
-        scales=topk_weights.reshape(-1).astype(jnp.float32).at[positions].get(mode="fill", fill_value=0),
+        scales=xla.row_scales(up, gather_indices, topk_weights),
         bias=b_down,
-        write_at=positions // mlp.topk,
+        write_at=xla.x_rows(up, gather_indices),
         adds=True,
         shape=x.shape,
         transpose_w=down.w_layout == "enk",

@@ -44,7 +44,7 @@ def merge_batch(run: Callable, product: str, problem: GroupedGemmProblem, arrays
     batched = dict(zip(arrays, batched, strict=True))
     if product == "combine":
         return _combine(run, problem, arrays, batched, size, **options)
-    if 0 in (size, problem.num_rows) or size * problem.num_positions > MAX_ROWS or problem.is_empty:
+    if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
         return None
     if problem.num_tokens is not None:
         return None

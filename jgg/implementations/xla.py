@@ -14,10 +14,10 @@ from jgg.schedule import GroupBounds
 def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
     """y [M, N] of `jgg.grouped_gemm`, differentiable to any order in x, w, topk_weights and bias."""
     return rows_dot(
-        Rows(x, _x_rows(problem, gather_indices)),
+        Rows(x, x_rows(problem, gather_indices)),
         w,
         bounds,
-        scales=_row_scales(problem, gather_indices, topk_weights),
+        scales=row_scales(problem, gather_indices, topk_weights),
         bias=bias,
         write_at=_y_rows(problem, gather_indices),
         shape=problem.y_shape,
@@ -34,8 +34,8 @@ def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights,
 
 def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_weights):
     """The dX product and the row sums; see `implementations.kernels.backward_dx`."""
-    scales = _row_scales(problem, gather_indices, topk_weights)
-    dy, x = Rows(dy, _y_rows(problem, gather_indices)), Rows(x, _x_rows(problem, gather_indices))
+    scales = row_scales(problem, gather_indices, topk_weights)
+    dy, x = Rows(dy, _y_rows(problem, gather_indices)), Rows(x, x_rows(problem, gather_indices))
     adds = x.at is not None
     dx = blocks.zeros(problem.x_shape, jnp.float32 if adds else problem.dtype, dy)
     row_sums = None if x.array is None else blocks.zeros((problem.num_rows,), jnp.float32, dy)
@@ -54,8 +54,8 @@ def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_
 
 def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
     """The dW product and the gradient of the bias; see `implementations.kernels.backward_dw`."""
-    x, dy = Rows(x, _x_rows(problem, gather_indices)), Rows(dy, _y_rows(problem, gather_indices))
-    scales = _row_scales(problem, gather_indices, topk_weights)
+    x, dy = Rows(x, x_rows(problem, gather_indices)), Rows(dy, _y_rows(problem, gather_indices))
+    scales = row_scales(problem, gather_indices, topk_weights)
     dot = functools.partial(outer_dot, bounds=bounds, scales=scales, precision=problem.precision)
     dw = dot(*((dy, x) if problem.w_layout == "enk" else (x, dy)), out_dtype=problem.dtype)
     return [dw, dot(blocks.ones(dy), dy, out_dtype=jnp.float32)[:, 0]] if with_bias else [dw]
@@ -86,7 +86,8 @@ def sort(target, problem, config, *arrays, **options):
     return xla_layer.sort(*arrays, **options)
 
 
-def _x_rows(problem, gather_indices):
+def x_rows(problem: GroupedGemmProblem, gather_indices):
+    """The row of x that each row is, past the end for a bad index; None where they are in one order."""
     return blocks.guarded(gather_indices, problem.num_positions) // problem.topk if problem.permute_x else None
 
 
@@ -94,7 +95,8 @@ def _y_rows(problem, gather_indices):
     return blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
-def _row_scales(problem, gather_indices, topk_weights):
+def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights):
+    """topk_weights of each row, float32 [M], zero for a bad index; or None."""
     if topk_weights is None:
         return None
     scales = topk_weights.reshape(-1).astype(jnp.float32)
