@@ -28,8 +28,25 @@ TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
 MIN_STEPS = gl.constexpr(4)  # each stores a part of the tile before; steps past the end multiply zeros
 ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
+LOOKUP_STEP = gl.constexpr(2)  # of a tile, in which the warpgroups look the next one up while they multiply
 LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
+
+
+@gluon.aggregate
+class Tile:
+    """Where an output tile of a CTA is.
+
+    Attributes:
+      item: its row tile or group. left_tile: its place among left's columns, 0 with RAGGED_M. column: its first.
+      start, end: its row tile's or group's first row and one past its group's last; zeros for a tile past the last.
+    """
+
+    item: gl.tensor
+    left_tile: gl.tensor
+    column: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
 
 
 @gluon.aggregate
@@ -72,35 +89,31 @@ class Work:
         return (self.count + 1) // 2
 
     @gluon.jit
-    def place(self, tile):
-        """This CTA's row tile or group, its tile among left's columns (0 with RAGGED_M), and its first column."""
+    def at(self, tile):
+        """This CTA's of a cluster's tiles."""
         column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
         if self.RAGGED_M:
             pair, column_tile = tile_coordinates(tile, self.row_tile_pairs(), column_tiles, self.BAND)
             item = 2 * pair + self.cta
-            left_tile = 0
+            left_tile = gl.to_tensor(0)
         else:
             left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
             item = tile // (left_tiles * column_tiles)
             within = tile - item * left_tiles * column_tiles
             pair, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
             left_tile = 2 * pair + self.cta
-        return item, left_tile, column_tile * self.BLOCK_COLUMNS
-
-    @gluon.jit
-    def bounds(self, tile):
-        """First row of a tile's row tile or group and one past its group's last; zeros for one past the last."""
-        item, _, _ = self.place(tile)
         exists = (tile < self.num_tiles()) & (item < self.count)
-        return gl.load(self.starts + item, mask=exists, other=0), gl.load(self.ends + item, mask=exists, other=0)
+        start = gl.load(self.starts + item, mask=exists, other=0)
+        end = gl.load(self.ends + item, mask=exists, other=0)
+        return Tile(item, left_tile, column_tile * self.BLOCK_COLUMNS, start, end)
 
     @gluon.jit
-    def left_range(self, left_tile, start, end):
+    def left_range(self, tile):
         """The tile's first row of the output, and one past the last there is."""
         if self.RAGGED_M:
-            return start, end
+            return tile.start, tile.end
         else:
-            return left_tile * TILE_ROWS, gl.to_tensor(self.LEFT)
+            return tile.left_tile * TILE_ROWS, gl.to_tensor(self.LEFT)
 
     @gluon.jit
     def group(self, row_tile):
@@ -108,20 +121,13 @@ class Work:
         return gl.load(self.groups + gl.minimum(row_tile, self.count - 1))
 
     @gluon.jit
-    def right_group(self, tile):
-        """With RAGGED_M, a tile's group, and whether the cluster's other tile is of it too."""
-        item, _, _ = self.place(tile)
-        group = self.group(item)
-        return group, group == self.group(item ^ 1)
-
-    @gluon.jit
     def row_of_tensor(self, row):
         """The row of left or y at which a tensor must begin for this CTA's part of it to begin at `row`."""
         return row - self.cta * WARPGROUP_ROWS
 
     @gluon.jit
-    def steps(self, start, end):
-        size = self.REDUCED if self.RAGGED_M else end - start
+    def steps(self, tile):
+        size = self.REDUCED if self.RAGGED_M else tile.end - tile.start
         return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, MIN_STEPS)
 
 
@@ -232,26 +238,22 @@ def load_blocks(
     stage = 0
     phase = 1
     begun = 0
-    start, end = work.bounds(gl.program_id(0))
-    if work.RAGGED_M:
-        group, is_shared = work.right_group(gl.program_id(0))
     if work.GATHERS:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
         gather = Gather(left, gather_indices, num_positions, work.REDUCED, TOPK, layout)
-    for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
-        # the next tile's are on their way while this one's blocks are loaded
-        next_start, next_end = work.bounds(tile + gl.num_programs(0))
+    for index in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+        tile = work.at(index)
         if work.RAGGED_M:
-            next_group, next_is_shared = work.right_group(tile + gl.num_programs(0))
-        _, left_tile, column = work.place(tile)
-        first, last = work.left_range(left_tile, start, end)
+            group = work.group(tile.item)
+            is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
+        first, last = work.left_range(tile)
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
         if work.GATHERS:
             sources = gather.sources(first, last)
             second_sources = gather.sources(second, last)
-        for step in range(work.steps(start, end)):
+        for step in range(work.steps(tile)):
             ring.await_empty(stage, phase)
             full = ring.full.index(stage)
             # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
@@ -263,7 +265,7 @@ def load_blocks(
             second_block = ring.left.index(2 * stage + 1)
             reduced = step * work.BLOCK_REDUCED
             if work.RAGGED_M:
-                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+                place = [group, tile.column, reduced] if RIGHT_IS_TURNED else [group, reduced, tile.column]
                 tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
                 tma.async_load(right, place, full, right_block, pred=is_shared == 0)
                 if work.GATHERS:
@@ -273,8 +275,9 @@ def load_blocks(
                     tma.async_load(left, [first, reduced], full, left_block)
                     tma.async_load(left, [second, reduced], full, second_block, pred=has_second)
             else:
-                row = start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
-                tma.async_load(right, [ROW_LIMIT, end, row, column], full, right_block, multicast=True)
+                end = tile.end
+                row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
+                tma.async_load(right, [ROW_LIMIT, end, row, tile.column], full, right_block, multicast=True)
                 tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
                 tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             if work.GATHERS:
@@ -283,11 +286,6 @@ def load_blocks(
                 ring.announce(stage, LAG, begun >= LAG)
                 begun += 1
             stage, phase = ring.next(stage, phase)
-        start = next_start
-        end = next_end
-        if work.RAGGED_M:
-            group = next_group
-            is_shared = next_is_shared
     if work.GATHERS:
         async_copy.wait_group(0)
         for earlier in gl.static_range(LAG):
@@ -371,13 +369,17 @@ def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr, work, RIGHT_
 
 
 @gluon.jit
-def multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP: gl.constexpr, RIGHT_IS_TURNED: gl.constexpr):
-    """The product of a half tile, float32; the tile before is stored meanwhile."""
+def multiply_tile(
+    work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr, RIGHT_IS_TURNED: gl.constexpr
+):  # fmt: skip
+    """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     for step in gl.static_range(MIN_STEPS):
         acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
         pending.store(y, step, work.COLUMNS)
+        if step == LOOKUP_STEP:
+            next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
         acc = warpgroup_mma_wait(1, deps=[acc])
         if step > 0:
             ring.hand_back_before(stage)
@@ -389,7 +391,7 @@ def multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP: gl.con
         stage, phase = ring.next(stage, phase)
     acc = warpgroup_mma_wait(0, deps=[acc])
     ring.hand_back_before(stage)
-    return acc, stage, phase
+    return acc, stage, phase, next_tile
 
 
 @gluon.jit
@@ -432,13 +434,13 @@ def multiply_tiles(
     pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
     stage = 0
     phase = 0
-    start, end = work.bounds(gl.program_id(0))
-    for tile in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
-        # the next tile's bounds are on their way while this one is multiplied
-        next_start, next_end = work.bounds(tile + gl.num_programs(0))
-        item, left_tile, column = work.place(tile)
-        steps = work.steps(start, end)
-        first, last = work.left_range(left_tile, start, end)
+    tile = work.at(gl.program_id(0))
+    for index in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+        next_index = index + gl.num_programs(0)
+        item = tile.item
+        column = tile.column
+        steps = work.steps(tile)
+        first, last = work.left_range(tile)
         first += WARPGROUP * WARPGROUP_ROWS
         has_rows = first < last
         first = work.row_of_tensor(first)
@@ -449,15 +451,16 @@ def multiply_tiles(
             offset = (item.to(gl.int64) * work.LEFT + first) * work.COLUMNS
             group = item
         if has_rows:
-            acc, stage, phase = multiply_tile(work, ring, pending, y, steps, stage, phase, WARPGROUP, RIGHT_IS_TURNED)
+            acc, stage, phase, tile = multiply_tile(
+                work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP, RIGHT_IS_TURNED
+            )
             acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
+            tile = work.at(next_index)
             pending.store_all(y, work.COLUMNS)
             stage, phase = skip_tile(ring, steps, stage, phase)
             pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, nothing, column)
-        start = next_start
-        end = next_end
     pending.store_all(y, work.COLUMNS)
 
 
