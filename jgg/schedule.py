@@ -1,16 +1,27 @@
-"""Group sizes to row ranges and tiles: pure functions of one small array, computed on the device."""
+"""Group sizes to row ranges and tiles: pure functions of one small array, computed on the device.
+
+Running sums are comparisons of all with all and a sum, which XLA fuses into one kernel; jnp.cumsum and jnp.searchsorted
+take several, of one or two microseconds each.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class GroupBounds(NamedTuple):
-    """First row and one past the last row of each group, in expert order; each int32 [E]."""
+    """Where the rows of each group are, in expert order; each int32 [E].
+
+    Attributes:
+      starts, ends: the first row and one past the last.
+      sizes: as many rows, or as many as were asked for if no group after this one has rows, from 0 to M.
+    """
 
     starts: jax.Array
     ends: jax.Array
+    sizes: jax.Array
 
 
 class TileSchedule(NamedTuple):
@@ -20,14 +31,14 @@ class TileSchedule(NamedTuple):
       group: int32 [T], the group of each tile.
       start: int32 [T], the tile's first row.
       end: int32 [T], one past the last row of the tile's group.
-      extent: int32 [3], the number of tiles in use (entries past it mean nothing), the first row of the first group,
-        and one past the last row of the last group.
+      tiles_through: int32 [E], how many tiles each group and those before it have; of T tiles the last of these numbers
+        are in use, and entries past them mean nothing. Tiles for rows that were asked for but are not there are empty.
     """
 
     group: jax.Array
     start: jax.Array
     end: jax.Array
-    extent: jax.Array
+    tiles_through: jax.Array
 
 
 def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_groups: int | None = None):
@@ -44,19 +55,26 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
 
     Returns: GroupBounds of [G] or, with `group_offset`, [num_groups]; groups past G are empty.
     """
-    sizes = jnp.clip(saturated_int32(group_sizes), 0, num_rows).astype(jnp.uint32)
-    # The sum is exact up to the first end past num_rows (both terms are below 2**31), and later ones may wrap around;
-    # the running maximum keeps them at num_rows.
-    ends = jax.lax.cummax(jnp.minimum(jnp.cumsum(sizes, dtype=jnp.uint32), jnp.uint32(num_rows)))
-    ends = ends.astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    sizes = jnp.clip(saturated_int32(group_sizes), 0, num_rows)
+    group = jnp.arange(len(sizes))
+    starts, ends = (
+        _sum_up_to(num_rows, jnp.where(is_before, sizes[None, :], 0))
+        for is_before in (group[None, :] < group[:, None], group[None, :] <= group[:, None])
+    )
     if group_offset is not None:
         past = jnp.broadcast_to(ends[-1:], (num_groups,))
         first = jnp.clip(saturated_int32(group_offset), 0, len(group_sizes))
-        starts, ends = (
-            jax.lax.dynamic_slice(jnp.concatenate([bound, past]), (first,), (num_groups,)) for bound in (starts, ends)
+        starts, ends, sizes = (
+            jax.lax.dynamic_slice(jnp.concatenate([array, padding]), (first,), (num_groups,))
+            for array, padding in ((starts, past), (ends, past), (sizes, jnp.zeros_like(past)))
         )
-    return GroupBounds(starts, ends)
+    return GroupBounds(starts, ends, sizes)
+
+
+def _sum_up_to(limit: int, terms: jax.Array) -> jax.Array:
+    """min(limit, sum of each row of terms) of int32 [any, any] terms from 0 to `limit`, whose sum may pass int32."""
+    limit = np.int32(limit)
+    return jax.lax.reduce(terms, np.int32(0), lambda a, b: a + jax.lax.min(b, limit - a), (1,))
 
 
 def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
@@ -64,22 +82,26 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
 
     Groups of 5, 0 and 3 rows with tiles of 4 rows:
 
-        group  0  0  2        rows 0-3, row 4, rows 5-7
-        start  0  4  5
-        end    5  5  8
-        extent 3  0  8
+        group          0  0  2        rows 0-3, row 4, rows 5-7
+        start          0  4  5
+        end            5  5  8
+        tiles_through  2  2  3
     """
     num_groups = len(bounds.ends)
     max_tiles = min(num_rows, num_rows // block_rows + num_groups)
-    tiles = (bounds.ends - bounds.starts + (block_rows - 1)) // block_rows
-    tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    # of sizes, not of ends - starts, for which XLA would have to wait
+    tiles = jnp.minimum((bounds.sizes + (block_rows - 1)) // block_rows, max_tiles)
+    group = jnp.arange(num_groups)
+    tiles_through = _sum_up_to(max_tiles, jnp.where(group[None, :] <= group[:, None], tiles[None, :], 0))
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    # compare_all is one fused comparison and sum; the default method would be a loop of kernels
-    group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all").astype(jnp.int32)
-    group = jnp.minimum(group, num_groups - 1)
-    start = bounds.starts[group] + (tile - (tile_ends - tiles)[group]) * block_rows
-    extent = jnp.stack([tile_ends[-1], bounds.starts[0], bounds.ends[-1]])
-    return TileSchedule(group, start, bounds.ends[group], extent)
+    is_past = (tiles_through[None, :] <= tile[:, None]) & (group < num_groups - 1)[None, :]
+    group_of_tile = jnp.sum(is_past, axis=1, dtype=jnp.int32)
+    # The last group that it is past ends where the tile's own starts, and among them `ahead` is the least for that one,
+    # since the tiles of a group reach its end or past it.
+    ahead = jnp.where(is_past, (bounds.ends - tiles_through * block_rows)[None, :], bounds.starts[0])
+    start = jnp.min((tile * block_rows)[:, None] + ahead, axis=1)
+    end = jnp.min(jnp.where(is_past, bounds.ends[-1], bounds.ends[None, :]), axis=1)
+    return TileSchedule(group_of_tile, start, end, tiles_through)
 
 
 def saturated_int32(array: jax.Array) -> jax.Array:

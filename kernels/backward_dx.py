@@ -9,8 +9,8 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 
 @triton.jit
 def backward_dx_kernel(
-    dy, w, x, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, dx, row_sums,
-    num_rows, num_positions,
+    dy, w, x, topk_weights, gather_indices, group_starts, group_ends, tile_group, tile_start, tile_end, tiles_through,
+    dx, row_sums, num_rows, num_positions, num_groups,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -24,7 +24,7 @@ def backward_dx_kernel(
     of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    row_tiles = tl.load(extent)
+    row_tiles = tl.load(tiles_through + num_groups - 1)
 
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         row_tile, column_tile = tile_coordinates(tile, row_tiles, column_tiles, BAND)
@@ -51,6 +51,6 @@ def backward_dx_kernel(
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
         store_tile(dx, acc, rows, in_group, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        dx, None, tl.load(extent + 1), tl.load(extent + 2), num_rows,
+        dx, None, tl.load(group_starts), tl.load(group_ends + num_groups - 1), num_rows,
         COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

@@ -59,8 +59,8 @@ def multiply_rows(
 
 @triton.jit
 def forward_kernel(
-    x, w, bias, topk_weights, gather_indices, tile_group, tile_start, tile_end, extent, y,
-    num_rows, num_positions,
+    x, w, bias, topk_weights, gather_indices, group_starts, group_ends,
+    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -70,12 +70,12 @@ def forward_kernel(
 
     Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
     [groups, COLUMNS], topk_weights [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y
-    [num_rows, COLUMNS]; the schedule's tile_group, tile_start, tile_end and extent. bias, topk_weights and
-    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. GATHER reads row i from
-    x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
+    [num_rows, COLUMNS]; group_starts and group_ends [groups], the schedule's tile_group, tile_start, tile_end and
+    tiles_through. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
+    GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    row_tiles = tl.load(extent)
+    row_tiles = tl.load(tiles_through + num_groups - 1)
 
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         row_tile, column_tile = tile_coordinates(tile, row_tiles, column_tiles, BAND)
@@ -100,6 +100,6 @@ def forward_kernel(
         else:
             store_tile(y, acc, rows, rows < group_end, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        y, gather_indices, tl.load(extent + 1), tl.load(extent + 2), num_rows,
+        y, gather_indices, tl.load(group_starts), tl.load(group_ends + num_groups - 1), num_rows,
         COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

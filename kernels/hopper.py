@@ -477,8 +477,8 @@ def zero_rows(y, first, last, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_kernel(
-    left, right, bias, topk_weights, gather_indices, groups, starts, ends, extent, y,
-    num_rows, num_positions, num_groups,
+    left, right, bias, topk_weights, gather_indices, group_starts, group_ends,
+    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups,
     RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
@@ -487,16 +487,18 @@ def hopper_kernel(
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
     Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, COLUMNS] or with the last two exchanged
-    (RIGHT_IS_TURNED), bias, topk_weights and gather_indices as in `forward_kernel`, the schedule's groups, starts, ends
-    and extent, y [num_rows, COLUMNS], with zeros in rows of no group. Otherwise left [rows, LEFT], right [rows,
-    COLUMNS], starts and ends of num_groups groups, y [num_groups, LEFT, COLUMNS]. left and right are TMA descriptors;
-    16-bit floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, which needs RAGGED_M, left is a pointer
-    instead, to rows of which row gather_indices[i] // TOPK is left's row i.
+    (RIGHT_IS_TURNED), all others as in `forward_kernel`, with zeros in rows of y that are of no group. Otherwise left
+    [rows, LEFT], right [rows, COLUMNS], group_starts and group_ends [num_groups], y [num_groups, LEFT, COLUMNS]. left
+    and right are TMA descriptors; 16-bit floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, which
+    needs RAGGED_M, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i.
     """
-    count = gl.load(extent) if RAGGED_M else gl.to_tensor(num_groups)
+    count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
-        groups if RAGGED_M else starts, starts, ends, count, cta,
+        tile_group if RAGGED_M else group_starts,
+        tile_start if RAGGED_M else group_starts,
+        tile_end if RAGGED_M else group_ends,
+        count, cta,
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
@@ -510,5 +512,5 @@ def hopper_kernel(
         [232, 40] if GATHERS else [240, 24],
     )
     if RAGGED_M:
-        zero_rows(y, gl.to_tensor(0), gl.load(extent + 1), COLUMNS)
-        zero_rows(y, gl.load(extent + 2), gl.to_tensor(num_rows), COLUMNS)
+        zero_rows(y, gl.to_tensor(0), gl.load(group_starts), COLUMNS)
+        zero_rows(y, gl.load(group_ends + num_groups - 1), gl.to_tensor(num_rows), COLUMNS)

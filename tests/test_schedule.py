@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, tile_schedule
+from jgg.schedule import group_bounds, inverse_permutation, tile_schedule
 
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1
 
@@ -29,6 +29,9 @@ SIZES = {
 }
 
 
+jitted_bounds = jax.jit(group_bounds, static_argnums=(1, 3))
+
+
 def reference_bounds(group_sizes, num_rows):
     ranges = oracle.group_ranges(group_sizes, num_rows)
     return [rows.start for rows in ranges], [rows.stop for rows in ranges]
@@ -45,21 +48,26 @@ def random_sizes(seed):
     return tuple(sizes.tolist()), (57, 200)[rng.integers(2)]
 
 
+def assert_bounds(bounds, starts, ends, message=""):
+    np.testing.assert_array_equal(bounds.starts, starts, message)
+    np.testing.assert_array_equal(bounds.ends, ends, message)
+    rows = np.subtract(ends, starts)
+    has_rows_after = np.cumsum(rows[::-1])[::-1] > rows
+    np.testing.assert_array_equal(bounds.sizes[has_rows_after], rows[has_rows_after], message)
+    assert np.all(bounds.sizes >= rows), message
+    assert all(array.dtype == jnp.int32 for array in bounds), message
+
+
 @pytest.mark.parametrize(("group_sizes", "num_rows"), SIZES.values(), ids=SIZES.keys())
 def test_group_bounds(group_sizes, num_rows):
-    starts, ends = group_bounds(jnp.array(group_sizes, jnp.int32), num_rows)
-    expected_starts, expected_ends = reference_bounds(group_sizes, num_rows)
-    np.testing.assert_array_equal(starts, expected_starts)
-    np.testing.assert_array_equal(ends, expected_ends)
-    assert starts.dtype == ends.dtype == jnp.int32
+    assert_bounds(group_bounds(jnp.array(group_sizes, jnp.int32), num_rows), *reference_bounds(group_sizes, num_rows))
 
 
 def test_group_bounds_of_random_sizes():
-    jitted = jax.jit(group_bounds, static_argnums=1)
     for seed in range(100):
         group_sizes, num_rows = random_sizes(seed)
-        bounds = jitted(jnp.array(group_sizes, jnp.int32), num_rows)
-        np.testing.assert_array_equal(bounds, reference_bounds(group_sizes, num_rows), f"seed {seed}")
+        bounds = jitted_bounds(jnp.array(group_sizes, jnp.int32), num_rows)
+        assert_bounds(bounds, *reference_bounds(group_sizes, num_rows), f"seed {seed}")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
@@ -68,21 +76,21 @@ def test_group_bounds_of_other_integers(dtype):
     for sizes in ([3, 100, 0, 5], [limits.max, 1, limits.max, limits.min, 100]):
         for num_rows in (90, 300, 70_000):
             bounds = group_bounds(jnp.array(sizes, dtype), num_rows)
-            np.testing.assert_array_equal(bounds, reference_bounds(sizes, num_rows))
+            assert_bounds(bounds, *reference_bounds(sizes, num_rows))
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
 @pytest.mark.parametrize("offset", range(6))
 def test_group_bounds_from_an_offset(offset, num_groups):
     group_sizes, num_rows = (4, 0, 7, 2, 3), 18
-    starts, ends = group_bounds(jnp.array(group_sizes), num_rows, jnp.int32(offset), num_groups)
+    bounds = group_bounds(jnp.array(group_sizes), num_rows, jnp.int32(offset), num_groups)
     expected_starts, expected_ends = reference_bounds(group_sizes, num_rows)
     last = expected_ends[-1]
     # groups past the last one are empty
     expected_starts += [last] * num_groups
     expected_ends += [last] * num_groups
-    np.testing.assert_array_equal(starts, expected_starts[offset : offset + num_groups])
-    np.testing.assert_array_equal(ends, expected_ends[offset : offset + num_groups])
+    chosen = slice(offset, offset + num_groups)
+    assert_bounds(bounds, expected_starts[chosen], expected_ends[chosen])
 
 
 def reference_tiles(starts, ends, block_rows):
@@ -97,19 +105,26 @@ def reference_tiles(starts, ends, block_rows):
 jitted_schedule = jax.jit(tile_schedule, static_argnums=(1, 2))
 
 
-def assert_schedule(starts, ends, num_rows, block_rows, message=""):
-    bounds = GroupBounds(jnp.array(starts, jnp.int32), jnp.array(ends, jnp.int32))
+def assert_schedule(group_sizes, num_rows, block_rows, skipped=0, message=""):
+    """Every tile of every group from number `skipped` on, in order; others, only where sizes do not fit, are empty."""
+    starts, ends = (bound[skipped:] for bound in reference_bounds(group_sizes, num_rows))
+    offset = (jnp.int32(skipped), len(starts)) if skipped else ()
+    bounds = jitted_bounds(jnp.array(group_sizes, jnp.int32), num_rows, *offset)
     schedule = jitted_schedule(bounds, num_rows, block_rows)
+    assert all(array.dtype == jnp.int32 for array in schedule), message
+    groups, first_rows, row_ends = (array.tolist() for array in schedule[:3])
+    count = schedule.tiles_through[-1].item()
+    assert count <= len(groups) == len(first_rows) == len(row_ends), message
+    tiles = list(zip(groups, first_rows, row_ends, strict=True))[:count]
     expected = reference_tiles(starts, ends, block_rows)
-    count, first_row, last_row = schedule.extent.tolist()
-    assert count == len(expected), message
-    assert (first_row, last_row) == (starts[0], ends[-1]), message
-    assert count <= len(schedule.group) == len(schedule.start) == len(schedule.end), message
-    tiles = zip(schedule.group.tolist(), schedule.start.tolist(), schedule.end.tolist(), strict=True)
-    assert list(tiles)[:count] == expected, message
+    assert [tile for tile in tiles if tile[1] < tile[2]] == expected, message
+    fits = sum(max(size, 0) for size in group_sizes) <= num_rows
+    assert count == len(expected) or not fits, message
+    # each group's tiles, the empty ones too, are those between the numbers of tiles_through
+    through = [sum(group <= last for group, _, _ in tiles) for last in range(len(starts))]
+    assert schedule.tiles_through.tolist() == through, message
     # what a kernel reads past the last tile must be safe to follow too
     assert np.all((schedule.group >= 0) & (schedule.group < len(starts))), message
-    assert all(array.dtype == jnp.int32 for array in schedule), message
 
 
 def test_tile_schedule_of_the_docstring():
@@ -118,7 +133,7 @@ def test_tile_schedule_of_the_docstring():
     assert schedule.group[:3].tolist() == [0, 0, 2]
     assert schedule.start[:3].tolist() == [0, 4, 5]
     assert schedule.end[:3].tolist() == [5, 5, 8]
-    assert schedule.extent.tolist() == [3, 0, 8]
+    assert schedule.tiles_through.tolist() == [2, 2, 3]
 
 
 @pytest.mark.parametrize("block_rows", [1, 4, 16, 128])
@@ -128,26 +143,22 @@ def test_tile_schedule_of_the_docstring():
     ids=[name for name, case in SIZES.items() if case[1] < 10_000],
 )
 def test_tile_schedule(group_sizes, num_rows, block_rows):
-    assert_schedule(*reference_bounds(group_sizes, num_rows), num_rows, block_rows)
+    assert_schedule(group_sizes, num_rows, block_rows)
 
 
 def test_tile_schedule_of_random_sizes():
     for seed in range(100):
         group_sizes, num_rows = random_sizes(seed)
-        starts, ends = reference_bounds(group_sizes, num_rows)
-        # as with a group_offset, there may be rows before the first group
-        skipped = seed % 2 if len(starts) > 1 else 0
-        assert_schedule(starts[skipped:], ends[skipped:], num_rows, 16, f"seed {seed}")
+        skipped = seed % 2 if len(group_sizes) > 1 else 0
+        assert_schedule(group_sizes, num_rows, 16, skipped, f"seed {seed}")
 
 
 @pytest.mark.parametrize("block_rows", [16, 128])
 def test_tile_schedule_has_room_for_the_most_tiles(block_rows):
     """Each group ends with a tile of one row: no schedule of as many rows has more tiles."""
     group_sizes = (block_rows + 1,) * 7
-    num_rows = sum(group_sizes)
-    assert_schedule(*reference_bounds(group_sizes, num_rows), num_rows, block_rows)
-    group_sizes = (1,) * 50
-    assert_schedule(*reference_bounds(group_sizes, 50), 50, block_rows)
+    assert_schedule(group_sizes, sum(group_sizes), block_rows)
+    assert_schedule((1,) * 50, 50, block_rows)
 
 
 def reference_inverse(gather_indices):

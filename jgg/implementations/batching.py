@@ -105,7 +105,8 @@ class _Batch:
     def offset_bounds(self):
         """The bounds of B * E groups."""
         first_row = jnp.arange(self.size, dtype=jnp.int32)[:, None] * self.problem.num_rows
-        return jax.tree.map(lambda bound: (bound + first_row).reshape(-1), self.bounds)
+        starts, ends, _ = self.bounds
+        return GroupBounds(*(a.reshape(-1) for a in (starts + first_row, ends + first_row, ends - starts)))
 
     def merged_order(self):
         """An order of all rows in which each group's are contiguous, whatever problem they are from.
@@ -114,8 +115,9 @@ class _Batch:
         """
         num_rows, num_groups = self.problem.num_rows, self.problem.num_experts
         sizes = self.bounds.ends - self.bounds.starts
-        ends = jnp.cumsum(jnp.sum(sizes, axis=0, dtype=jnp.int32), dtype=jnp.int32)
-        bounds = GroupBounds(ends - jnp.sum(sizes, axis=0, dtype=jnp.int32), ends)
+        merged_sizes = jnp.sum(sizes, axis=0, dtype=jnp.int32)
+        ends = jnp.cumsum(merged_sizes, dtype=jnp.int32)
+        bounds = GroupBounds(ends - merged_sizes, ends, merged_sizes)
         first = bounds.starts[None, :] + jnp.cumsum(sizes, axis=0, dtype=jnp.int32) - sizes  # [B, E]
         problem = self.rows // num_rows
         at = problem, jnp.minimum(self.group, num_groups - 1)

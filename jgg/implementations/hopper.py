@@ -5,7 +5,7 @@ import math
 import jax
 
 from jgg.config import output_axes
-from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
+from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, tile_schedule
 from jgg.target import Target
@@ -37,10 +37,7 @@ def multiply_rows(
             "bias": bias,
             "topk_weights": topk_weights,
             "gather_indices": gather_indices,
-            "groups": schedule.group,
-            "starts": schedule.start,
-            "ends": schedule.end,
-            "extent": schedule.extent,
+            **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
@@ -76,9 +73,8 @@ def multiply_row_blocks(
         operands={
             "left": left,
             "right": right,
-            **dict.fromkeys(("bias", "topk_weights", "gather_indices", "groups", "extent")),
-            "starts": bounds.starts,
-            "ends": bounds.ends,
+            **dict.fromkeys(("bias", "topk_weights", "gather_indices")),
+            **tile_operands(bounds),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,

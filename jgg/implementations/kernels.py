@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, heuristic_config
 from jgg.implementations import hopper
-from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix
+from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
@@ -61,9 +61,10 @@ def forward(
             "bias": bias,
             "topk_weights": _flat(topk_weights),
             "gather_indices": gather_indices,
-            **_schedule_operands(schedule),
+            **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
+            "num_groups": problem.num_experts,
         },
         descriptors=descriptors,
         outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
@@ -120,9 +121,10 @@ def backward_dx(
             "x": x,
             "topk_weights": _flat(topk_weights),
             "gather_indices": gather_indices,
-            **_schedule_operands(schedule),
+            **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
+            "num_groups": problem.num_experts,
             **({} if x is not None else {"row_sums": None}),
         },
         descriptors=descriptors,
@@ -288,11 +290,6 @@ def _sum_by_token(call, problem, rows, gather_indices):
 
 def _w_block(problem, config):
     return (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
-
-
-def _schedule_operands(schedule):
-    names = ("tile_group", "tile_start", "tile_end", "extent")
-    return dict(zip(names, schedule, strict=True))
 
 
 def _launch_options(target, problem, config, tiles):

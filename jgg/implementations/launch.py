@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jgg.schedule import GroupBounds, TileSchedule
+
 # Triton's interpreter replaces parts of triton.language while it runs, for every thread: it must be alone, and nothing
 # may be compiled meanwhile.
 LANGUAGE_LOCK = threading.Lock()
@@ -52,6 +54,19 @@ class Launch:
     num_ctas: int = 1
     flops: int = 0
     bytes_accessed: int = 0
+
+
+def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | None]:
+    """What tells a kernel its groups' rows and, with a schedule, their tiles."""
+    group, start, end, tiles_through = schedule or (None,) * 4
+    return {
+        "group_starts": bounds.starts,
+        "group_ends": bounds.ends,
+        "tile_group": group,
+        "tile_start": start,
+        "tile_end": end,
+        "tiles_through": tiles_through,
+    }
 
 
 def matrix(shape: tuple[int, int], block: tuple[int, int], cta_axis: int | None = None) -> Tma:

@@ -237,7 +237,7 @@ def _letters_of(part, letters):
     if part is None:
         return []
     if isinstance(part, GroupBounds):
-        return ["e", "e"]
+        return ["e"] * len(part)
     return [letters, ROWS] if isinstance(part, Rows) and part.at is not None else [letters]
 
 

@@ -3,11 +3,13 @@
 import dataclasses
 
 from jgg.implementations.partitioning import ROWS, WHOLE, Axes
+from jgg.schedule import GroupBounds
 
 
 def axes_of_product(*leaves, product, structure, problem, **_) -> Axes:
     """Those of the operands and results that a product has: k and n features, e experts, t independent rows."""
-    x, y, w, bounds, bias = ROWS + "k", ROWS + "n", getattr(problem, "w_layout", None), ("e", "e"), "en"
+    x, y, w, bias = ROWS + "k", ROWS + "n", getattr(problem, "w_layout", None), "en"
+    bounds = ("e",) * len(GroupBounds._fields)
     each = "t" + WHOLE
     names, results, summed = {
         "forward": ((x, w, bounds, ROWS, None, bias), (y,), ("ek",)),
