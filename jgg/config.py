@@ -116,7 +116,8 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
     - float32 takes twice the shared memory, so half the step; a device with less of it gets fewer stages.
-    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste.
+    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. With 16 rows loading
+      weights is all that takes time: where TMA does, longer steps keep more of them on their way.
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
@@ -148,11 +149,14 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
         block_columns = 64
     elif _has_wide_tiles(problem, target) and features > 128 and block_rows == 128 and not has_heavy_epilogue:
         block_columns = 256
+    step = _step(problem)
+    if block_rows == 16 and block_columns == 128 and _has_wide_tiles(problem, target):
+        step = 128
     return CONFIG_TYPES[op](
         block_m=block_rows,
         num_warps=8 if block_rows == 128 else 4,
         num_stages=_stages(problem, target),
-        **{f"block_{columns}": block_columns, f"block_{reduced}": _step(problem)},
+        **{f"block_{columns}": block_columns, f"block_{reduced}": step},
         **fusing,
     )
 
