@@ -1,6 +1,7 @@
 """What is to be computed: shapes, dtypes and options of one grouped GEMM. Every argument error is raised here."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -86,9 +87,10 @@ class GroupedGemmProblem:
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes of x, w and y, each counted once."""
-        sizes = [jax.ShapeDtypeStruct(s, self.dtype).size for s in (self.x_shape, self.w_shape, self.y_shape)]
-        return sum(sizes) * self.dtype.itemsize
+        """Bytes of x, y and the matrices of experts that can have rows, each counted once."""
+        experts = min(self.num_experts, self.num_rows)
+        weights = experts * self.in_features * self.out_features
+        return (math.prod(self.x_shape) + weights + math.prod(self.y_shape)) * self.dtype.itemsize
 
 
 def check_problem(

@@ -127,7 +127,7 @@ def measure(
     """Times `function(arrays)` on the device; arrays must have group_sizes.
 
     Many calls run one after the other inside one compiled program, so that none waits for the host. Where their arrays
-    could stay in the L2 cache, a larger one is written between the calls, and what that takes is subtracted.
+    could stay in the L2 cache, a larger one is read between the calls, and what that takes is subtracted.
 
     Args:
       flops, bytes_accessed: of one call, to choose how many there are.
@@ -147,7 +147,7 @@ def measure(
 
 @functools.cache
 def _baseline(calls):
-    """The program that only empties the L2 cache between its calls."""
+    """The program that only fills the L2 cache between its calls."""
     return (
         _repeated(lambda arrays: arrays["group_sizes"], calls, True)
         .lower({"group_sizes": jax.ShapeDtypeStruct((1,), jnp.int32)})
@@ -175,14 +175,18 @@ def _repeated(function, calls, flushes):
 
     def program(arrays):
         def call(_, carry):
-            flushed, _, sizes = carry
-            flushed, tied = jax.lax.optimization_barrier((flushed + 1, arrays | {"group_sizes": sizes}))
-            return jax.lax.optimization_barrier((flushed, function(tied), tied["group_sizes"]))
+            filler, highest, _, sizes = carry
+            if flushes:
+                highest = jnp.max(filler)
+            filler, highest, tied = jax.lax.optimization_barrier((filler, highest, arrays | {"group_sizes": sizes}))
+            return jax.lax.optimization_barrier((filler, highest, function(tied), tied["group_sizes"]))
 
-        flushed = jnp.zeros(LARGER_THAN_L2 if flushes else 1, jnp.int8)
+        filler = jnp.zeros(LARGER_THAN_L2 // 4 if flushes else 1, jnp.int32)
         result = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, arrays))
-        flushed, result, _ = jax.lax.fori_loop(0, calls, call, (flushed, result, arrays["group_sizes"]))
-        return flushed[0], result
+        carry = (filler, jnp.int32(0), result, arrays["group_sizes"])
+        # not unrolled: XLA would leave out all calls but the last, whose result alone is used
+        _, highest, result, _ = jax.lax.fori_loop(0, calls, call, carry)
+        return highest, result
 
     return jax.jit(program)
 
