@@ -23,8 +23,7 @@ class _KernelConfig:
       programs_per_sm: persistent programs for each multiprocessor.
       warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
         steps of 64, where `jgg.warp_specialization` says that it can; elsewhere the heuristic chooses. It loads by TMA
-        what it does not gather, leaves scatter and the gathers of dW to copies, and uses neither num_warps nor
-        programs_per_sm.
+        what it does not gather, leaves scatter to a copy, and uses neither num_warps nor programs_per_sm.
     """
 
     block_m: int = 128
@@ -90,7 +89,7 @@ class KernelConfigDW(_KernelConfig):
     Attributes:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
       fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
-        by topk_weights is copied all the same.
+        by topk_weights is copied all the same, and so is dy in the warp-specialised kernel if x is gathered.
     """
 
     block_m: int = 64
@@ -110,8 +109,9 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
     - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
-      steps and there are few columns of tiles; elsewhere a copy first is faster. Rows that it gathers it had better
-      gather again for the next column soon: in a narrow band.
+      steps and there are few columns of tiles, and those of dW where each is multiplied with a short one; elsewhere a
+      copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
+      narrow band.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -127,7 +127,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
         gathers = _gathers_in_specialized(op, problem)
         return dataclasses.replace(
-            specialized_config(op, problem.w_layout), fuse_gather=gathers, band=2 if gathers else 8
+            specialized_config(op, problem.w_layout), fuse_gather=gathers, band=2 if gathers and op != "dw" else 8
         )
     if op == "dw":
         return _choose_dw(problem, target)
@@ -171,11 +171,14 @@ def _fills_specialized_tiles(op, problem):
 
 
 def _gathers_in_specialized(op, problem):
+    if op == "dw":  # a copy takes long beside the product of each row with one of few features
+        other = problem.out_features if problem.permute_x else problem.in_features
+        return (problem.permute_x or problem.permute_y) and other <= 1024
     if op == "forward":
         permuted, reduced, columns = problem.permute_x, problem.in_features, problem.out_features
     else:
         permuted, reduced, columns = problem.permute_y, problem.out_features, problem.in_features
-    return op != "dw" and permuted and reduced >= 1024 and _is_narrow(columns)
+    return permuted and reduced >= 1024 and _is_narrow(columns)
 
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:

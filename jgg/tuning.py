@@ -157,7 +157,7 @@ def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[An
     for band in _BANDS:
         yield dataclasses.replace(best, band=band)
     gathers = {"forward": problem.permute_x, "dx": problem.permute_y, "dw": problem.permute_x or problem.permute_y}
-    if gathers[op] and not (op == "dw" and best.warp_specialized):
+    if gathers[op]:
         yield dataclasses.replace(best, fuse_gather=not best.fuse_gather)
 
 

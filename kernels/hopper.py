@@ -76,6 +76,8 @@ class Work:
     BLOCK_REDUCED: gl.constexpr
     BLOCK_COLUMNS: gl.constexpr
     GATHERS: gl.constexpr
+    Y_ROW_STRIDE: gl.constexpr
+    Y_COLUMN_STRIDE: gl.constexpr
 
     @gluon.jit
     def num_tiles(self):
@@ -179,9 +181,10 @@ class Ring:
 @gluon.jit
 def make_ring(work, left, right, STAGES: gl.constexpr):
     if work.GATHERS:
-        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]])
-        shape: gl.constexpr = [2 * STAGES, TILE_ROWS, work.BLOCK_REDUCED]
-        left_blocks = gl.allocate_shared_memory(left.dtype.element_ty, shape, layout)
+        shape: gl.constexpr = [TILE_ROWS, work.BLOCK_REDUCED] if work.RAGGED_M else [work.BLOCK_REDUCED, TILE_ROWS]
+        split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[split])
+        left_blocks = gl.allocate_shared_memory(left.dtype.element_ty, [2 * STAGES] + shape, layout)  # noqa: RUF005
     else:
         shape: gl.constexpr = left.block_type.shape
         left_blocks = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + shape, left.layout)  # noqa: RUF005
@@ -203,28 +206,32 @@ def make_ring(work, left, right, STAGES: gl.constexpr):
 
 @gluon.aggregate
 class Gather:
-    """left, whose row i is row indices[i] // TOPK of the matrix [any, REDUCED] at `pointer`; zeros for a bad index."""
+    """left, whose row i is row indices[i] // TOPK of the matrix [any, WIDTH] at `pointer`; zeros for a bad index."""
 
     pointer: gl.tensor
     indices: gl.tensor
     num_positions: gl.tensor
-    REDUCED: gl.constexpr
+    WIDTH: gl.constexpr
     TOPK: gl.constexpr
     layout: gl.constexpr
 
     @gluon.jit
-    def sources(self, row, end):
-        """The matrix's rows that are rows row, ..., row + TILE_ROWS - 1; -1 from `end` on and for a bad index."""
-        rows = row + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, self.layout))
-        index = gl.load(self.indices + rows, mask=rows < end, other=-1)
-        return gl.where((index >= 0) & (index < self.num_positions), index // self.TOPK, -1)
+    def load_indices(self, row, end, ROWS: gl.constexpr):
+        """The indices of rows row, row + 1, ...; -1 from `end` on."""
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, self.layout))
+        return gl.load(self.indices + rows, mask=rows < end, other=-1)
+
+    @gluon.jit
+    def sources(self, indices):
+        """The matrix's rows that rows of those indices are; -1 for a bad index."""
+        return gl.where((indices >= 0) & (indices < self.num_positions), indices // self.TOPK, -1)
 
     @gluon.jit
     def load(self, block, sources, column):
         """Begins to copy columns column, column + 1, ... of those rows to a block in shared memory."""
         columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
-        mask = (sources >= 0)[:, None] & (columns < self.REDUCED)[None, :]
-        pointers = self.pointer + (sources.to(gl.int64) * self.REDUCED)[:, None] + columns[None, :]
+        mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
+        pointers = self.pointer + (sources.to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
         async_copy.async_load(block, pointers, mask=mask)
 
 
@@ -239,10 +246,16 @@ def load_blocks(
     phase = 1
     begun = 0
     if work.GATHERS:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
-        gather = Gather(left, gather_indices, num_positions, work.REDUCED, TOPK, layout)
+        split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [split])
+        WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
+        gather = Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
+    next_tile = work.at(gl.program_id(0))
+    if work.GATHERS and not work.RAGGED_M:
+        indices = gather.load_indices(next_tile.start, next_tile.end, work.BLOCK_REDUCED)
     for index in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
-        tile = work.at(index)
+        tile = next_tile
+        next_tile = work.at(index + gl.num_programs(0))
         if work.RAGGED_M:
             group = work.group(tile.item)
             is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
@@ -250,10 +263,11 @@ def load_blocks(
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
-        if work.GATHERS:
-            sources = gather.sources(first, last)
-            second_sources = gather.sources(second, last)
-        for step in range(work.steps(tile)):
+        if work.GATHERS and work.RAGGED_M:
+            sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
+            second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
+        steps = work.steps(tile)
+        for step in range(steps):
             ring.await_empty(stage, phase)
             full = ring.full.index(stage)
             # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
@@ -278,8 +292,18 @@ def load_blocks(
                 end = tile.end
                 row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
                 tma.async_load(right, [ROW_LIMIT, end, row, tile.column], full, right_block, multicast=True)
-                tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
-                tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
+                if work.GATHERS:
+                    sources = gather.sources(indices)
+                    # the next step's, before this step's rows are asked for
+                    is_last = step == steps - 1
+                    next_row = gl.where(is_last, next_tile.start, tile.start + reduced + work.BLOCK_REDUCED)
+                    next_end = gl.where(is_last, next_tile.end, end)
+                    indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
+                    gather.load(left_block, sources, first)
+                    gather.load(second_block, sources, second)
+                else:
+                    tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
+                    tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             if work.GATHERS:
                 async_copy.commit_group()
                 async_copy.wait_group(LAG)
@@ -305,7 +329,7 @@ class Pending:
     column: gl.tensor
 
     @gluon.jit
-    def store(self, y, PART: gl.constexpr, COLUMNS: gl.constexpr):
+    def store(self, y, work, PART: gl.constexpr):
         if PART == 0:
             value = self.part0
         elif PART == 1:
@@ -315,23 +339,29 @@ class Pending:
         else:
             value = self.part3
         column = self.column + PART * value.shape[1]
-        store_rows(y, value, self.offset, self.rows, column, COLUMNS)
+        store_rows(y, value, self.offset, self.rows, column, work.COLUMNS, work.Y_ROW_STRIDE, work.Y_COLUMN_STRIDE)
 
     @gluon.jit
-    def store_all(self, y, COLUMNS: gl.constexpr):
+    def store_all(self, y, work):
         for part in gl.static_range(4):
-            self.store(y, part, COLUMNS)
+            self.store(y, work, part)
 
 
 @gluon.jit
-def store_rows(y, value, offset, rows, column, COLUMNS: gl.constexpr):
-    """Stores value [TILE_ROWS, columns] from y[offset] on, by way of shared memory so that rows are written whole."""
-    threads: gl.constexpr = value.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
+def store_rows(
+    y, value, offset, rows, column, COLUMNS: gl.constexpr, ROW_STRIDE: gl.constexpr, COLUMN_STRIDE: gl.constexpr
+):  # fmt: skip
+    """Stores value [TILE_ROWS, columns] from y[offset] on, by way of shared memory so that neighbours go at once."""
+    if COLUMN_STRIDE == 1:
+        threads: gl.constexpr = value.shape[1] // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
+    else:
+        gl.static_assert(ROW_STRIDE == 1)
+        layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1], [[1, 0]])
     row = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
     mask = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
-    pointers = (y + offset) + (row * COLUMNS)[:, None] + columns[None, :]
+    pointers = (y + offset) + (row * ROW_STRIDE)[:, None] + (columns * COLUMN_STRIDE)[None, :]
     gl.store(pointers, gl.convert_layout(value, layout), mask=mask)
 
 
@@ -377,7 +407,7 @@ def multiply_tile(
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     for step in gl.static_range(MIN_STEPS):
         acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
-        pending.store(y, step, work.COLUMNS)
+        pending.store(y, work, step)
         if step == LOOKUP_STEP:
             next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -444,11 +474,11 @@ def multiply_tiles(
         first += WARPGROUP * WARPGROUP_ROWS
         has_rows = first < last
         first = work.row_of_tensor(first)
+        offset = first.to(gl.int64) * work.Y_ROW_STRIDE
         if work.RAGGED_M:
-            offset = first.to(gl.int64) * work.COLUMNS
             group = work.group(item)
         else:
-            offset = (item.to(gl.int64) * work.LEFT + first) * work.COLUMNS
+            offset += item.to(gl.int64) * work.LEFT * work.COLUMNS
             group = item
         if has_rows:
             acc, stage, phase, tile = multiply_tile(
@@ -458,10 +488,10 @@ def multiply_tiles(
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
             tile = work.at(next_index)
-            pending.store_all(y, work.COLUMNS)
+            pending.store_all(y, work)
             stage, phase = skip_tile(ring, steps, stage, phase)
             pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, nothing, column)
-    pending.store_all(y, work.COLUMNS)
+    pending.store_all(y, work)
 
 
 @gluon.jit
@@ -472,7 +502,7 @@ def zero_rows(y, first, last, COLUMNS: gl.constexpr):
     for strip in range(gl.program_id(0), (last - first + TILE_ROWS - 1) // TILE_ROWS, gl.num_programs(0)):
         row = first + strip * TILE_ROWS
         for column in range(0, COLUMNS, 64):
-            store_rows(y, zeros, row.to(gl.int64) * COLUMNS, last - row, column, COLUMNS)
+            store_rows(y, zeros, row.to(gl.int64) * COLUMNS, last - row, column, COLUMNS, COLUMNS, 1)
 
 
 @gluon.jit
@@ -482,15 +512,16 @@ def hopper_kernel(
     RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GATHERS: gl.constexpr, TOPK: gl.constexpr,
+    GATHERS: gl.constexpr, TOPK: gl.constexpr, Y_IS_TURNED: gl.constexpr,
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
     Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, COLUMNS] or with the last two exchanged
     (RIGHT_IS_TURNED), all others as in `forward_kernel`, with zeros in rows of y that are of no group. Otherwise left
-    [rows, LEFT], right [rows, COLUMNS], group_starts and group_ends [num_groups], y [num_groups, LEFT, COLUMNS]. left
-    and right are TMA descriptors; 16-bit floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, which
-    needs RAGGED_M, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i.
+    [rows, LEFT], right [rows, COLUMNS], group_starts and group_ends [num_groups], y [num_groups, LEFT, COLUMNS] or with
+    the last two exchanged (Y_IS_TURNED). left and right are TMA descriptors; 16-bit floats, rows of a multiple of 16
+    bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's
+    row i.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
@@ -500,6 +531,7 @@ def hopper_kernel(
         tile_end if RAGGED_M else group_ends,
         count, cta,
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
+        1 if Y_IS_TURNED else COLUMNS, LEFT if Y_IS_TURNED else 1,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
@@ -509,7 +541,7 @@ def hopper_kernel(
             (load_blocks, (work, ring, left, right, gather_indices, num_positions, RIGHT_IS_TURNED, TOPK)),
         ],
         [4, 4 if GATHERS else 1],
-        [232, 40] if GATHERS else [240, 24],
+        ([232, 40] if RAGGED_M else [224, 56]) if GATHERS else [240, 24],
     )
     if RAGGED_M:
         zero_rows(y, gl.to_tensor(0), gl.load(group_starts), COLUMNS)

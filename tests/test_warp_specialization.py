@@ -193,6 +193,23 @@ def test_a_configuration_chooses_the_kernel(launched):
     assert launched == ["hopper_kernel", "forward_kernel"]
 
 
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize(
+    ("permuted", "copies"), [({"permute_x"}, 0), ({"permute_y"}, 0), ({"permute_x", "permute_y"}, 1)]
+)
+def test_dw_gathers_rows_of_one_side(w_layout, permuted, copies, launched):
+    x, dy = (jax.ShapeDtypeStruct((512, features), "bfloat16") for features in (256, 512))
+    sizes, indices = (jax.ShapeDtypeStruct((size,), "int32") for size in (4, 512))
+    options = dict.fromkeys(permuted, True) | {"kernel_config": specialized_config("dw", w_layout)}
+
+    def dw(x, dy, sizes, indices):
+        return jgg.grouped_gemm_dw(x, dy, sizes, indices, w_layout=w_layout, implementation="triton", **options)
+
+    with jgg.target(90):
+        jax.jit(dw).trace(x, dy, sizes, indices).lower(lowering_platforms=("cuda",))
+    assert launched == [*["combine_kernel"] * copies, "hopper_kernel"]
+
+
 @pytest.mark.parametrize(("fuse_gather", "kernels"), [(True, []), (False, ["combine_kernel"])])
 def test_rows_are_gathered_as_they_are_loaded_or_by_a_copy(fuse_gather, kernels, launched):
     config = dataclasses.replace(specialized_config("forward", "enk"), fuse_gather=fuse_gather)
@@ -208,10 +225,14 @@ def test_rows_are_gathered_as_they_are_loaded_or_by_a_copy(fuse_gather, kernels,
         ("forward", {"in_features": 4096, "out_features": 28672}, False),  # each row is loaded for many tiles
         ("dx", {"in_features": 768, "out_features": 2048}, True),
         ("dx", {"in_features": 2048, "out_features": 768}, False),
+        ("dw", {"in_features": 2048, "out_features": 768}, True),
+        ("dw", {"in_features": 2048, "out_features": 1536}, False),  # the copy is little of it
+        ("dw", {"in_features": 768, "out_features": 2048, "permute_x": False}, True),
+        ("dw", {"in_features": 1536, "out_features": 2048, "permute_x": False}, False),
     ],
 )
 def test_where_it_gathers_by_itself(op, sizes, fuse_gather):
-    config = heuristic_config(op, gemm(**GEMM | sizes, permute_x=True, permute_y=True), HOPPER)
+    config = heuristic_config(op, gemm(**GEMM | {"permute_x": True, "permute_y": True} | sizes), HOPPER)
     assert (config.warp_specialized, config.fuse_gather) == (True, fuse_gather)
 
 

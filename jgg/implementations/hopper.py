@@ -55,6 +55,7 @@ def multiply_rows(
             "RIGHT_IS_TURNED": is_turned,
             "GATHERS": gathers,
             "TOPK": problem.topk if op == "forward" else 1,
+            "Y_IS_TURNED": False,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, tiles),
@@ -63,26 +64,34 @@ def multiply_rows(
 
 
 def multiply_row_blocks(
-    call, target: Target, problem: GroupedGemmProblem, config, x, dy, bounds: GroupBounds
+    call, target: Target, problem: GroupedGemmProblem, config, x, dy, bounds: GroupBounds, gather_indices=None,
 ):  # fmt: skip
-    """dW in the shape and layout of w, of x and dy in expert order."""
+    """dW in the shape and layout of w.
+
+    Args:
+      x, dy: in expert order, but for x with `problem.permute_x` or dy with `problem.permute_y`, in token order: the
+        kernel gathers the rows of one of them.
+    """
     block_columns, step = _blocks("dw", problem, config)
     left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
+    gathered = x if problem.permute_x else dy if problem.permute_y else None
+    is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
+    if is_turned:
+        left, right = right, left
+    left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     launch = Launch(
         operands={
             "left": left,
             "right": right,
-            **dict.fromkeys(("bias", "topk_weights", "gather_indices")),
+            "gather_indices": None if gathered is None else gather_indices,
+            **dict.fromkeys(("bias", "topk_weights")),
             **tile_operands(bounds),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
         },
-        descriptors={
-            "left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3),
-            "right": bounded_rows(right.shape[1], (step, block_columns)),
-        },
+        descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
         constants={
             "RAGGED_M": False,
@@ -90,8 +99,9 @@ def multiply_row_blocks(
             "REDUCED": 0,
             "COLUMNS": right.shape[1],
             "RIGHT_IS_TURNED": False,
-            "GATHERS": False,
-            "TOPK": 1,
+            "GATHERS": gathered is not None,
+            "TOPK": problem.topk if problem.permute_x else 1,
+            "Y_IS_TURNED": is_turned,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, problem.num_experts * tiles),

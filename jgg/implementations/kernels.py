@@ -168,16 +168,16 @@ def backward_dw(
     dbias = []
     if with_bias:
         dbias = [_group_sums(call, dy, gather_indices if problem.permute_y else None, scales, bounds)]
-    fuse_gather = config.fuse_gather and not config.warp_specialized
-    if problem.permute_x and not fuse_gather:
+    if problem.permute_x and not config.fuse_gather:
         x = combine(call, x, gather_indices // problem.topk, 1)
         problem = dataclasses.replace(problem, permute_x=False)
-    if scales is not None or (problem.permute_y and not fuse_gather):
+    gathers_dy = config.fuse_gather and not (config.warp_specialized and problem.permute_x)  # which gathers one of them
+    if scales is not None or (problem.permute_y and not gathers_dy):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
-        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds), *dbias]
+        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds, gather_indices), *dbias]
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
