@@ -33,6 +33,7 @@ def moe_mlp(
     w_layout: str = "enk",
     precision=None,
     implementation: str | None = None,
+    spare_sms: int = 0,
 ) -> jax.Array:
     """Each token through the MLPs of its experts, added up with the routing's weights.
 
@@ -58,6 +59,8 @@ def moe_mlp(
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable forwards and to any order.
+      spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
+        collective that takes the gradient of x can then run beside it rather than after it.
 
     Returns: y [T, H] in the dtype of x.
 
@@ -70,7 +73,10 @@ def moe_mlp(
     options = {"w_layout": w_layout, "precision": precision}
     up, down = _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options)
     target = current_target()
-    mlp = _Mlp(Operation(up, implementation, target), Operation(down, implementation, target), activation, interleaved)
+    if not isinstance(spare_sms, int) or spare_sms < 0:
+        raise ValueError(f"spare_sms must be an int of at least 0, got {spare_sms!r}.")
+    operations = (Operation(problem, implementation, target) for problem in (up, down))
+    mlp = _Mlp(*operations, activation, interleaved, spare_sms)
     arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights
     indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
     axes = varying_axes(*arrays, *indices)
@@ -138,12 +144,14 @@ class _Mlp:
     Attributes:
       up: x in token order to the pre-activation in expert order.
       down: hidden features to their product, both in expert order.
+      spare_sms: multiprocessors that the last product does not use.
     """
 
     up: Operation
     down: Operation
     activation: Activation
     interleaved: bool
+    spare_sms: int
 
     @property
     def activation_options(self):
@@ -167,6 +175,13 @@ class _Mlp:
         """`down` for a dW whose rows are scaled."""
         problem = dataclasses.replace(self.down.problem, has_topk_weights=True)
         return dataclasses.replace(self.down, problem=problem)
+
+    @property
+    def sparing_up(self):
+        """`up` on fewer multiprocessors."""
+        target = self.up.target
+        num_sms = max(1, target.num_sms - self.spare_sms)
+        return dataclasses.replace(self.up, target=dataclasses.replace(target, num_sms=num_sms))
 
     @property
     def topk(self):
@@ -222,7 +237,7 @@ def _backward(mlp, residuals, dy):
     (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
     d_pre_activation, dx = jax.lax.optimization_barrier((d_pre_activation, dx))
     with_bias = b_gate_up is not None
-    dw_gate_up, *db_gate_up = mlp.up.run(
+    dw_gate_up, *db_gate_up = mlp.sparing_up.run(
         "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
     )
 

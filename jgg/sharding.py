@@ -16,6 +16,8 @@ from jgg.routing import Routing, sort_by_expert
 from jgg.varying import vary_over
 
 P = jax.P
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; NCCL takes some 16 to 32.
+_SPARE_SMS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +213,7 @@ def moe_mlp_on_device(
             "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
             "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis). Got False."
         )
+    spare_sms = _SPARE_SMS if sharding.size(sharding.expert, sharding.tensor) > 1 else 0
     num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
     if sharding.tensor is not None:
         # gradients are summed over the axis as they come back to here: [T, H], not the rows of the exchange
@@ -226,7 +229,7 @@ def moe_mlp_on_device(
             routing = checkpoint_name(routing, "jgg_routing")
             return moe_mlp(
                 rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved,
-                b_gate_up=b_gate_up, b_down=b_down, **options,
+                b_gate_up=b_gate_up, b_down=b_down, spare_sms=spare_sms, **options,
             )  # fmt: skip
 
         if sharding.expert is None:

@@ -13,6 +13,7 @@ from moe_oracle import DATA, FUNCTIONS, clamped, expected, make
 
 import jgg
 from jgg.activations import ACTIVATIONS, clamped_swiglu
+from jgg.implementations import triton
 from jgg.moe import moe_mlp
 
 IMPLEMENTATIONS = [
@@ -261,6 +262,37 @@ def test_policies_know_the_residuals_by_name(names):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_the_last_product_spares_multiprocessors(monkeypatch):
+    launches = []
+
+    def call(compute_capability, name, launch):
+        launches.append((name, launch.grid))
+        return {key: jnp.zeros(out.shape, out.dtype) for key, out in launch.outputs.items()}
+
+    monkeypatch.setattr(triton, "call", call)
+    tokens, hidden, features, experts, topk = 2048, 512, 512, 16, 2
+    shapes = ((tokens, hidden), (experts, 2 * features, hidden), (experts, hidden, features))
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
+
+    def launched(**options):
+        launches.clear()
+
+        @jax.jit
+        @jax.grad
+        def gradient(arrays, indices):
+            routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
+            return jnp.sum(moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
+
+        with jgg.target(90, 132):
+            gradient.trace(arrays, indices).lower(lowering_platforms=("cuda",))
+        return list(launches)
+
+    *all_others, (name, (clusters,)) = launched()
+    assert name == "hopper_kernel"
+    assert launched(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
+
+
 def test_xla_to_second_order():
     floats, chosen, _ = make(tokens=4, features=6, hidden=4, experts=3)
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), 3)
@@ -302,6 +334,7 @@ ERRORS = {
     ),
     "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
     "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
+    "spare_sms": ({"spare_sms": -1}, ValueError, "spare_sms must be an int of at least 0, got -1"),
 }
 
 
