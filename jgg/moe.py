@@ -235,7 +235,7 @@ def _backward(mlp, residuals, dy):
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
     (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
-    d_pre_activation, dx = jax.lax.optimization_barrier((d_pre_activation, dx))
+    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
     with_bias = b_gate_up is not None
     dw_gate_up, *db_gate_up = mlp.sparing_up.run(
         "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
