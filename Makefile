@@ -6,6 +6,8 @@ endif
 
 BIN := .venv/bin
 ON_CPU := JAX_PLATFORMS=cpu
+# Tests compile more than they compute.
+QUICKLY_COMPILED := XLA_FLAGS=--xla_backend_optimization_level=0
 PLATFORM := $(if $(GPU),,$(ON_CPU))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
@@ -41,7 +43,7 @@ demo: $(DEMO_STAMP)
 
 # The tests that need no GPU stay on the CPU: two workers would compete for a GPU's memory.
 test: $(DEV_STAMP)
-	$(ON_CPU) $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 	$(if $(GPU),$(BIN)/pytest -m gpu $(ARGS))
 
 lint: $(DEV_STAMP)

@@ -109,7 +109,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
     - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
-      steps and there are few columns of tiles, and those of dW where each is multiplied with a short one; elsewhere a
+      steps and there are few columns of tiles, and for dW where rows of the other operand are short; elsewhere a
       copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
       narrow band.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.

@@ -77,10 +77,10 @@ def arguments(rows, in_features, out_features, layout, options, dtype, precision
 
 
 def chosen_configs(target, problem, dtype, precision):
-    """The configurations that the heuristic chooses for the three kernels of a problem."""
+    """The configurations that the heuristic chooses for the products of a problem, by their names."""
     arrays, static = arguments(*problem, dtype, precision)
     checked = check_problem(**arrays, **static)
-    return [heuristic_config(op, checked, target) for op in CONFIG_TYPES]
+    return {op: heuristic_config(op, checked, target) for op in CONFIG_TYPES}
 
 
 def every_problem():
@@ -91,36 +91,41 @@ def every_problem():
 
 
 def problems_to_lower(target, dtype, precision):
-    """Few problems that together have every configuration, those with most options first; for sm_90 usual ones too."""
+    """Few (problem, products) that together have every configuration, those with most options first."""
     features = ((512, 512), (1024, 1024), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
     candidates = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
     configs = {
-        (rows, *sizes, layout, options): set(chosen_configs(target, (rows, *sizes, layout, options), dtype, precision))
+        (rows, *sizes, layout, options): chosen_configs(target, (rows, *sizes, layout, options), dtype, precision)
         for rows, sizes, layout, options in candidates
     }
-    missing = set().union(*configs.values())
+    missing = {config for chosen in configs.values() for config in chosen.values()}
     while missing:
-        problem = max(configs, key=lambda problem: len(configs[problem] & missing))
-        missing -= configs[problem]
-        yield problem
-    if dtype == "bfloat16" and target.compute_capability == 90:  # the target of most; the kernels' code is the same
-        for options in ("plain", "up", "down"):
-            yield (128, 512, 512, "enk", options)
+        problem = max(configs, key=lambda problem: len(missing.intersection(configs[problem].values())))
+        yield problem, tuple(op for op, config in configs[problem].items() if config in missing)
+        missing.difference_update(configs[problem].values())
 
 
-def lower(compute_capability, problem, dtype, precision):
+def lower(compute_capability, problem, dtype, precision, products):
     arrays, static = arguments(*problem, dtype, precision)
     floats = {name: arrays.pop(name) for name in ("x", "w", "topk_weights", "bias")}
 
-    def forward_and_backward(floats, fixed):
-        def forward(floats):
-            return jgg.grouped_gemm(**floats, **fixed, **static, implementation="triton")
+    def forward(floats, fixed):
+        return jgg.grouped_gemm(**floats, **fixed, **static, implementation="triton")
 
-        y, vjp = jax.vjp(forward, floats)
-        return y, vjp(y)
+    def compute(floats, fixed, dy):
+        """What needs those products; jit leaves the others out."""
+        y, vjp = jax.vjp(lambda floats: forward(floats, fixed), floats)
+        (grads,) = vjp(dy)
+        results = {
+            "forward": y,
+            "dx": (grads["x"], grads["topk_weights"]),
+            "dw": (grads["w"], grads["bias"]),
+        }
+        return [results[name] for name in products]
 
     with jgg.target(compute_capability):
-        jax.jit(forward_and_backward).trace(floats, arrays).lower(lowering_platforms=("cuda",))
+        dy = jax.eval_shape(forward, floats, arrays)
+        jax.jit(compute).trace(floats, arrays, dy).lower(lowering_platforms=("cuda",))
 
 
 def lower_entry(compute_capability, entry):
@@ -203,8 +208,9 @@ def heuristic_kernels(compute_capability):
         target = current_target()
     for (dtype, precision), same in MODES.items():
         problems = list(problems_to_lower(target, dtype, precision))
-        for problem in problems[:1] if same else problems:
-            yield [*problem, dtype, precision], functools.partial(lower, compute_capability, problem, dtype, precision)
+        for problem, products in problems[:1] if same else problems:
+            what = [*problem, dtype, precision]
+            yield what, functools.partial(lower, compute_capability, problem, dtype, precision, products)
 
 
 def tuned_kernels(compute_capability, path):

@@ -164,14 +164,13 @@ def test_it_steps_aside_for_an_untested_triton_and_says_so_once(monkeypatch, cap
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the kernels that are launched."""
+    """The names of the kernels that would be launched; none is compiled."""
     names = []
 
     def call(compute_capability, name, launch):
         names.append(name)
-        return triton_call(compute_capability, name, launch)
+        return {key: jnp.zeros(out.shape, out.dtype) for key, out in launch.outputs.items()}
 
-    triton_call = triton.call
     monkeypatch.setattr(triton, "call", call)
     return names
 
