@@ -40,7 +40,7 @@ FLOAT32, HIGHEST = ("float32", None), ("float32", "highest")
 FLOAT16, BFLOAT16 = ("float16", None), ("bfloat16", None)
 IN_EVERY_DTYPE = parametrize(
     on("xla", FLOAT32, FLOAT16, BFLOAT16),
-    on("interpret", FLOAT32, FLOAT16),
+    on("interpret", FLOAT32),
     on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16),
 )
 IN_FLOAT32 = parametrize(on("xla", FLOAT32), on(None, FLOAT32), on("interpret", FLOAT32), on("triton", HIGHEST))
