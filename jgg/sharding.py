@@ -16,7 +16,7 @@ from jgg.routing import Routing, sort_by_expert
 from jgg.varying import vary_over
 
 P = jax.P
-# Left to the collective that sums the gradient of x while that of w_gate_up is computed; NCCL takes some 16 to 32.
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/scaling.md has others.
 _SPARE_SMS = 24
 
 
