@@ -11,8 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jgg import implementations
 from jgg.activations import Activation, find_activation
 from jgg.grouped_gemm import bias_row_sums
-from jgg.implementations import Operation, blocks, xla
-from jgg.implementations.multilinear import rows_dot
+from jgg.implementations import Operation, xla
 from jgg.problem import check_problem
 from jgg.routing import Routing
 from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
@@ -158,6 +157,14 @@ class _Mlp:
         return {"activation": self.activation, "interleaved": self.interleaved}
 
     @property
+    def combined_down(self):
+        """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
+        problem = dataclasses.replace(
+            self.down.problem, combine_y=True, has_topk_weights=True, num_tokens=self.up.problem.num_tokens
+        )
+        return dataclasses.replace(self.down, problem=problem)
+
+    @property
     def transposed_down(self):
         """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
         down = self.down.problem
@@ -201,9 +208,7 @@ def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_s
     (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
     (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
-    (products,) = mlp.down.run("forward", hidden, w_down, bounds, None, None, b_down)
-    row_of = inverse_permutation(gather_indices, topk_weights.size)
-    (y,) = mlp.down.run("combine", products, row_of, topk_weights, topk=mlp.topk)
+    (y,) = mlp.combined_down.run("forward", hidden, w_down, bounds, gather_indices, topk_weights, b_down)
     x = checkpoint_name(x, "jgg_x")
     residuals = x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices
     return y, residuals
@@ -258,18 +263,7 @@ def _compute(mlp, is_plain, *arrays):
 
 def _plain_mlp(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
-    bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.down.problem
+    bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.combined_down.problem
     pre_activation = xla.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
-    return rows_dot(
-        blocks.Rows(mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)),
-        w_down,
-        bounds,
-        scales=xla.row_scales(up, gather_indices, topk_weights),
-        bias=b_down,
-        write_at=xla.x_rows(up, gather_indices),
-        adds=True,
-        shape=x.shape,
-        transpose_w=down.w_layout == "enk",
-        precision=down.precision,
-        out_dtype=x.dtype,
-    )
+    hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
+    return xla.grouped_gemm(down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)

@@ -31,7 +31,8 @@ class GroupedGemmProblem:
       has_topk_weights: rows are scaled.
       has_bias: a bias is added.
       precision: how float32 operands are multiplied.
-      num_tokens: T where x is [T, K] in token order and only M of the T * k choices have a row; None where all have.
+      num_tokens: T where tokens have M rows for only some of their T * k choices; None where all choices have one.
+      combine_y: y is [T, N], the sum of each token's rows, scaled.
     """
 
     num_rows: int
@@ -48,6 +49,7 @@ class GroupedGemmProblem:
     has_bias: bool
     precision: jax.lax.Precision
     num_tokens: int | None = None
+    combine_y: bool = False
 
     @property
     def num_positions(self) -> int:
@@ -61,8 +63,8 @@ class GroupedGemmProblem:
 
     @property
     def y_shape(self) -> tuple[int, int]:
-        """[M, N]."""
-        return (self.num_rows, self.out_features)
+        """[M, N], or [T, N] with combine_y."""
+        return (self.num_positions // self.topk if self.combine_y else self.num_rows, self.out_features)
 
     @property
     def w_shape(self) -> tuple[int, int, int]:

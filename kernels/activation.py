@@ -120,15 +120,16 @@ def activate_kernel(
 
 @triton.jit
 def activate_backward_kernel(
-    pre, z, weights, d_pre, hidden, row_sums, num_rows,
+    pre, z, weights, row_sums, num_rows,
     COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_HIDDEN: tl.constexpr,
     CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of rows whose d hidden is weights[i] * z[i]: d pre, hidden, and the sums over columns of hidden * z.
 
-    Arrays: as in `activate_kernel`, with z like hidden and weights and row_sums float32 [num_rows]. SCALE_HIDDEN
-    writes hidden times its row's weight; row_sums are without it. The grid is (num_rows / BLOCK_ROWS,), rounded up.
+    Arrays: as in `activate_kernel`, with z like hidden and weights and row_sums float32 [num_rows]. d pre is written
+    over pre, and hidden over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums are without it. The grid is
+    (num_rows / BLOCK_ROWS,), rounded up.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
@@ -150,9 +151,9 @@ def activate_backward_kernel(
             value *= factor
         products += value * z_block
         store_gate_and_up(
-            d_pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
+            pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
         )
         if SCALE_HIDDEN:
             value *= weight
-        store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+        store_tile(z, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
     tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=exists)

@@ -10,9 +10,9 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 @triton.jit
 def backward_dx_kernel(
     dy, w, x, topk_weights, gather_indices, group_starts, group_ends, tile_group, tile_start, tile_end, tiles_through,
-    dx, row_sums, num_rows, num_positions, num_groups,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
-    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
+    dx, row_sums, num_rows, num_positions, num_groups, first_column,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def backward_dx_kernel(
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
             dy, w, group, start, positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
-            column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
+            first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
         if row_sums is not None:

@@ -8,13 +8,15 @@ from .tiles import row_pointers
 
 @triton.jit
 def combine_kernel(
-    rows, positions, scales, y, num_tokens, num_rows,
-    COLUMNS: tl.constexpr, TOPK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    rows, positions, scales, y, num_tokens, num_rows, first_column,
+    COLUMNS: tl.constexpr, Y_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
-    Arrays: rows [num_rows, COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens, COLUMNS]. The
-    grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
+    Arrays: rows [num_rows, COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens, Y_COLUMNS], of
+    which COLUMNS from first_column on are written. The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded
+    up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -30,4 +32,4 @@ def combine_kernel(
             value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
         acc += value
     mask = (tokens < num_tokens)[:, None] & in_columns
-    tl.store(row_pointers(y, tokens, columns, COLUMNS), acc.to(y.dtype.element_ty), mask=mask)
+    tl.store(row_pointers(y + first_column, tokens, columns, Y_COLUMNS), acc.to(y.dtype.element_ty), mask=mask)

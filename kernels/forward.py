@@ -8,7 +8,7 @@ from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, 
 
 @triton.jit
 def load_weight(
-    w, group, k, column, REDUCED: tl.constexpr, COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    w, group, k, column, REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     TMA: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A [BLOCK_REDUCED, BLOCK_COLUMNS] block of the group's weights, zero past their edges."""
@@ -18,22 +18,22 @@ def load_weight(
         else:
             block = w.load([group, k, column]).reshape(BLOCK_REDUCED, BLOCK_COLUMNS)
     else:
-        matrix = w + group.to(tl.int64) * (REDUCED * COLUMNS)
+        matrix = w + group.to(tl.int64) * (REDUCED * W_COLUMNS)
         reduced = k + tl.arange(0, BLOCK_REDUCED)
         columns = column + tl.arange(0, BLOCK_COLUMNS)
         if REDUCED_IS_MINOR:
-            mask = (columns < COLUMNS)[:, None] & (reduced < REDUCED)[None, :]
+            mask = (columns < W_COLUMNS)[:, None] & (reduced < REDUCED)[None, :]
             block = tl.load(row_pointers(matrix, columns, reduced, REDUCED), mask=mask, other=0.0).T
         else:
-            mask = (reduced < REDUCED)[:, None] & (columns < COLUMNS)[None, :]
-            block = tl.load(row_pointers(matrix, reduced, columns, COLUMNS), mask=mask, other=0.0)
+            mask = (reduced < REDUCED)[:, None] & (columns < W_COLUMNS)[None, :]
+            block = tl.load(row_pointers(matrix, reduced, columns, W_COLUMNS), mask=mask, other=0.0)
     return block
 
 
 @triton.jit
 def multiply_rows(
     x, w, group, start, rows, exists, column,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def multiply_rows(
             mask = exists[:, None] & (reduced < REDUCED)[None, :]
             x_block = tl.load(row_pointers(x, rows, reduced, REDUCED), mask=mask, other=0.0)
         w_block = load_weight(
-            w, group, k, column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
+            w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )
         acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
     return acc
@@ -60,18 +60,19 @@ def multiply_rows(
 @triton.jit
 def forward_kernel(
     x, w, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, TOPK: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
+    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
 
-    Arrays: x [num_rows or tokens, REDUCED], w [groups, COLUMNS, REDUCED] or with the last two axes exchanged, bias
-    [groups, COLUMNS], topk_weights [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y
-    [num_rows, COLUMNS]; group_starts and group_ends [groups], the schedule's tile_group, tile_start, tile_end and
-    tiles_through. bias, topk_weights and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
+    Arrays: x [num_rows or tokens, REDUCED], w [groups, W_COLUMNS, REDUCED] or with the last two axes exchanged, of
+    which COLUMNS from first_column on are multiplied, bias [groups, COLUMNS], topk_weights [num_positions],
+    gather_indices [num_rows], each in [0, num_positions) or bad, y [num_rows, COLUMNS]; group_starts and group_ends
+    [groups], the schedule's tile_group, tile_start, tile_end and tiles_through. bias, topk_weights and gather_indices
+    may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -87,7 +88,7 @@ def forward_kernel(
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
             x, w, group, start, positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
-            column, REDUCED, COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
+            first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
         if bias is not None:

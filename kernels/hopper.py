@@ -61,6 +61,7 @@ class Work:
       groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
         RAGGED_M, the last two of each group.
       cta: which of the cluster's two this is.
+      y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
     """
 
     groups: gl.tensor
@@ -68,6 +69,7 @@ class Work:
     ends: gl.tensor
     count: gl.tensor
     cta: gl.tensor
+    y_block: gl.tensor
     RAGGED_M: gl.constexpr
     LEFT: gl.constexpr
     REDUCED: gl.constexpr
@@ -76,6 +78,8 @@ class Work:
     BLOCK_REDUCED: gl.constexpr
     BLOCK_COLUMNS: gl.constexpr
     GATHERS: gl.constexpr
+    Y_BLOCK_STRIDE: gl.constexpr
+    Y_GROUP_STRIDE: gl.constexpr
     Y_ROW_STRIDE: gl.constexpr
     Y_COLUMN_STRIDE: gl.constexpr
 
@@ -237,7 +241,8 @@ class Gather:
 
 @gluon.jit
 def load_blocks(
-    work, ring, left, right, gather_indices, num_positions, RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr
+    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
 ):  # fmt: skip
     """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
@@ -279,7 +284,8 @@ def load_blocks(
             second_block = ring.left.index(2 * stage + 1)
             reduced = step * work.BLOCK_REDUCED
             if work.RAGGED_M:
-                place = [group, tile.column, reduced] if RIGHT_IS_TURNED else [group, reduced, tile.column]
+                column = first_column + tile.column
+                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
                 tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
                 tma.async_load(right, place, full, right_block, pred=is_shared == 0)
                 if work.GATHERS:
@@ -474,11 +480,11 @@ def multiply_tiles(
         first += WARPGROUP * WARPGROUP_ROWS
         has_rows = first < last
         first = work.row_of_tensor(first)
-        offset = first.to(gl.int64) * work.Y_ROW_STRIDE
+        offset = first.to(gl.int64) * work.Y_ROW_STRIDE + work.y_block.to(gl.int64) * work.Y_BLOCK_STRIDE
         if work.RAGGED_M:
             group = work.group(item)
         else:
-            offset += item.to(gl.int64) * work.LEFT * work.COLUMNS
+            offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
             group = item
         if has_rows:
             acc, stage, phase, tile = multiply_tile(
@@ -508,20 +514,22 @@ def zero_rows(y, first, last, COLUMNS: gl.constexpr):
 @gluon.jit
 def hopper_kernel(
     left, right, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups,
+    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column, y_block,
     RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GATHERS: gl.constexpr, TOPK: gl.constexpr, Y_IS_TURNED: gl.constexpr,
+    GATHERS: gl.constexpr, TOPK: gl.constexpr,
+    Y_BLOCK_STRIDE: gl.constexpr, Y_GROUP_STRIDE: gl.constexpr, Y_ROW_STRIDE: gl.constexpr,
+    Y_COLUMN_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
-    Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, COLUMNS] or with the last two exchanged
-    (RIGHT_IS_TURNED), all others as in `forward_kernel`, with zeros in rows of y that are of no group. Otherwise left
-    [rows, LEFT], right [rows, COLUMNS], group_starts and group_ends [num_groups], y [num_groups, LEFT, COLUMNS] or with
-    the last two exchanged (Y_IS_TURNED). left and right are TMA descriptors; 16-bit floats, rows of a multiple of 16
-    bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's
-    row i.
+    Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, columns] or with the last two exchanged
+    (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
+    zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], group_starts and
+    group_ends [num_groups], and y[g] is a [LEFT, COLUMNS] matrix of the strides given, from element y_block *
+    Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit floats, rows of a multiple of 16 bytes. Where the
+    kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
@@ -529,16 +537,19 @@ def hopper_kernel(
         tile_group if RAGGED_M else group_starts,
         tile_start if RAGGED_M else group_starts,
         tile_end if RAGGED_M else group_ends,
-        count, cta,
+        count, cta, gl.to_tensor(y_block),
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
-        1 if Y_IS_TURNED else COLUMNS, LEFT if Y_IS_TURNED else 1,
+        Y_BLOCK_STRIDE, Y_GROUP_STRIDE, Y_ROW_STRIDE, Y_COLUMN_STRIDE,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
         [
             (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
             (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
-            (load_blocks, (work, ring, left, right, gather_indices, num_positions, RIGHT_IS_TURNED, TOPK)),
+            (
+                load_blocks,
+                (work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK),
+            ),
         ],
         [4, 4 if GATHERS else 1],
         ([232, 40] if RAGGED_M else [224, 56]) if GATHERS else [240, 24],

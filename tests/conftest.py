@@ -1,10 +1,26 @@
 """Makes implicit promotion of dtypes and ranks an error in every test."""
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+from jgg.implementations import triton
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(name, Launch) of each kernel that would be launched; none is compiled."""
+    launches = []
+
+    def call(compute_capability, name, launch):
+        launches.append((name, launch))
+        return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
+
+    monkeypatch.setattr(triton, "call", call)
+    return launches
 
 
 @pytest.fixture

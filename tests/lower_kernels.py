@@ -3,8 +3,8 @@
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
 With a file of tuned configurations as a second argument it lowers those, else what the heuristic chooses, routing and
 activations.
-Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory and
-the bytes that it spills to memory.
+Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory, the
+bytes that it spills to memory and its kinds of stores.
 """
 
 import dataclasses
@@ -179,7 +179,7 @@ def layer_kernels(compute_capability):
 
 
 def assemble(folder, compute_capability):
-    """Name, shared memory and spills of the kernel dumped in a folder."""
+    """Name, shared memory, spills and instructions to store of the kernel dumped in a folder."""
     (ptx,), (info,) = folder.glob("*.ptx"), folder.glob("*.compile_info")
     assembler = "ptxas-blackwell" if compute_capability >= 100 else "ptxas"
     architecture = re.search(r"\.target (\w+)", ptx.read_text())[1]
@@ -199,7 +199,8 @@ def assemble(folder, compute_capability):
     spills = re.findall(r"(\d+) bytes spill", done.stderr)
     assert spills, done.stderr
     shared_memory = int(info.read_text().split(":")[-1])
-    return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills))}
+    stores = sorted(set(re.findall(r"st\.global[\w.]*", ptx.read_text())))
+    return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills)), "stores": stores}
 
 
 def heuristic_kernels(compute_capability):

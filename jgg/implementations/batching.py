@@ -151,7 +151,7 @@ def _more_groups(run, product, batch, arrays, batched, options):
         merged["bias"] = _flat(_for_each(arrays["bias"], batched["bias"], batch.size))
     merged |= {"bounds": batch.offset_bounds(), "gather_indices": positions, "topk_weights": batch.topk_weights}
     results = run(product, problem, *(merged.get(name) for name in arrays), **options)
-    if product == "forward":
+    if product == "forward" and not problem.combine_y:
         written = batch.in_group
         if problem.permute_y:
             at = jnp.where(positions < 0, problem.num_rows, positions)
@@ -170,12 +170,17 @@ def _more_groups(run, product, batch, arrays, batched, options):
 def _forward_of_more_rows(run, batch, arrays):
     problem = batch.problem
     bounds, _, row_at = batch.merged_order()
+    writes_permuted = problem.permute_y or problem.combine_y
     topk = problem.topk if problem.permute_x else 1
-    x, write, in_place = _readable(run, batch, arrays["x"], problem.permute_x, problem.permute_y, row_at, topk)
+    x, write, in_place = _readable(run, batch, arrays["x"], problem.permute_x, writes_permuted, row_at, topk)
     problem = dataclasses.replace(
-        problem, num_rows=len(batch.rows), topk=topk if in_place else 1, permute_x=in_place, permute_y=True
+        problem,
+        num_rows=len(batch.rows),
+        topk=problem.topk if problem.combine_y else topk if in_place else 1,
+        permute_x=in_place,
+        permute_y=not problem.combine_y,
     )
-    weights = batch.topk_weights if batch.problem.permute_y else batch.row_weights()
+    weights = batch.topk_weights if writes_permuted else batch.row_weights()
     return batch.split(run("forward", problem, x, arrays["w"], bounds, write, weights, arrays["bias"]))
 
 

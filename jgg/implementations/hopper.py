@@ -10,17 +10,19 @@ from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, tile_schedule
 from jgg.target import Target
 
+PART_STEP = 256  # features; a column of the widest tiles
 _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
 def multiply_rows(
     call, op: str, target: Target, problem: GroupedGemmProblem, config,
-    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False,
+    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False, first_column=0,
 ):  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
       rows: in expert order or, if the kernel `gathers` them, a row for each token in token order.
+      first_column: of w, whose columns from here on the problem's are.
     """
     block_columns, step = _blocks(op, problem, config)
     dtype = problem.out_dtype if op == "forward" else problem.dtype
@@ -40,11 +42,12 @@ def multiply_rows(
             **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
-            "num_groups": problem.num_experts,
+            "first_column": first_column,
+            "y_block": 0,
         },
         descriptors={
             **({} if gathers else {"left": matrix(rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
-            "right": matrices(problem.w_shape, (block_columns, step) if is_turned else (step, block_columns)),
+            "right": matrices(w.shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
         outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
         constants={
@@ -55,7 +58,10 @@ def multiply_rows(
             "RIGHT_IS_TURNED": is_turned,
             "GATHERS": gathers,
             "TOPK": problem.topk if op == "forward" else 1,
-            "Y_IS_TURNED": False,
+            "Y_BLOCK_STRIDE": 0,
+            "Y_GROUP_STRIDE": 0,
+            "Y_ROW_STRIDE": features[columns],
+            "Y_COLUMN_STRIDE": 1,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, tiles),
@@ -65,12 +71,15 @@ def multiply_rows(
 
 def multiply_row_blocks(
     call, target: Target, problem: GroupedGemmProblem, config, x, dy, bounds: GroupBounds, gather_indices=None,
+    dw=None, first_feature=0,
 ):  # fmt: skip
     """dW in the shape and layout of w.
 
     Args:
       x, dy: in expert order, but for x with `problem.permute_x` or dy with `problem.permute_y`, in token order: the
-        kernel gathers the rows of one of them.
+        kernel gathers the rows of one of them. x may have fewer than K features, from `first_feature` on, a multiple of
+        PART_STEP: the gradient of those alone is written.
+      dw: what to write it into, or None for a new array.
     """
     block_columns, step = _blocks("dw", problem, config)
     left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
@@ -80,6 +89,7 @@ def multiply_row_blocks(
         left, right = right, left
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
+    _, w_rows, w_columns = problem.w_shape
     launch = Launch(
         operands={
             "left": left,
@@ -89,10 +99,13 @@ def multiply_row_blocks(
             **tile_operands(bounds),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
-            "num_groups": problem.num_experts,
+            "first_column": 0,
+            "y_block": first_feature // PART_STEP,
+            **({} if dw is None else {"y": dw}),
         },
         descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
-        outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
+        outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)} if dw is None else {},
+        updated=() if dw is None else ("y",),
         constants={
             "RAGGED_M": False,
             "LEFT": left.shape[1],
@@ -101,7 +114,10 @@ def multiply_row_blocks(
             "RIGHT_IS_TURNED": False,
             "GATHERS": gathered is not None,
             "TOPK": problem.topk if problem.permute_x else 1,
-            "Y_IS_TURNED": is_turned,
+            "Y_BLOCK_STRIDE": PART_STEP * (1 if problem.w_layout == "enk" else w_columns),
+            "Y_GROUP_STRIDE": w_rows * w_columns,
+            "Y_ROW_STRIDE": 1 if is_turned else w_columns,
+            "Y_COLUMN_STRIDE": w_columns if is_turned else 1,
             **_constants(config, block_columns, step),
         },
         **_options(target, problem, config, problem.num_experts * tiles),

@@ -88,10 +88,10 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
         # as on a GPU, Inf and NaN are values like any other
         with LANGUAGE_LOCK, np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
-        return outputs
+        return outputs | {key: tensors[key].array for key in launch.updated}
 
-    outputs = jax.pure_callback(run, launch.outputs, arrays, vmap_method="sequential")
-    return {key: vary_over(axes, output) for key, output in outputs.items()}
+    results = jax.pure_callback(run, launch.result_types, arrays, vmap_method="sequential")
+    return {key: vary_over(axes, result) for key, result in results.items()}
 
 
 def _unwritten(dtype):

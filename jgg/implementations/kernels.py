@@ -28,31 +28,58 @@ _PRECISIONS = {
 }
 
 
+# Arrays of M rows are large beside all others; where they pass from one kernel to the next they do so in parts of their
+# columns, one after the other. A part has enough columns that what is loaded for each again costs little, and enough
+# tiles for each multiprocessor that the last ones leave few of them idle.
+_MIN_PART = 512
+_MIN_PART_TILES = 10  # of 128 rows and 256 columns
+
+
 def forward(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigForward | None,
     x, w, bounds: GroupBounds, gather_indices, topk_weights, bias,
 ):  # fmt: skip
-    """[y [M, N]]."""
-    config = _choose("forward", problem, target, config)
+    """[y of `problem.y_shape`]."""
+    product = problem
+    if problem.combine_y:
+        product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
+    config = _choose("forward", product, target, config)
+    if product.permute_x and not config.fuse_gather:
+        x = combine(call, x, gather_indices // product.topk, 1)
+        product = dataclasses.replace(product, permute_x=False)
+    if not problem.combine_y:
+        return [_forward_rows(call, target, product, config, x, w, bounds, gather_indices, topk_weights, bias)]
+    read_at = gather_indices if product.permute_x else None
+
+    def multiply(x, columns):
+        part = dataclasses.replace(product, out_features=len(columns))
+        own_bias = None if bias is None else bias[:, columns.start : columns.stop]
+        return _forward_rows(call, target, part, config, x, w, bounds, read_at, None, own_bias, columns.start)
+
+    return [_sum_by_token(call, target, problem, multiply, x, problem.out_features, gather_indices, topk_weights)]
+
+
+def _forward_rows(
+    call, target, problem, config, x, w, bounds, gather_indices, topk_weights, bias, first_column=0
+):  # fmt: skip
+    """y [M, N], of w's columns from the first on."""
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
-    if problem.permute_x and not config.fuse_gather:
-        x = combine(call, x, gather_indices // problem.topk, 1)
-        problem = dataclasses.replace(problem, permute_x=False)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
         y = hopper.multiply_rows(
             call, "forward", target, problem, config,
-            x, w, bounds, gather_indices, _flat(topk_weights), bias, gathers=problem.permute_x,
+            x, w, bounds, gather_indices, _flat(topk_weights), bias,
+            gathers=problem.permute_x, first_column=first_column,
         )  # fmt: skip
-        return [combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y]
+        return combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
     tma_x = config.use_tma_load_x and _x_by_tma(target, problem)
-    tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
+    tma_w = config.use_tma_load_w and _w_by_tma(target, w)
     descriptors = {
         **({"x": matrix(x.shape, (config.block_m, config.block_k))} if tma_x else {}),
-        **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
+        **({"w": matrices(w.shape, _w_block(problem, config))} if tma_w else {}),
     }
     launch = Launch(
         operands={
@@ -64,13 +91,14 @@ def forward(
             **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
-            "num_groups": problem.num_experts,
+            "first_column": first_column,
         },
         descriptors=descriptors,
         outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
         constants={
             "REDUCED": problem.in_features,
             "COLUMNS": problem.out_features,
+            "W_COLUMNS": w.shape[1 if problem.w_layout == "enk" else 2],
             "TOPK": problem.topk,
             "REDUCED_IS_MINOR": problem.w_layout == "enk",
             "GATHER": problem.permute_x,
@@ -86,7 +114,7 @@ def forward(
         **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
     y = call("forward_kernel", launch)["y"]
-    return [combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y]
+    return combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y
 
 
 def backward_dx(
@@ -98,18 +126,36 @@ def backward_dx(
     if problem.permute_y and not config.fuse_gather:
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
+
+    def multiply(dy, columns):
+        part = dataclasses.replace(problem, in_features=len(columns))
+        return _dx_rows(call, target, part, config, dy, w, x, bounds, gather_indices, topk_weights, columns.start)[0]
+
+    if problem.permute_x and x is None:
+        return [_sum_by_token(call, target, problem, multiply, dy, problem.in_features, gather_indices)]
+    dx, row_sums = _dx_rows(call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights)
+    if problem.permute_x:
+        dx = _combine_by_token(call, problem, dx, gather_indices)
+    return [dx] if x is None else [dx, row_sums]
+
+
+def _dx_rows(
+    call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights, first_column=0
+):  # fmt: skip
+    """dx [M, K], of w's columns from the first on, and the row sums or None."""
     if config.warp_specialized:
         dx = hopper.multiply_rows(
-            call, "dx", target, problem, config, dy, w, bounds, gather_indices, gathers=problem.permute_y
-        )
-        return [_sum_by_token(call, problem, dx, gather_indices) if problem.permute_x else dx]
+            call, "dx", target, problem, config,
+            dy, w, bounds, gather_indices, gathers=problem.permute_y, first_column=first_column,
+        )  # fmt: skip
+        return dx, None
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
     tma_dy = config.use_tma_load_dy and _dy_by_tma(target, problem)
-    tma_w = config.use_tma_load_w and _w_by_tma(target, problem)
+    tma_w = config.use_tma_load_w and _w_by_tma(target, w)
     descriptors = {
         **({"dy": matrix(dy.shape, (config.block_m, config.block_n))} if tma_dy else {}),
-        **({"w": matrices(problem.w_shape, _w_block(problem, config))} if tma_w else {}),
+        **({"w": matrices(w.shape, _w_block(problem, config))} if tma_w else {}),
     }
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
     if x is not None:
@@ -124,7 +170,7 @@ def backward_dx(
             **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
-            "num_groups": problem.num_experts,
+            "first_column": first_column,
             **({} if x is not None else {"row_sums": None}),
         },
         descriptors=descriptors,
@@ -132,6 +178,7 @@ def backward_dx(
         constants={
             "REDUCED": problem.out_features,
             "COLUMNS": problem.in_features,
+            "W_COLUMNS": w.shape[2 if problem.w_layout == "enk" else 1],
             "TOPK": problem.topk,
             "REDUCED_IS_MINOR": problem.w_layout == "ekn",
             "GATHER_DY": problem.permute_y,
@@ -147,15 +194,12 @@ def backward_dx(
         **_launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
     results = call("backward_dx_kernel", launch)
-    dx = results["dx"]
-    if problem.permute_x:
-        dx = _sum_by_token(call, problem, dx, gather_indices)
     if x is None:
-        return [dx]
+        return results["dx"], None
     row = jnp.arange(problem.num_rows, dtype=jnp.int32)
     in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
     # the kernel leaves the sums of rows outside every group unwritten
-    return [dx, jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)]
+    return results["dx"], jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)
 
 
 def backward_dw(
@@ -168,8 +212,8 @@ def backward_dw(
     dbias = []
     if with_bias:
         dbias = [_group_sums(call, dy, gather_indices if problem.permute_y else None, scales, bounds)]
-    if problem.permute_x and not config.fuse_gather:
-        x = combine(call, x, gather_indices // problem.topk, 1)
+    copies_x = problem.permute_x and not config.fuse_gather
+    if copies_x:
         problem = dataclasses.replace(problem, permute_x=False)
     gathers_dy = config.fuse_gather and not (config.warp_specialized and problem.permute_x)  # which gathers one of them
     if scales is not None or (problem.permute_y and not gathers_dy):
@@ -177,7 +221,10 @@ def backward_dw(
         dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
-        return [hopper.multiply_row_blocks(call, target, problem, config, x, dy, bounds, gather_indices), *dbias]
+        compute = _dw_of_copies if copies_x else hopper.multiply_row_blocks
+        return [compute(call, target, problem, config, x, dy, bounds, gather_indices), *dbias]
+    if copies_x:
+        x = combine(call, x, gather_indices // problem.topk, 1)
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -221,6 +268,25 @@ def backward_dw(
     return [call("backward_dw_kernel", launch)["dw"], *dbias]
 
 
+def _dw_of_copies(call, target, problem, config, x, dy, bounds, gather_indices):
+    """dW of x in token order, which is copied in expert order a part of its features after the other."""
+    width = _copied_part_width(problem)
+    dw = None
+    for first in range(0, problem.in_features, width):
+        if dw is not None:
+            x, dw = jax.lax.optimization_barrier((x, dw))
+        rows = combine(call, x[:, first : first + width], gather_indices // problem.topk, 1)
+        dw = hopper.multiply_row_blocks(
+            call, target, problem, config, rows, dy, bounds, dw=dw, first_feature=first
+        )  # fmt: skip
+    return dw
+
+
+def _copied_part_width(problem):
+    """Columns of a part of x that takes no more memory than half of dy."""
+    return _whole_tiles(max(_MIN_PART, problem.out_features // 2))
+
+
 def _group_sums(call, rows, positions, scales, bounds):
     """Sums of each group's rows, float32 [E, N]; positions and scales, [M], of its rows or None."""
     num_rows, columns = rows.shape
@@ -256,15 +322,18 @@ def _choose(op, problem, target, config):
     return heuristic_config(op, problem, target)
 
 
-def combine(call, rows, positions, topk: int, scales=None):
-    """The weighted sum of each token's rows, in float32: [T, N] in the dtype of rows.
+def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_column: int = 0, y_columns=None):
+    """The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows.
 
     Args:
       rows: [M, N].
       positions: int32 [T * topk], a token's rows; one outside [0, M) adds nothing. With topk 1 this gathers rows.
       scales: float [T * topk], or None for 1.
+      y: what to write the sums into, from `first_column` on; or None for an array of y_columns, by default N, that has
+        nothing but the sums.
     """
     num_tokens, columns = len(positions) // topk, rows.shape[1]
+    y_type = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
     block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
     launch = Launch(
         operands={
@@ -273,9 +342,18 @@ def combine(call, rows, positions, topk: int, scales=None):
             "scales": scales,
             "num_tokens": num_tokens,
             "num_rows": rows.shape[0],
+            "first_column": first_column,
+            **({} if y is None else {"y": y}),
         },
-        outputs={"y": jax.ShapeDtypeStruct((num_tokens, columns), rows.dtype)},
-        constants={"COLUMNS": columns, "TOPK": topk, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
+        outputs={"y": y_type} if y is None else {},
+        updated=() if y is None else ("y",),
+        constants={
+            "COLUMNS": columns,
+            "Y_COLUMNS": y_type.shape[1],
+            "TOPK": topk,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLUMNS": block_columns,
+        },
         grid=(math.ceil(num_tokens / block_rows), math.ceil(columns / block_columns)),
         flops=rows.size,
         bytes_accessed=(rows.size + num_tokens * columns) * rows.dtype.itemsize,
@@ -283,9 +361,42 @@ def combine(call, rows, positions, topk: int, scales=None):
     return call("combine_kernel", launch)["y"]
 
 
-def _sum_by_token(call, problem, rows, gather_indices):
-    """The sums of each token's rows, [T, any]."""
-    return combine(call, rows, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
+def _sum_by_token(call, target, problem, multiply, rows, num_columns, gather_indices, scales=None):
+    """The sums of each token's rows of a product, [T, columns], its columns in parts one after the other.
+
+    So only a part of the product takes memory at a time.
+
+    Args:
+      multiply: (rows, columns) -> that range of the product's columns, [M, columns].
+    """
+    width = _part_width(target, problem, num_columns)
+    y = None
+    for first in range(0, num_columns, width):
+        if y is not None:  # else XLA might multiply all parts before it adds up any
+            rows, y = jax.lax.optimization_barrier((rows, y))
+        product = multiply(rows, range(first, min(first + width, num_columns)))
+        y = _combine_by_token(
+            call, problem, product, gather_indices, scales, y=y, first_column=first, y_columns=num_columns
+        )  # fmt: skip
+    return y
+
+
+def _part_width(target, problem, num_columns):
+    """Columns of a part of [M, columns] that takes no more memory than w, as the gradient of w does anyway."""
+    fitting = math.prod(problem.w_shape) // problem.num_rows
+    least = max(_MIN_PART, _MIN_PART_TILES * target.num_sms * 128 * 256 // problem.num_rows)
+    parts = min(math.ceil(num_columns / max(fitting, 1)), max(num_columns // least, 1))
+    return _whole_tiles(math.ceil(num_columns / parts))
+
+
+def _whole_tiles(columns):
+    return math.ceil(columns / hopper.PART_STEP) * hopper.PART_STEP
+
+
+def _combine_by_token(call, problem, rows, gather_indices, scales=None, **into):
+    """The weighted sums of each token's rows, [T, any]; `into` as in `combine`."""
+    positions = inverse_permutation(gather_indices, problem.num_positions)
+    return combine(call, rows, positions, problem.topk, _flat(scales), **into)
 
 
 def _w_block(problem, config):
@@ -315,8 +426,8 @@ def _dy_by_tma(target, problem):
     return not problem.permute_y and _tma_can(target, problem.dtype, problem.out_features)
 
 
-def _w_by_tma(target, problem):
-    return _tma_can(target, problem.dtype, problem.w_shape[2])
+def _w_by_tma(target, w):
+    return _tma_can(target, w.dtype, w.shape[2])
 
 
 def _row_scales(topk_weights, gather_indices):

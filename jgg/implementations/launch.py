@@ -36,6 +36,8 @@ class Launch:
     Attributes:
       operands: arrays and ints; None for an optional array, input or output, that this launch is without.
       outputs: shape and dtype of each array that the kernel writes.
+      updated: the operands that the kernel writes over; what it leaves there is among the results. XLA copies an array
+        first that is needed later.
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
       descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
@@ -48,6 +50,7 @@ class Launch:
     outputs: dict[str, jax.ShapeDtypeStruct]
     constants: dict[str, Any]
     grid: tuple[int, ...]
+    updated: tuple[str, ...] = ()
     descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
@@ -55,8 +58,14 @@ class Launch:
     flops: int = 0
     bytes_accessed: int = 0
 
+    @property
+    def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each array that is returned: the outputs and what is updated."""
+        updated = {key: self.operands[key] for key in self.updated}
+        return self.outputs | {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in updated.items()}
 
-def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | None]:
+
+def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | int | None]:
     """What tells a kernel its groups' rows and, with a schedule, their tiles."""
     group, start, end, tiles_through = schedule or (None,) * 4
     return {
@@ -66,6 +75,7 @@ def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> 
         "tile_start": start,
         "tile_end": end,
         "tiles_through": tiles_through,
+        "num_groups": len(bounds.starts),
     }
 
 

@@ -46,17 +46,15 @@ def activate_backward(call, pre_activation, z, weights, activation: Activation, 
     num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
     launch = Launch(
         operands={"pre": pre_activation, "z": z, "weights": weights, "num_rows": num_rows},
-        outputs={
-            "d_pre": jax.ShapeDtypeStruct(pre_activation.shape, pre_activation.dtype),
-            "hidden": jax.ShapeDtypeStruct(z.shape, pre_activation.dtype),
-            "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-        },
+        outputs={"row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
+        updated=("pre", "z"),
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
         flops=20 * num_rows * columns,
         bytes_accessed=2 * (pre_activation.size + z.size) * pre_activation.dtype.itemsize,
     )
-    return list(call("activate_backward_kernel", launch).values())
+    results = call("activate_backward_kernel", launch)
+    return [results["pre"], results["z"], results["row_sums"]]
 
 
 def _activation(pre_activation, activation, interleaved):

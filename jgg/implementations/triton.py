@@ -94,8 +94,13 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
         operands[key] = jax_triton.TensorDescriptor(
             operands[key], tma.shape, tma.strides, tma.block_shape, layouts.get(key)
         )
+    # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
+    # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
+    # the slices apart.
+    barrier = jax.lax.optimization_barrier
+    refs = {key: jax.new_ref(barrier(operands[key])) for key in launch.updated}
     outputs = jax_triton.triton_call(
-        **operands,
+        **(operands | refs),
         **launch.constants,
         kernel=load_kernel(name),
         out_type=tuple(launch.outputs.values()),
@@ -109,4 +114,6 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
     axes = varying_axes(*(operand for operand in launch.operands.values() if isinstance(operand, jax.Array)))
-    return {key: vary_over(axes, output) for key, output in zip(launch.outputs, outputs, strict=True)}
+    results = dict(zip(launch.outputs, outputs, strict=True))
+    results |= {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
+    return {key: vary_over(axes, result) for key, result in results.items()}

@@ -12,7 +12,7 @@ from jgg.schedule import GroupBounds
 
 
 def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
-    """y [M, N] of `jgg.grouped_gemm`, differentiable to any order in x, w, topk_weights and bias."""
+    """y of `problem.y_shape`, differentiable to any order in x, w, topk_weights and bias."""
     return rows_dot(
         Rows(x, x_rows(problem, gather_indices)),
         w,
@@ -20,6 +20,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
         scales=row_scales(problem, gather_indices, topk_weights),
         bias=bias,
         write_at=_y_rows(problem, gather_indices),
+        adds=problem.combine_y,
         shape=problem.y_shape,
         transpose_w=problem.w_layout == "enk",
         precision=problem.precision,
@@ -88,10 +89,16 @@ def sort(target, problem, config, *arrays, **options):
 
 def x_rows(problem: GroupedGemmProblem, gather_indices):
     """The row of x that each row is, past the end for a bad index; None where they are in one order."""
-    return blocks.guarded(gather_indices, problem.num_positions) // problem.topk if problem.permute_x else None
+    return _tokens(problem, gather_indices) if problem.permute_x else None
+
+
+def _tokens(problem, gather_indices):
+    return blocks.guarded(gather_indices, problem.num_positions) // problem.topk
 
 
 def _y_rows(problem, gather_indices):
+    if problem.combine_y:
+        return _tokens(problem, gather_indices)
     return blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
