@@ -55,11 +55,12 @@ class Work:
 
     With RAGGED_M there are `count` row tiles, of which a cluster takes two that are neighbours, left are their rows and
     right is a group's weights; otherwise there are `count` groups, whose rows are the reduced axis, and LEFT is the
-    number of left's columns.
+    number of left's columns. Their tiles take as long as they have rows; clusters take turns forwards and backwards, so
+    that all end at about the same time if the largest groups come first.
 
     Attributes:
       groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
-        RAGGED_M, the last two of each group.
+        RAGGED_M, the groups in their order, and the last two of each group.
       cta: which of the cluster's two this is.
       y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
     """
@@ -91,24 +92,35 @@ class Work:
         return self.row_tile_pairs() * column_tiles if self.RAGGED_M else self.count * left_tiles * column_tiles
 
     @gluon.jit
+    def num_places(self):
+        """Of tiles in their order; those past the last tile complete the last turn of all clusters."""
+        clusters = gl.num_programs(0)
+        return self.num_tiles() if self.RAGGED_M else (self.num_tiles() + clusters - 1) // clusters * clusters
+
+    @gluon.jit
     def row_tile_pairs(self):
         return (self.count + 1) // 2
 
     @gluon.jit
-    def at(self, tile):
-        """This CTA's of a cluster's tiles."""
+    def at(self, place):
+        """This CTA's of a cluster's tiles; one without rows past the last."""
         column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
         if self.RAGGED_M:
-            pair, column_tile = tile_coordinates(tile, self.row_tile_pairs(), column_tiles, self.BAND)
+            pair, column_tile = tile_coordinates(place, self.row_tile_pairs(), column_tiles, self.BAND)
             item = 2 * pair + self.cta
             left_tile = gl.to_tensor(0)
+            exists = (place < self.num_tiles()) & (item < self.count)
         else:
             left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
-            item = tile // (left_tiles * column_tiles)
-            within = tile - item * left_tiles * column_tiles
+            clusters = gl.num_programs(0)
+            turn = place // clusters
+            tile = gl.where(turn % 2 == 0, place, (2 * turn + 1) * clusters - 1 - place)
+            exists = tile < self.num_tiles()
+            rank = tile // (left_tiles * column_tiles)
+            within = tile - rank * left_tiles * column_tiles
             pair, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
-            left_tile = 2 * pair + self.cta
-        exists = (tile < self.num_tiles()) & (item < self.count)
+            left_tile = gl.where(exists, 2 * pair + self.cta, self.LEFT)
+            item = gl.load(self.groups + rank, mask=exists, other=0)
         start = gl.load(self.starts + item, mask=exists, other=0)
         end = gl.load(self.ends + item, mask=exists, other=0)
         return Tile(item, left_tile, column_tile * self.BLOCK_COLUMNS, start, end)
@@ -258,7 +270,7 @@ def load_blocks(
     next_tile = work.at(gl.program_id(0))
     if work.GATHERS and not work.RAGGED_M:
         indices = gather.load_indices(next_tile.start, next_tile.end, work.BLOCK_REDUCED)
-    for index in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         tile = next_tile
         next_tile = work.at(index + gl.num_programs(0))
         if work.RAGGED_M:
@@ -471,7 +483,7 @@ def multiply_tiles(
     stage = 0
     phase = 0
     tile = work.at(gl.program_id(0))
-    for index in range(gl.program_id(0), work.num_tiles(), gl.num_programs(0)):
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         next_index = index + gl.num_programs(0)
         item = tile.item
         column = tile.column
@@ -527,14 +539,15 @@ def hopper_kernel(
     Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, columns] or with the last two exchanged
     (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
     zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], group_starts and
-    group_ends [num_groups], and y[g] is a [LEFT, COLUMNS] matrix of the strides given, from element y_block *
-    Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit floats, rows of a multiple of 16 bytes. Where the
-    kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i.
+    group_ends [num_groups], tile_group [num_groups] the groups in the order to take them, and y[g] is a [LEFT, COLUMNS]
+    matrix of the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit
+    floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
+    gather_indices[i] // TOPK is left's row i.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
-        tile_group if RAGGED_M else group_starts,
+        tile_group,
         tile_start if RAGGED_M else group_starts,
         tile_end if RAGGED_M else group_ends,
         count, cta, gl.to_tensor(y_block),

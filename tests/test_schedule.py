@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jgg.schedule import group_bounds, inverse_permutation, tile_schedule
+from jgg.schedule import group_bounds, inverse_permutation, largest_first, tile_schedule
 
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1
 
@@ -205,3 +205,15 @@ def test_inverse_permutation_of_other_integers(dtype):
     indices = rng.integers(limits.min, limits.max, 300, dtype, endpoint=True)
     indices[:100] = rng.integers(0, min(limits.max, 300), 100)
     np.testing.assert_array_equal(inverse_permutation(jnp.asarray(indices)), reference_inverse(indices))
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 3), (7,), (0, 0, 0), (1, 2, 3, 4, 5)])
+def test_largest_first(sizes):
+    order = jax.jit(largest_first)(group_bounds(jnp.array(sizes, jnp.int32), sum(sizes)))
+    assert order.dtype == jnp.int32
+    assert order.tolist() == sorted(range(len(sizes)), key=lambda group: -sizes[group])
+
+
+def test_largest_first_counts_rows_that_are_there():
+    bounds = group_bounds(jnp.array([2, 9, -1, 9, 4], jnp.int32), 16)
+    assert largest_first(bounds).tolist() == [1, 3, 0, 2, 4]

@@ -13,6 +13,7 @@ from comparison import assert_right, forward_and_backward
 import jgg
 from jgg import warp_specialization
 from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
+from jgg.implementations import hopper
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
 from jgg.target import Target
@@ -216,6 +217,21 @@ def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
     assert [launch.constants["COLUMNS"] for _, launch in launched[::2]] == [1024, 1024, 512]
     offsets = [launch.operands["y_block"] * launch.constants["Y_BLOCK_STRIDE"] for _, launch in launched[1::2]]
     assert offsets == [first * (1 if w_layout == "enk" else 2048) for first in (0, 1024, 2048)]
+
+
+@pytest.mark.parametrize(("features", "is_sorted"), [(512, True), (4096, False)])
+def test_dw_takes_the_largest_groups_first_where_there_are_few_tiles(features, is_sorted, launched, monkeypatch):
+    calls = []
+    monkeypatch.setattr(hopper, "largest_first", lambda bounds: calls.append(bounds) or bounds.starts)
+    x, dy = (jax.ShapeDtypeStruct((8192, features), "bfloat16") for _ in range(2))
+
+    def dw(x, dy, sizes):
+        return jgg.grouped_gemm_dw(x, dy, sizes, implementation="triton", kernel_config=specialized_config("dw", "enk"))
+
+    with jgg.target(90, 132):
+        jax.jit(dw).trace(x, dy, jax.ShapeDtypeStruct((64,), "int32")).lower(lowering_platforms=("cuda",))
+    assert names(launched) == ["hopper_kernel"]
+    assert bool(calls) == is_sorted
 
 
 @pytest.mark.parametrize(("fuse_gather", "kernels"), [(True, []), (False, ["combine_kernel"])])

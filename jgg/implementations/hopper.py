@@ -3,14 +3,19 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jgg.config import output_axes
 from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
 from jgg.problem import GroupedGemmProblem
-from jgg.schedule import GroupBounds, tile_schedule
+from jgg.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.target import Target
 
 PART_STEP = 256  # features; a column of the widest tiles
+_CTAS = 2  # of a cluster
+# Tiles of dW that a cluster takes, below which the last ones decide when all is done, so that the smallest groups come
+# last. Elsewhere large groups had better be under way together with small ones, which wait for memory.
+_SHORT = 40
 _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
@@ -89,6 +94,9 @@ def multiply_row_blocks(
         left, right = right, left
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
+    clusters = target.num_sms // _CTAS
+    is_short = problem.num_experts * tiles < _SHORT * clusters
+    order = largest_first(bounds) if is_short else jnp.arange(problem.num_experts, dtype=jnp.int32)
     _, w_rows, w_columns = problem.w_shape
     launch = Launch(
         operands={
@@ -96,7 +104,7 @@ def multiply_row_blocks(
             "right": right,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
-            **tile_operands(bounds),
+            **(tile_operands(bounds) | {"tile_group": order}),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": 0,
@@ -149,9 +157,9 @@ def _constants(config, block_columns, step):
 
 def _options(target, problem, config, tiles):
     return {
-        "grid": (max(1, min(tiles, target.num_sms // 2)),),
+        "grid": (max(1, min(tiles, target.num_sms // _CTAS)),),
         "num_warps": 4,  # of the partition that Triton starts with; there are two more
-        "num_ctas": 2,
+        "num_ctas": _CTAS,
         "flops": problem.flops,
         "bytes_accessed": problem.bytes_accessed,
     }
