@@ -173,7 +173,7 @@ def _fills_specialized_tiles(op, problem):
 def _gathers_in_specialized(op, problem):
     if op == "dw":  # a copy takes long beside the product of each row with one of few features
         other = problem.out_features if problem.permute_x else problem.in_features
-        return (problem.permute_x or problem.permute_y) and other <= 1024
+        return (problem.permute_x or problem.permute_y) and other <= 2048
     if op == "forward":
         permuted, reduced, columns = problem.permute_x, problem.in_features, problem.out_features
     else:
