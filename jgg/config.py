@@ -183,7 +183,7 @@ def _gathers_in_specialized(op, problem):
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
     """Whether groups have more rows, on average, than one warpgroup multiplies."""
-    return problem.num_rows > 64 * problem.num_experts
+    return problem.rows_of_groups > 64 * problem.num_experts
 
 
 def specialized_config(op: str, w_layout: str, columns: int = 256, num_stages: int = 4):
@@ -237,7 +237,7 @@ def _choose_ieee_float32(op, problem, target):
 
 def _block_rows(problem, largest):
     """Rows of a tile: no more than the next power of two of an even share."""
-    share = -(-problem.num_rows // problem.num_experts)
+    share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, max(16, 1 << (share - 1).bit_length()))
 
 

@@ -33,6 +33,7 @@ def moe_mlp(
     precision=None,
     implementation: str | None = None,
     spare_sms: int = 0,
+    expected_rows: int | None = None,
 ) -> jax.Array:
     """Each token through the MLPs of its experts, added up with the routing's weights.
 
@@ -60,6 +61,8 @@ def moe_mlp(
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable forwards and to any order.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
+      expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are
+        chosen for as many.
 
     Returns: y [T, H] in the dtype of x.
 
@@ -74,6 +77,9 @@ def moe_mlp(
     target = current_target()
     if not isinstance(spare_sms, int) or spare_sms < 0:
         raise ValueError(f"spare_sms must be an int of at least 0, got {spare_sms!r}.")
+    if expected_rows is not None and (not isinstance(expected_rows, int) or expected_rows < 1):
+        raise ValueError(f"expected_rows must be None or an int of at least 1, got {expected_rows!r}.")
+    up, down = (dataclasses.replace(problem, expected_rows=expected_rows) for problem in (up, down))
     operations = (Operation(problem, implementation, target) for problem in (up, down))
     mlp = _Mlp(*operations, activation, interleaved, spare_sms)
     arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights

@@ -33,6 +33,7 @@ class GroupedGemmProblem:
       precision: how float32 operands are multiplied.
       num_tokens: T where tokens have M rows for only some of their T * k choices; None where all choices have one.
       combine_y: y is [T, N], the sum of each token's rows, scaled.
+      expected_rows: about how many rows will be of a group, by which kernels are chosen; None for all of them.
     """
 
     num_rows: int
@@ -50,6 +51,12 @@ class GroupedGemmProblem:
     precision: jax.lax.Precision
     num_tokens: int | None = None
     combine_y: bool = False
+    expected_rows: int | None = None
+
+    @property
+    def rows_of_groups(self) -> int:
+        """The rows that kernels are chosen for."""
+        return self.num_rows if self.expected_rows is None else min(self.num_rows, self.expected_rows)
 
     @property
     def num_positions(self) -> int:

@@ -229,7 +229,7 @@ def moe_mlp_on_device(
             routing = checkpoint_name(routing, "jgg_routing")
             return moe_mlp(
                 rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved,
-                b_gate_up=b_gate_up, b_down=b_down, spare_sms=spare_sms, **options,
+                b_gate_up=b_gate_up, b_down=b_down, spare_sms=spare_sms, expected_rows=num_rows or None, **options,
             )  # fmt: skip
 
         if sharding.expert is None:

@@ -213,7 +213,7 @@ def _distances(one, other):
         for a, b in (
             (one.in_features, other.in_features),
             (one.out_features, other.out_features),
-            (one.num_rows / one.num_experts, other.num_rows / other.num_experts),
+            (one.rows_of_groups / one.num_experts, other.rows_of_groups / other.num_experts),
             (one.num_experts, other.num_experts),
         )
     ]
@@ -230,7 +230,12 @@ def _log_miss(op, problem):
 
 def tune_command(op: str, problem: GroupedGemmProblem) -> str:
     """The command line that tunes one product of a problem."""
-    sizes = {"m": problem.num_rows, "k": problem.in_features, "n": problem.out_features, "experts": problem.num_experts}
+    sizes = {
+        "m": problem.rows_of_groups,
+        "k": problem.in_features,
+        "n": problem.out_features,
+        "experts": problem.num_experts,
+    }
     sizes |= {"topk": problem.topk, "op": op, "dtype": problem.dtype.name, "w-layout": problem.w_layout}
     flags = {
         "permute-x": problem.permute_x,

@@ -255,9 +255,8 @@ def test_what_is_written_over_is_kept_where_it_is_needed():
         np.testing.assert_array_equal(result[0], results[0][0])
 
 
-def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
-    """Of a layer whose rows of hidden features outweigh its weights."""
-    tokens, hidden, features, experts, topk = 24576, 1536, 256, 128, 8
+def lower_layer(tokens, hidden, features, experts, topk, **options):
+    """Lowers forward and backward of a layer for an H200."""
     shapes = ((tokens, hidden), (experts, 2 * features, hidden), (experts, hidden, features))
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
     indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
@@ -265,14 +264,36 @@ def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
     @jax.jit
     def run(arrays, indices, dy):
         routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-        y, vjp = jax.vjp(lambda arrays: moe_mlp(*arrays, routing, implementation="triton"), arrays)
+        y, vjp = jax.vjp(lambda arrays: moe_mlp(*arrays, routing, implementation="triton", **options), arrays)
         return y, vjp(dy)
 
     with jgg.target(90, 132):
         run.trace(arrays, indices, arrays[0]).lower(lowering_platforms=("cuda",))
+
+
+def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
+    """Of a layer whose rows of hidden features outweigh its weights."""
+    tokens, features, topk = 24576, 256, 8
+    lower_layer(tokens, 1536, features, 128, topk)
     widths = [result.shape[1] for _, launch in launched for result in launch.result_types.values()
               if result.ndim == 2 and result.shape[0] == tokens * topk]  # fmt: skip
     assert max(widths) == 2 * features
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "expected_rows", "parts"),
+    [
+        (8192, 128, None, [2048]),  # the weights take more memory
+        (32768, 32, None, 4 * [512]),
+        (32768, 32, 65536, 2 * [1024]),  # most of the rows are none, and a device is busy with few columns for a moment
+        (131_072, 128, None, 4 * [512]),
+    ],
+)
+def test_columns_of_parts(tokens, experts, expected_rows, parts, launched):
+    lower_layer(tokens, 2048, 768, experts, 8, expected_rows=expected_rows)
+    sums = [launch.constants["COLUMNS"] for name, launch in launched
+            if name == "combine_kernel" and launch.constants["TOPK"] == 8]  # fmt: skip
+    assert sums == 2 * parts  # of the down product and of dX of up
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -441,6 +462,7 @@ ERRORS = {
     ),
     "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
     "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
+    "expected_rows": ({"expected_rows": 0}, ValueError, "expected_rows must be None or an int of at least 1, got 0"),
     "spare_sms": ({"spare_sms": -1}, ValueError, "spare_sms must be an int of at least 0, got -1"),
 }
 

@@ -98,6 +98,13 @@ class _Batch:
         """Whether a row belongs to a group, bool [B * M]."""
         return self.group < self.problem.num_experts
 
+    def all_rows(self):
+        """The problem of as many rows."""
+        rows, expected = self.problem.num_rows, self.problem.expected_rows
+        return dataclasses.replace(
+            self.problem, num_rows=self.size * rows, expected_rows=None if expected is None else self.size * expected
+        )
+
     @property
     def rows(self):
         return jnp.arange(self.size * self.problem.num_rows, dtype=jnp.int32)
@@ -140,9 +147,7 @@ class _Batch:
 
 def _more_groups(run, product, batch, arrays, batched, options):
     """One product of B * E groups. Between those of two problems lie rows of no group, which kernels leave alone."""
-    problem = dataclasses.replace(
-        batch.problem, num_rows=len(batch.rows), num_experts=batch.size * batch.problem.num_experts
-    )
+    problem = dataclasses.replace(batch.all_rows(), num_experts=batch.size * batch.problem.num_experts)
     positions = batch.positions
     if positions is not None:
         positions = jnp.where(batch.in_group, positions, -1)
@@ -174,8 +179,7 @@ def _forward_of_more_rows(run, batch, arrays):
     topk = problem.topk if problem.permute_x else 1
     x, write, in_place = _readable(run, batch, arrays["x"], problem.permute_x, writes_permuted, row_at, topk)
     problem = dataclasses.replace(
-        problem,
-        num_rows=len(batch.rows),
+        batch.all_rows(),
         topk=problem.topk if problem.combine_y else topk if in_place else 1,
         permute_x=in_place,
         permute_y=not problem.combine_y,
@@ -189,7 +193,7 @@ def _dx_of_more_rows(run, batch, arrays):
     bounds, place, row_at = batch.merged_order()
     topk = problem.topk if problem.permute_x else 1
     dy, write, in_place = _readable(run, batch, arrays["dy"], problem.permute_y, problem.permute_x, row_at)
-    problem = dataclasses.replace(problem, num_rows=len(batch.rows), topk=topk, permute_x=True, permute_y=in_place)
+    problem = dataclasses.replace(batch.all_rows(), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if batch.problem.permute_x else batch.row_weights()
     x = _flat(arrays["x"])
     dx, *row_sums = run("backward_dx", problem, dy, arrays["w"], x, bounds, write, weights)

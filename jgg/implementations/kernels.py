@@ -384,8 +384,12 @@ def _sum_by_token(call, target, problem, multiply, rows, num_columns, gather_ind
 def _part_width(target, problem, num_columns):
     """Columns of a part of [M, columns] that takes no more memory than w, as the gradient of w does anyway."""
     fitting = math.prod(problem.w_shape) // problem.num_rows
-    least = max(_MIN_PART, _MIN_PART_TILES * target.num_sms * 128 * 256 // problem.num_rows)
-    parts = min(math.ceil(num_columns / max(fitting, 1)), max(num_columns // least, 1))
+    least = max(_MIN_PART, _MIN_PART_TILES * target.num_sms * 128 * 256 // max(problem.rows_of_groups, 1))
+    most = min(math.ceil(num_columns / max(fitting, 1)), max(num_columns // least, 1))
+    tiles = math.ceil(num_columns / hopper.PART_STEP)
+    parts = max(
+        (count for count in range(2, most + 1) if tiles % count == 0), default=most
+    )  # equal ones share a kernel
     return _whole_tiles(math.ceil(num_columns / parts))
 
 
