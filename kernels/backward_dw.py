@@ -50,9 +50,8 @@ def backward_dw_kernel(
     """dw[g] = sum over the rows i of group g of left[i] (outer) right[i].
 
     Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices, which are bad outside [0, num_positions), or None,
-    group_starts and group_ends
-    [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x. With TMA_LEFT and TMA_RIGHT,
-    left and right are TMA descriptors. A group without rows gets zeros.
+    group_starts and group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x.
+    With TMA_LEFT and TMA_RIGHT, left and right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
     right_tiles: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT

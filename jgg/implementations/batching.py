@@ -180,7 +180,7 @@ def _forward_of_more_rows(run, batch, arrays):
     x, write, in_place = _readable(run, batch, arrays["x"], problem.permute_x, writes_permuted, row_at, topk)
     problem = dataclasses.replace(
         batch.all_rows(),
-        topk=problem.topk if problem.combine_y else topk if in_place else 1,
+        topk=problem.topk if problem.permute_x or problem.combine_y else 1,
         permute_x=in_place,
         permute_y=not problem.combine_y,
     )

@@ -70,7 +70,7 @@ def _call_for(problem):
 
 def call(name: str, launch: Launch) -> dict[str, jax.Array]:
     """Interprets a kernel in a host callback; under `vmap`, once for each batch element."""
-    arrays = {key: value for key, value in launch.operands.items() if isinstance(value, jax.Array)}
+    arrays = launch.arrays
     constant = {key: value for key, value in launch.operands.items() if key not in arrays}
 
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -80,7 +80,8 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
     axes = varying_axes(*arrays.values())
 
     def run(arrays):
-        outputs = {key: np.full(out.shape, _unwritten(out.dtype), out.dtype) for key, out in launch.outputs.items()}
+        outputs = {key: np.full(r.shape, _unwritten(r.dtype), r.dtype) for key, r in launch.result_types.items()}
+        outputs |= {key: np.array(arrays[key]) for key in launch.updated}
         tensors = {key: _HostTensor(np.array(array)) for key, array in arrays.items()}
         tensors |= {key: _HostTensor(array) for key, array in outputs.items()}
         for key, tma in launch.descriptors.items():
@@ -88,7 +89,7 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
         # as on a GPU, Inf and NaN are values like any other
         with LANGUAGE_LOCK, np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
-        return outputs | {key: tensors[key].array for key in launch.updated}
+        return outputs
 
     results = jax.pure_callback(run, launch.result_types, arrays, vmap_method="sequential")
     return {key: vary_over(axes, result) for key, result in results.items()}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward, heuristic_config
-from jgg.implementations import hopper
+from jgg.implementations import hopper, parts
 from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
@@ -26,13 +26,6 @@ _PRECISIONS = {
     jax.lax.Precision.HIGH: "tf32x3",
     jax.lax.Precision.HIGHEST: "ieee",
 }
-
-
-# Arrays of M rows are large beside all others; where they pass from one kernel to the next they do so in parts of their
-# columns, one after the other. A part has enough columns that what is loaded for each again costs little, and enough
-# tiles for each multiprocessor that the last ones leave few of them idle.
-_MIN_PART = 512
-_MIN_PART_TILES = 10  # of 128 rows and 256 columns
 
 
 def forward(
@@ -135,7 +128,7 @@ def backward_dx(
         return [_sum_by_token(call, target, problem, multiply, dy, problem.in_features, gather_indices)]
     dx, row_sums = _dx_rows(call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights)
     if problem.permute_x:
-        dx = _combine_by_token(call, problem, dx, gather_indices)
+        dx = combine(call, dx, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
     return [dx] if x is None else [dx, row_sums]
 
 
@@ -270,21 +263,15 @@ def backward_dw(
 
 def _dw_of_copies(call, target, problem, config, x, dy, bounds, gather_indices):
     """dW of x in token order, which is copied in expert order a part of its features after the other."""
-    width = _copied_part_width(problem)
-    dw = None
-    for first in range(0, problem.in_features, width):
-        if dw is not None:
-            x, dw = jax.lax.optimization_barrier((x, dw))
-        rows = combine(call, x[:, first : first + width], gather_indices // problem.topk, 1)
-        dw = hopper.multiply_row_blocks(
-            call, target, problem, config, rows, dy, bounds, dw=dw, first_feature=first
+    tokens = gather_indices // problem.topk
+
+    def multiply(x, features, dw):
+        rows = combine(call, x[:, features.start : features.stop], tokens, 1)
+        return hopper.multiply_row_blocks(
+            call, target, problem, config, rows, dy, bounds, dw=dw, first_feature=features.start
         )  # fmt: skip
-    return dw
 
-
-def _copied_part_width(problem):
-    """Columns of a part of x that takes no more memory than half of dy."""
-    return _whole_tiles(max(_MIN_PART, problem.out_features // 2))
+    return parts.one_after_the_other(x, problem.in_features, parts.copied_width(problem), multiply)
 
 
 def _group_sums(call, rows, positions, scales, bounds):
@@ -333,7 +320,8 @@ def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_colu
         nothing but the sums.
     """
     num_tokens, columns = len(positions) // topk, rows.shape[1]
-    y_type = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
+    if y is None:
+        y = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
     block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
     launch = Launch(
         operands={
@@ -343,13 +331,11 @@ def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_colu
             "num_tokens": num_tokens,
             "num_rows": rows.shape[0],
             "first_column": first_column,
-            **({} if y is None else {"y": y}),
         },
-        outputs={"y": y_type} if y is None else {},
-        updated=() if y is None else ("y",),
+        outputs={"y": y},
         constants={
             "COLUMNS": columns,
-            "Y_COLUMNS": y_type.shape[1],
+            "Y_COLUMNS": y.shape[1],
             "TOPK": topk,
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,
@@ -362,45 +348,20 @@ def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_colu
 
 
 def _sum_by_token(call, target, problem, multiply, rows, num_columns, gather_indices, scales=None):
-    """The sums of each token's rows of a product, [T, columns], its columns in parts one after the other.
-
-    So only a part of the product takes memory at a time.
+    """The sums of each token's rows of a product, [T, columns], a part of the columns after the other.
 
     Args:
       multiply: (rows, columns) -> that range of the product's columns, [M, columns].
     """
-    width = _part_width(target, problem, num_columns)
-    y = None
-    for first in range(0, num_columns, width):
-        if y is not None:  # else XLA might multiply all parts before it adds up any
-            rows, y = jax.lax.optimization_barrier((rows, y))
-        product = multiply(rows, range(first, min(first + width, num_columns)))
-        y = _combine_by_token(
-            call, problem, product, gather_indices, scales, y=y, first_column=first, y_columns=num_columns
+    positions, scales = inverse_permutation(gather_indices, problem.num_positions), _flat(scales)
+
+    def add_up(rows, columns, y):
+        products = multiply(rows, columns)
+        return combine(
+            call, products, positions, problem.topk, scales, y=y, first_column=columns.start, y_columns=num_columns
         )  # fmt: skip
-    return y
 
-
-def _part_width(target, problem, num_columns):
-    """Columns of a part of [M, columns] that takes no more memory than w, as the gradient of w does anyway."""
-    fitting = math.prod(problem.w_shape) // problem.num_rows
-    least = max(_MIN_PART, _MIN_PART_TILES * target.num_sms * 128 * 256 // max(problem.rows_of_groups, 1))
-    most = min(math.ceil(num_columns / max(fitting, 1)), max(num_columns // least, 1))
-    tiles = math.ceil(num_columns / hopper.PART_STEP)
-    parts = max(
-        (count for count in range(2, most + 1) if tiles % count == 0), default=most
-    )  # equal ones share a kernel
-    return _whole_tiles(math.ceil(num_columns / parts))
-
-
-def _whole_tiles(columns):
-    return math.ceil(columns / hopper.PART_STEP) * hopper.PART_STEP
-
-
-def _combine_by_token(call, problem, rows, gather_indices, scales=None, **into):
-    """The weighted sums of each token's rows, [T, any]; `into` as in `combine`."""
-    positions = inverse_permutation(gather_indices, problem.num_positions)
-    return combine(call, rows, positions, problem.topk, _flat(scales), **into)
+    return parts.one_after_the_other(rows, num_columns, parts.summed_width(target, problem, num_columns), add_up)
 
 
 def _w_block(problem, config):

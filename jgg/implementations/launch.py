@@ -35,9 +35,8 @@ class Launch:
 
     Attributes:
       operands: arrays and ints; None for an optional array, input or output, that this launch is without.
-      outputs: shape and dtype of each array that the kernel writes.
-      updated: the operands that the kernel writes over; what it leaves there is among the results. XLA copies an array
-        first that is needed later.
+      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA copies one
+        first that is needed later.)
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
       descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
@@ -47,10 +46,9 @@ class Launch:
     """
 
     operands: dict[str, Any]
-    outputs: dict[str, jax.ShapeDtypeStruct]
+    outputs: dict[str, jax.ShapeDtypeStruct | jax.Array]
     constants: dict[str, Any]
     grid: tuple[int, ...]
-    updated: tuple[str, ...] = ()
     descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
@@ -59,10 +57,19 @@ class Launch:
     bytes_accessed: int = 0
 
     @property
+    def updated(self) -> dict[str, jax.Array]:
+        """The outputs that the kernel writes over arrays."""
+        return {key: output for key, output in self.outputs.items() if isinstance(output, jax.Array)}
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """All that go into the kernel."""
+        return {key: value for key, value in self.operands.items() if isinstance(value, jax.Array)} | self.updated
+
+    @property
     def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of each array that is returned: the outputs and what is updated."""
-        updated = {key: self.operands[key] for key in self.updated}
-        return self.outputs | {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in updated.items()}
+        """Shape and dtype of each output."""
+        return {key: jax.ShapeDtypeStruct(output.shape, output.dtype) for key, output in self.outputs.items()}
 
 
 def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | int | None]:

@@ -45,9 +45,8 @@ def activate_backward(call, pre_activation, z, weights, activation: Activation, 
         return xla_layer.activate_backward(pre_activation, z, weights, activation, interleaved, scale_hidden)
     num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
     launch = Launch(
-        operands={"pre": pre_activation, "z": z, "weights": weights, "num_rows": num_rows},
-        outputs={"row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
-        updated=("pre", "z"),
+        operands={"weights": weights, "num_rows": num_rows},
+        outputs={"pre": pre_activation, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
         flops=20 * num_rows * columns,

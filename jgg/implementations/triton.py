@@ -98,12 +98,14 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
     # the slices apart.
     barrier = jax.lax.optimization_barrier
-    refs = {key: jax.new_ref(barrier(operands[key])) for key in launch.updated}
+    refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
+    new = [key for key in launch.outputs if key not in refs]
     outputs = jax_triton.triton_call(
-        **(operands | refs),
+        **operands,
+        **refs,
         **launch.constants,
         kernel=load_kernel(name),
-        out_type=tuple(launch.outputs.values()),
+        out_type=tuple(launch.outputs[key] for key in new),
         grid=launch.grid,
         name=f"jgg_{name}",
         num_warps=launch.num_warps,
@@ -113,7 +115,6 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
         backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
-    axes = varying_axes(*(operand for operand in launch.operands.values() if isinstance(operand, jax.Array)))
-    results = dict(zip(launch.outputs, outputs, strict=True))
-    results |= {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
+    axes = varying_axes(*launch.arrays.values())
+    results = dict(zip(new, outputs, strict=True)) | {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
     return {key: vary_over(axes, result) for key, result in results.items()}
