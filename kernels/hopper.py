@@ -400,31 +400,35 @@ def make_pending(value, offset, rows, column):
 
 
 @gluon.jit
-def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr, work, RIGHT_IS_TURNED: gl.constexpr):
+def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
+    """The ring with its blocks as the matrices [TILE_ROWS, BLOCK_REDUCED] and [BLOCK_REDUCED, BLOCK_COLUMNS].
+
+    Of all at once, as Triton takes seconds to analyse a view of each block where it is multiplied.
+    """
+    STAGES: gl.constexpr = ring.STAGES
+    left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]], transposed=not work.RAGGED_M)
+    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[0, 0]], transposed=RIGHT_IS_TURNED)
+    left = ring.left.reinterpret(ring.left.dtype, [2 * STAGES, TILE_ROWS, work.BLOCK_REDUCED], left_layout)
+    right = ring.right.reinterpret(ring.right.dtype, [STAGES, work.BLOCK_REDUCED, work.BLOCK_COLUMNS], right_layout)
+    return Ring(left, right, ring.full, ring.empty, ring.both_empty, STAGES)
+
+
+@gluon.jit
+def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr):
     """Begins acc + left @ right of one stage."""
     left = ring.left.index(2 * stage + WARPGROUP)
     right = ring.right.index(stage)
-    if work.RAGGED_M:
-        left = left.reshape([TILE_ROWS, work.BLOCK_REDUCED])
-    else:
-        left = left.reshape([work.BLOCK_REDUCED, TILE_ROWS]).permute((1, 0))
-    if RIGHT_IS_TURNED:
-        right = right.reshape([work.BLOCK_COLUMNS, work.BLOCK_REDUCED]).permute((1, 0))
-    else:
-        right = right.reshape([work.BLOCK_REDUCED, work.BLOCK_COLUMNS])
     mbarrier.wait(ring.full.index(stage), phase)
     return warpgroup_mma(left, right, acc, is_async=True)
 
 
 @gluon.jit
-def multiply_tile(
-    work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr, RIGHT_IS_TURNED: gl.constexpr
-):  # fmt: skip
+def multiply_tile(work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
     """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     for step in gl.static_range(MIN_STEPS):
-        acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
+        acc = multiply_step(ring, acc, stage, phase, WARPGROUP)
         pending.store(y, work, step)
         if step == LOOKUP_STEP:
             next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
@@ -433,7 +437,7 @@ def multiply_tile(
             ring.hand_back_before(stage)
         stage, phase = ring.next(stage, phase)
     for _ in range(MIN_STEPS, steps):
-        acc = multiply_step(ring, acc, stage, phase, WARPGROUP, work, RIGHT_IS_TURNED)
+        acc = multiply_step(ring, acc, stage, phase, WARPGROUP)
         acc = warpgroup_mma_wait(1, deps=[acc])
         ring.hand_back_before(stage)
         stage, phase = ring.next(stage, phase)
@@ -480,6 +484,7 @@ def multiply_tiles(
     zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
     nothing = gl.to_tensor(0)
     pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
+    ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     stage = 0
     phase = 0
     tile = work.at(gl.program_id(0))
@@ -499,9 +504,7 @@ def multiply_tiles(
             offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
             group = item
         if has_rows:
-            acc, stage, phase, tile = multiply_tile(
-                work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP, RIGHT_IS_TURNED
-            )
+            acc, stage, phase, tile = multiply_tile(work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP)
             acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
