@@ -1,7 +1,9 @@
-"""Files that are whole at any time."""
+"""Files that are whole at any time, and the folder for those that can be made anew."""
 
 import os
 from pathlib import Path
+
+import platformdirs
 
 
 def replace_text(path: Path, text: str) -> Path:
@@ -9,3 +11,8 @@ def replace_text(path: Path, text: str) -> Path:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text)
     return temporary.replace(path)
+
+
+def cache_folder() -> Path:
+    """jgg's in the platform's folder for caches ($XDG_CACHE_HOME on Linux); it need not exist."""
+    return platformdirs.user_cache_path("jgg", appauthor=False)

@@ -12,10 +12,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import platformdirs
 
 from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.files import replace_text
+from jgg.files import cache_folder, replace_text
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
 
@@ -133,7 +132,7 @@ def in_layout(w_layout: str, entry: Entry) -> Entry:
 def user_file() -> Path:
     """The user's file: $JGG_TUNED, else tuned.json in the platform's folder for caches. It need not exist."""
     named = os.environ.get("JGG_TUNED")
-    return Path(named) if named else platformdirs.user_cache_path("jgg", appauthor=False) / "tuned.json"
+    return Path(named) if named else cache_folder() / "tuned.json"
 
 
 def shipped_files() -> list[Path]:

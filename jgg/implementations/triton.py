@@ -83,12 +83,14 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     """Launches a kernel through `jax_triton.triton_call`."""
     import jax_triton
 
+    from jgg.implementations import compiling
+
+    compiling.correct_jax_triton()
     operands = dict(launch.operands)
     layouts = {}
     if name in GLUON_KERNELS:
         from jgg.implementations import gluon
 
-        gluon.correct_jax_triton()
         layouts = {key: gluon.shared_layout(tma, operands[key].dtype) for key, tma in launch.descriptors.items()}
     for key, tma in launch.descriptors.items():
         operands[key] = jax_triton.TensorDescriptor(

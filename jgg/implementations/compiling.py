@@ -1,0 +1,118 @@
+"""How jax-triton 0.4.1 compiles this package's kernels: Gluon's as Triton itself does, and each but once.
+
+jax-triton runs Triton's own pipelining passes over a Gluon kernel, which make its asynchronous products wait, and
+launches it with the warps of its first partition rather than with those of all. And it compiles anew in every process,
+which takes seconds for each kernel. Here what is compiled is kept in the platform's folder for caches.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import re
+from pathlib import Path
+
+import jax_triton.triton_lib as triton_lib
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.experimental.gluon import GluonJITFunction
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from jgg.files import cache_folder, replace_text
+from jgg.warp_specialization import TESTED_VERSIONS
+
+_logger = logging.getLogger("jgg")
+
+_FORMAT = 1  # of the files, and of what is compiled from the same kernel; raise it where either changes
+
+
+class _GluonBackend(CUDABackend):
+    """Triton's CUDA backend with Gluon's passes in place of Triton's."""
+
+    @staticmethod
+    def make_ttir(mod, metadata, options, capability):
+        return mod
+
+    def make_ttgir(self, mod, metadata, options, capability):
+        return self.gluon_to_ttgir(mod, metadata, options, capability)
+
+
+@functools.cache
+def correct_jax_triton() -> None:
+    """Makes jax-triton compile the kernels of this package as said above; those of others are not touched.
+
+    Other versions of jax-triton than the one tested are left as they are.
+    """
+    version = importlib.metadata.version("jax-triton")
+    if not version.startswith(TESTED_VERSIONS["jax-triton"]):
+        return
+    by_jax_triton = triton_lib.TritonFunction._compile_kernel
+
+    def compile_kernel(self, spec, gpu_target, backend, options):
+        if not self.fn.__module__.startswith("jgg."):
+            return by_jax_triton(self, spec, gpu_target, backend, options)
+        backend = _GluonBackend(gpu_target) if isinstance(self.fn, GluonJITFunction) else backend
+        parsed = backend.parse_options(options)
+        path = _path(self.fn, spec, gpu_target, parsed, version)
+        kept = _load(path)
+        if kept is None:
+            _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
+            _keep(path, ttir, compiled)
+        else:
+            ttir, compiled = kept
+        return _launchable(ttir, compiled, gpu_target, options["num_ctas"]), ttir, parsed, compiled
+
+    triton_lib.TritonFunction._compile_kernel = compile_kernel
+
+
+def _launchable(ttir, compiled, gpu_target, num_ctas):
+    threads = int(re.search(r"\.reqntid (\d+)", compiled.binary)[1])
+    scratch = compiled.global_scratch_size, compiled.global_scratch_align
+    return triton_lib.triton_kernel_call_lib.TritonKernel(
+        compiled.name,
+        threads // 32,
+        num_ctas,
+        compiled.shared_mem_bytes,
+        compiled.binary,
+        ttir,
+        gpu_target.arch,
+        *(scratch if compiled.global_scratch_size is not None else ()),
+    )
+
+
+def _path(kernel, spec, gpu_target, options, version) -> Path:
+    """Where a kernel is kept: its name has the hash of all that it depends on."""
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    parts = (_FORMAT, source, gpu_target, options.hash(), environment, triton.__version__, version)
+    name = f"{kernel.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
+    return cache_folder() / "kernels" / name
+
+
+def _load(path):
+    """A kernel's TTIR and CompilationResult, or None."""
+    if triton.knobs.compilation.always_compile or triton_lib._JAX_TRITON_DUMP_DIR:
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return content["ttir"], triton_lib.CompilationResult(**content["compiled"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _logger.info("A compiled kernel cannot be read from %s: %s", path, error)
+        return None
+
+
+def _keep(path, ttir, compiled):
+    # the stages between are for jax-triton's dumps alone
+    content = {"ttir": ttir, "compiled": dataclasses.asdict(compiled) | {"ttgir": "", "llir": ""}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(content))
+    except OSError as error:
+        _logger.info("A compiled kernel cannot be kept in %s: %s", path, error)
