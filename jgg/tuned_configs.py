@@ -96,8 +96,8 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
     """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
 
     An entry must be for the same product with the same options, compute capability and size of dtype, and none of K, N
-    and rows per expert may be more than twice the other's. One for the other layout of w serves where none for the same
-    is near; dW's tiles are turned with dw.
+    and rows per expert may be more than twice the other's. One for the other layout of w serves too, as if it were half
+    a doubling further away; dW's tiles are turned with dw.
     """
     for path in (user_file(), *shipped_files()):
         near = [
@@ -116,7 +116,7 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
 def _remoteness(problem, target, entry):
     """What to choose the least of."""
     is_turned = entry.problem.w_layout != problem.w_layout
-    return is_turned, sum(_distances(entry.problem, problem)), entry.device != target.name
+    return sum(_distances(entry.problem, problem)) + is_turned / 2, entry.device != target.name
 
 
 def in_layout(w_layout: str, entry: Entry) -> Entry:

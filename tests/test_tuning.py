@@ -114,6 +114,13 @@ def test_an_entry_serves_the_other_layout_until_that_has_its_own(own_file, op):
     assert chosen(op=op) == config
 
 
+def test_an_entry_for_these_sizes_serves_the_other_layout_rather_than_one_for_twice_the_features(own_file):
+    tuned_configs.merge(own_file, entry())
+    far = gemm(**SIZES | {"in_features": 2 * SIZES["in_features"]}, w_layout="ekn")
+    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigForward(band=3)))
+    assert chosen(gemm(**SIZES, w_layout="ekn")) == UNUSUAL
+
+
 def test_another_device_or_product_does_not(own_file):
     tuned_configs.merge(own_file, entry())
     assert chosen() == UNUSUAL
