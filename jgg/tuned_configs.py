@@ -17,6 +17,7 @@ from jgg.config import CONFIG_TYPES, heuristic_config
 from jgg.files import cache_folder, replace_text
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
+from jgg.warp_specialization import why_not
 
 _logger = logging.getLogger("jgg")
 _FORMAT = 1
@@ -82,14 +83,26 @@ class Entry:
         )
 
 
-def choose_config(op: str, problem: GroupedGemmProblem, target: Target):
-    """The configuration of a product: the nearest tuned one, else the heuristic's. Files are read at trace time."""
-    entry = find(op, problem, target)
-    if entry is not None:
-        return entry.config
-    if target.has_tma and problem.dtype.itemsize == 2:  # what files are about
-        _log_miss(op, problem)
+def choose_config(op: str, problem: GroupedGemmProblem, target: Target, given=None):
+    """A configuration that can run: the one given, else the nearest tuned one, else the heuristic's.
+
+    Files are read at trace time.
+    """
+    config = given or _tuned_config(op, problem, target)
+    if config is None or not config.warp_specialized:
+        return config or heuristic_config(op, problem, target)
+    reason = why_not(op, problem, target)
+    if reason is None:
+        return config
+    _logger.info("The warp-specialised kernel is not used for this %s: %s", op, reason)
     return heuristic_config(op, problem, target)
+
+
+def _tuned_config(op, problem, target):
+    entry = find(op, problem, target)
+    if entry is None and target.has_tma and problem.dtype.itemsize == 2:  # what files are about
+        _log_miss(op, problem)
+    return entry and entry.config
 
 
 def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:

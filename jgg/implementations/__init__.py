@@ -74,10 +74,10 @@ class Operation:
     def run(self, product: str, *arrays, **options):
         """The results of one product of arrays, some None.
 
-        `implementations.kernels` has the arguments of "forward", "backward_dx", "backward_dw" and "combine",
-        `implementations.layer_kernels` those of "activate" and "activate_backward". It is a primitive, lowered to the
-        implementation asked for or else to the platform's own, so that a program traced once can be compiled for
-        several platforms.
+        `implementations.kernels` has the arguments of "forward" and "backward_dx", `weight_gradient`, `combining` and
+        `layer_kernels` beside it those of "backward_dw", of "combine", and of "activate" and "activate_backward". It is
+        a primitive, lowered to the implementation asked for or else to the platform's own, so that a program traced
+        once can be compiled for several platforms.
         """
         config = dict(zip(PRODUCTS, self.configs, strict=True)).get(product)
         return _run(product, self.implementation, self.target, self.problem, config, *arrays, **options)

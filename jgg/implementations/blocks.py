@@ -35,7 +35,7 @@ def guarded(indices, num_rows):
 
 
 def combine(rows, positions, scales, topk):
-    """The weighted sum of each token's rows; see `implementations.kernels.combine`."""
+    """The weighted sum of each token's rows; see `implementations.combining.combine`."""
     terms = rows.at[guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
     if scales is not None:
         terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.implementations import kernels, layer_kernels
+from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
 from jgg.implementations.launch import LANGUAGE_LOCK, Launch
 from jgg.implementations.triton import GLUON_KERNELS, MODULES, load_kernel
 from jgg.target import Target
@@ -31,13 +31,13 @@ def backward_dx(target, problem, config, *arrays, **options):
 
 
 def backward_dw(target, problem, config, *arrays, **options):
-    """See `implementations.kernels.backward_dw`."""
-    return kernels.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
+    """See `implementations.weight_gradient.backward_dw`."""
+    return weight_gradient.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
 
 
 def combine(target, problem, config, rows, positions, scales, topk):
-    """See `implementations.kernels.combine`."""
-    return [kernels.combine(_call_for(problem), rows, positions, topk, scales)]
+    """See `implementations.combining.combine`."""
+    return [combining.combine(_call_for(problem), rows, positions, topk, scales)]
 
 
 def activate(target, problem, config, *arrays, **options):

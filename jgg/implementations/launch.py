@@ -6,11 +6,19 @@ from typing import Any
 
 import jax
 
+from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, TileSchedule
+from jgg.target import Target
 
 # Triton's interpreter replaces parts of triton.language while it runs, for every thread: it must be alone, and nothing
 # may be compiled meanwhile.
 LANGUAGE_LOCK = threading.Lock()
+
+PRECISIONS = {  # of float32, by what Triton calls them
+    jax.lax.Precision.DEFAULT: "tf32",
+    jax.lax.Precision.HIGH: "tf32x3",
+    jax.lax.Precision.HIGHEST: "ieee",
+}
 
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 
@@ -104,3 +112,39 @@ def bounded_rows(columns: int, block: tuple[int, int], cta_axis: int | None = No
     """
     shape, strides = (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns), (_WRAP_STRIDE - columns, columns, columns, 1)
     return Tma(shape, strides, (1, 1, *block), cta_axis)
+
+
+def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
+    """Those of a `Launch` of persistent programs that share so many tiles."""
+    return {
+        "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "flops": problem.flops,
+        "bytes_accessed": problem.bytes_accessed,
+    }
+
+
+def _tma_can(target, dtype, row_length):
+    """Whether TMA can reach rows of that many elements: their stride must be a multiple of 16 bytes."""
+    return target.has_tma and row_length * dtype.itemsize % 16 == 0
+
+
+def x_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:
+    """Whether TMA can load x."""
+    return not problem.permute_x and _tma_can(target, problem.dtype, problem.in_features)
+
+
+def dy_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:
+    """Whether TMA can load dy."""
+    return not problem.permute_y and _tma_can(target, problem.dtype, problem.out_features)
+
+
+def w_by_tma(target: Target, w: jax.Array) -> bool:
+    """Whether TMA can load w."""
+    return _tma_can(target, w.dtype, w.shape[2])
+
+
+def flat(topk_weights: jax.Array | None) -> jax.Array | None:
+    """topk_weights as [M]."""
+    return None if topk_weights is None else topk_weights.reshape(-1)

@@ -5,7 +5,7 @@ import importlib
 
 import jax
 
-from jgg.implementations import kernels, layer_kernels
+from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
 from jgg.implementations.launch import Launch
 from jgg.varying import vary_over, varying_axes
 
@@ -41,13 +41,13 @@ def backward_dx(target, problem, config, *arrays, **options):
 
 
 def backward_dw(target, problem, config, *arrays, **options):
-    """See `implementations.kernels.backward_dw`."""
-    return kernels.backward_dw(_call_for(target), target, problem, config, *arrays, **options)
+    """See `implementations.weight_gradient.backward_dw`."""
+    return weight_gradient.backward_dw(_call_for(target), target, problem, config, *arrays, **options)
 
 
 def combine(target, problem, config, rows, positions, scales, topk):
-    """See `implementations.kernels.combine`."""
-    return [kernels.combine(_call_for(target), rows, positions, topk, scales)]
+    """See `implementations.combining.combine`."""
+    return [combining.combine(_call_for(target), rows, positions, topk, scales)]
 
 
 def activate(target, problem, config, *arrays, **options):

@@ -54,7 +54,7 @@ def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_
 
 
 def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
-    """The dW product and the gradient of the bias; see `implementations.kernels.backward_dw`."""
+    """The dW product and the gradient of the bias; see `implementations.weight_gradient.backward_dw`."""
     x, dy = Rows(x, x_rows(problem, gather_indices)), Rows(dy, _y_rows(problem, gather_indices))
     scales = row_scales(problem, gather_indices, topk_weights)
     dot = functools.partial(outer_dot, bounds=bounds, scales=scales, precision=problem.precision)
@@ -63,7 +63,7 @@ def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_wei
 
 
 def combine(target, problem, config, rows, positions, scales, topk):
-    """The weighted sum of each token's rows; see `implementations.kernels.combine`."""
+    """The weighted sum of each token's rows; see `implementations.combining.combine`."""
     return [blocks.combine(rows, positions, scales, topk)]
 
 
