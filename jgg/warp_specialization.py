@@ -33,13 +33,20 @@ def why_not(op: str, problem: GroupedGemmProblem, target: Target) -> str | None:
 
 @functools.cache
 def _why_not_here():
-    try:
-        versions = {package: importlib.metadata.version(package) for package in TESTED_VERSIONS}
-    except importlib.metadata.PackageNotFoundError as error:
-        return f"{error.name} is not installed"
+    reason = untested_version()
+    if reason is not None:
+        _logger.warning("The warp-specialised kernels are not used, others are: %s", reason)
+    return reason
+
+
+@functools.cache
+def untested_version() -> str | None:
+    """Which package is not here in a version of TESTED_VERSIONS, in words, or None."""
     for package, tested in TESTED_VERSIONS.items():
-        if not versions[package].startswith(tested):
-            reason = f"{package} {versions[package]} was not tested with them, only {tested.rstrip('.')}"
-            _logger.warning("The warp-specialised kernels are not used, others are: %s", reason)
-            return reason
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed"
+        if not version.startswith(tested):
+            return f"{package} {version} was not tested with them, only {tested.rstrip('.')}"
     return None

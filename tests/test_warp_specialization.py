@@ -148,8 +148,12 @@ def test_a_result_of_32_bits_is_left_to_others():
 
 @pytest.fixture
 def forget_versions():
-    yield warp_specialization._why_not_here.cache_clear
-    warp_specialization._why_not_here.cache_clear()
+    def forget():
+        warp_specialization._why_not_here.cache_clear()
+        warp_specialization.untested_version.cache_clear()
+
+    yield forget
+    forget()
 
 
 def test_it_steps_aside_for_an_untested_triton_and_says_so_once(monkeypatch, caplog, forget_versions):

@@ -8,12 +8,12 @@ which takes seconds for each kernel. Here what is compiled is kept in the platfo
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import re
 from pathlib import Path
 
+import jax_triton
 import jax_triton.triton_lib as triton_lib
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -23,7 +23,6 @@ from triton.experimental.gluon import GluonJITFunction
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from jgg.files import cache_folder, replace_text
-from jgg.warp_specialization import TESTED_VERSIONS
 
 _logger = logging.getLogger("jgg")
 
@@ -45,11 +44,8 @@ class _GluonBackend(CUDABackend):
 def correct_jax_triton() -> None:
     """Makes jax-triton compile the kernels of this package as said above; those of others are not touched.
 
-    Other versions of jax-triton than the one tested are left as they are.
+    It uses inner functions of both, so it is for the versions that `jgg.warp_specialization` names.
     """
-    version = importlib.metadata.version("jax-triton")
-    if not version.startswith(TESTED_VERSIONS["jax-triton"]):
-        return
     by_jax_triton = triton_lib.TritonFunction._compile_kernel
 
     def compile_kernel(self, spec, gpu_target, backend, options):
@@ -57,7 +53,7 @@ def correct_jax_triton() -> None:
             return by_jax_triton(self, spec, gpu_target, backend, options)
         backend = _GluonBackend(gpu_target) if isinstance(self.fn, GluonJITFunction) else backend
         parsed = backend.parse_options(options)
-        path = _path(self.fn, spec, gpu_target, parsed, version)
+        path = _path(self.fn, spec, gpu_target, parsed)
         kept = _load(path)
         if kept is None:
             _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
@@ -84,12 +80,13 @@ def _launchable(ttir, compiled, gpu_target, num_ctas):
     )
 
 
-def _path(kernel, spec, gpu_target, options, version) -> Path:
+def _path(kernel, spec, gpu_target, options) -> Path:
     """Where a kernel is kept: its name has the hash of all that it depends on."""
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
     environment = sorted(get_cache_invalidating_env_vars().items())
-    parts = (_FORMAT, source, gpu_target, options.hash(), environment, triton.__version__, version)
+    versions = triton.__version__, jax_triton.__version__
+    parts = (_FORMAT, source, gpu_target, options.hash(), environment, versions)
     name = f"{kernel.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
     return cache_folder() / "kernels" / name
 

@@ -8,6 +8,7 @@ import jax
 from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
 from jgg.implementations.launch import Launch
 from jgg.varying import vary_over, varying_axes
+from jgg.warp_specialization import untested_version
 
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
 # default can be newer than the driver's assembler.
@@ -83,9 +84,10 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
     """Launches a kernel through `jax_triton.triton_call`."""
     import jax_triton
 
-    from jgg.implementations import compiling
+    if untested_version() is None:
+        from jgg.implementations import compiling
 
-    compiling.correct_jax_triton()
+        compiling.correct_jax_triton()
     operands = dict(launch.operands)
     layouts = {}
     if name in GLUON_KERNELS:
