@@ -229,6 +229,8 @@ def heuristic_kernels(compute_capability):
     with jgg.target(compute_capability):
         target = current_target()
     for (dtype, precision), same in MODES.items():
+        if compute_capability == 80 and dtype == "float32":
+            continue  # the same kernels are compiled for 8.9, where less shared memory must be enough for them
         problems = list(problems_to_lower(target, dtype, precision))
         for problem, products in problems[:1] if same else problems:
             what = [*problem, dtype, precision]
@@ -237,7 +239,7 @@ def heuristic_kernels(compute_capability):
 
 def tuned_kernels(compute_capability, path):
     """The same of each configuration in a file, whatever its order of tiles, for a problem of sizes that all share."""
-    sizes = {"num_rows": 4096, "num_experts": EXPERTS, "in_features": 2048, "out_features": 2048, "topk": 2}
+    sizes = {"num_rows": 4096, "num_experts": EXPERTS, "in_features": 512, "out_features": 512, "topk": 2}
     entries = {}
     for entry in tuned_configs.parse(path):
         problem = dataclasses.replace(entry.problem, **sizes)
@@ -254,7 +256,9 @@ def main():
     files = map(Path, sys.argv[2:])
     kernels = itertools.chain.from_iterable(tuned_kernels(compute_capability, file) for file in files)
     if not sys.argv[2:]:
-        kernels = itertools.chain(heuristic_kernels(compute_capability), layer_kernels(compute_capability))
+        kernels = heuristic_kernels(compute_capability)
+        if compute_capability != 80:  # those for 8.0 are those for 8.9
+            kernels = itertools.chain(kernels, layer_kernels(compute_capability))
     for problem, lower_it in kernels:
         before = set(dumped.iterdir())
         lower_it()
