@@ -256,9 +256,7 @@ def main():
     files = map(Path, sys.argv[2:])
     kernels = itertools.chain.from_iterable(tuned_kernels(compute_capability, file) for file in files)
     if not sys.argv[2:]:
-        kernels = heuristic_kernels(compute_capability)
-        if compute_capability != 80:  # those for 8.0 are those for 8.9
-            kernels = itertools.chain(kernels, layer_kernels(compute_capability))
+        kernels = itertools.chain(heuristic_kernels(compute_capability), layer_kernels(compute_capability))
     for problem, lower_it in kernels:
         before = set(dumped.iterdir())
         lower_it()

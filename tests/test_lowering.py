@@ -59,7 +59,7 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
         *KERNELS,
         "combine_kernel",
         "group_sums_kernel",
-        *(LAYER_KERNELS if compute_capability != 80 else []),
+        *LAYER_KERNELS,
         *(["hopper_kernel"] if compute_capability == 90 else []),
     }
 
