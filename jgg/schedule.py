@@ -104,10 +104,12 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
     return TileSchedule(group_of_tile, start, end, tiles_through)
 
 
-def largest_first(bounds: GroupBounds) -> jax.Array:
-    """The groups from that with most rows to that with fewest, of equal ones the lower first: int32 [E].
+def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The groups from that with most rows to that with fewest, of equal ones the lower first.
 
-    Sizes (3, 0, 5, 3) give (2, 0, 3, 1).
+    Sizes (3, 0, 5, 3) give (2, 0, 3, 1), (3, 0, 8, 3) and (8, 3, 11, 3).
+
+    Returns: the groups, their first rows and one past their last rows: int32 [E] each.
     """
     sizes = bounds.ends - bounds.starts
     group = jnp.arange(len(sizes), dtype=jnp.int32)
@@ -115,7 +117,11 @@ def largest_first(bounds: GroupBounds) -> jax.Array:
         (sizes[None, :] == sizes[:, None]) & (group[None, :] < group[:, None])
     )
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(rank[None, :] == group[:, None], group[None, :], 0), axis=1, dtype=jnp.int32)
+    takes = rank[None, :] == group[:, None]
+    return tuple(
+        jnp.sum(jnp.where(takes, values[None, :], 0), axis=1, dtype=jnp.int32)
+        for values in (group, bounds.starts, bounds.ends)
+    )
 
 
 def saturated_int32(array: jax.Array) -> jax.Array:

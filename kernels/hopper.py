@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -26,9 +27,9 @@ from . import tiles
 
 TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, of which each CTA has half
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
-MIN_STEPS = gl.constexpr(4)  # each stores a part of the tile before; steps past the end multiply zeros
+PARTS = gl.constexpr(4)  # of a finished tile, stored at even distances in the course of the next
 ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
-LOOKUP_STEP = gl.constexpr(2)  # of a tile, in which the warpgroups look the next one up while they multiply
+LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply
 LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
 
@@ -60,7 +61,7 @@ class Work:
 
     Attributes:
       groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
-        RAGGED_M, the groups in their order, and the last two of each group.
+        RAGGED_M, the same of each group in the order in which they are taken.
       cta: which of the cluster's two this is.
       y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
     """
@@ -108,6 +109,7 @@ class Work:
         if self.RAGGED_M:
             pair, column_tile = tile_coordinates(place, self.row_tile_pairs(), column_tiles, self.BAND)
             item = 2 * pair + self.cta
+            rank = item
             left_tile = gl.to_tensor(0)
             exists = (place < self.num_tiles()) & (item < self.count)
         else:
@@ -121,8 +123,8 @@ class Work:
             pair, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
             left_tile = gl.where(exists, 2 * pair + self.cta, self.LEFT)
             item = gl.load(self.groups + rank, mask=exists, other=0)
-        start = gl.load(self.starts + item, mask=exists, other=0)
-        end = gl.load(self.ends + item, mask=exists, other=0)
+        start = gl.load(self.starts + rank, mask=exists, other=0)
+        end = gl.load(self.ends + rank, mask=exists, other=0)
         return Tile(item, left_tile, column_tile * self.BLOCK_COLUMNS, start, end)
 
     @gluon.jit
@@ -146,7 +148,7 @@ class Work:
     @gluon.jit
     def steps(self, tile):
         size = self.REDUCED if self.RAGGED_M else tile.end - tile.start
-        return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, MIN_STEPS)
+        return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, 1)
 
 
 @gluon.aggregate
@@ -173,25 +175,25 @@ class Ring:
         return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
     @gluon.jit
+    def before(self, stage, STEPS: gl.constexpr):
+        """The stage of so many steps earlier."""
+        return gl.where(stage < STEPS, stage + self.STAGES - STEPS, stage - STEPS)
+
+    @gluon.jit
     def await_empty(self, stage, phase):
         mbarrier.wait(self.empty.index(stage), phase)
         mbarrier.wait(self.both_empty.index(stage), phase)
 
     @gluon.jit
-    def hand_back(self, stage):
-        mbarrier.arrive(self.empty.index(stage))
-        mbarrier.arrive(self.both_empty.index(stage))
+    def hand_back(self, stage, pred=True):
+        mbarrier.arrive(self.empty.index(stage), pred=pred)
+        mbarrier.arrive(self.both_empty.index(stage), pred=pred)
 
     @gluon.jit
-    def announce(self, stage, STEPS: gl.constexpr, pred):
-        """Tells the warpgroups that the rows gathered so many steps earlier are there."""
+    def announce(self, stage, pred):
+        """Tells the warpgroups that the rows gathered for a stage are there."""
         fence_async_shared()
-        earlier = gl.where(stage < STEPS, stage + self.STAGES - STEPS, stage - STEPS)
-        mbarrier.arrive(self.full.index(earlier), pred=pred)
-
-    @gluon.jit
-    def hand_back_before(self, stage):
-        self.hand_back(gl.where(stage == 0, self.STAGES - 1, stage - 1))
+        mbarrier.arrive(self.full.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -325,13 +327,13 @@ def load_blocks(
             if work.GATHERS:
                 async_copy.commit_group()
                 async_copy.wait_group(LAG)
-                ring.announce(stage, LAG, begun >= LAG)
+                ring.announce(ring.before(stage, LAG), begun >= LAG)
                 begun += 1
             stage, phase = ring.next(stage, phase)
     if work.GATHERS:
         async_copy.wait_group(0)
         for earlier in gl.static_range(LAG):
-            ring.announce(stage, LAG - earlier, begun >= LAG - earlier)
+            ring.announce(ring.before(stage, LAG - earlier), begun >= LAG - earlier)
 
 
 @gluon.aggregate
@@ -361,7 +363,7 @@ class Pending:
 
     @gluon.jit
     def store_all(self, y, work):
-        for part in gl.static_range(4):
+        for part in gl.static_range(PARTS):
             self.store(y, work, part)
 
 
@@ -414,35 +416,33 @@ def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
 
 
 @gluon.jit
-def multiply_step(ring, acc, stage, phase, WARPGROUP: gl.constexpr):
-    """Begins acc + left @ right of one stage."""
-    left = ring.left.index(2 * stage + WARPGROUP)
-    right = ring.right.index(stage)
-    mbarrier.wait(ring.full.index(stage), phase)
-    return warpgroup_mma(left, right, acc, is_async=True)
+def multiply_steps(ring, acc, first, end, stage, phase, WARPGROUP: gl.constexpr):
+    """Begins acc + left @ right of a tile's steps; two may be on their way when it returns."""
+    for step in range(first, end):
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        ring.hand_back(ring.before(stage, 2), step >= 2)
+        left = ring.left.index(2 * stage + WARPGROUP)
+        right = ring.right.index(stage)
+        mbarrier.wait(ring.full.index(stage), phase)
+        acc = warpgroup_mma(left, right, acc, use_acc=step > 0, is_async=True)
+        stage, phase = ring.next(stage, phase)
+    return acc, stage, phase
 
 
 @gluon.jit
-def multiply_tile(work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
+def multiply_tile(work, ring, acc, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
     """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
-    for step in gl.static_range(MIN_STEPS):
-        acc = multiply_step(ring, acc, stage, phase, WARPGROUP)
-        pending.store(y, work, step)
-        if step == LOOKUP_STEP:
+    acc = warpgroup_mma_init(acc)
+    for part in gl.static_range(PARTS):
+        acc, stage, phase = multiply_steps(
+            ring, acc, part * steps // PARTS, (part + 1) * steps // PARTS, stage, phase, WARPGROUP
+        )
+        pending.store(y, work, part)
+        if part == LOOKUP_PART:
             next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        if step > 0:
-            ring.hand_back_before(stage)
-        stage, phase = ring.next(stage, phase)
-    for _ in range(MIN_STEPS, steps):
-        acc = multiply_step(ring, acc, stage, phase, WARPGROUP)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        ring.hand_back_before(stage)
-        stage, phase = ring.next(stage, phase)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.hand_back_before(stage)
+    ring.hand_back(ring.before(stage, 2), steps > 1)
+    ring.hand_back(ring.before(stage, 1))
     return acc, stage, phase, next_tile
 
 
@@ -485,33 +485,33 @@ def multiply_tiles(
     nothing = gl.to_tensor(0)
     pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
+    acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
     phase = 0
     tile = work.at(gl.program_id(0))
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         next_index = index + gl.num_programs(0)
-        item = tile.item
-        column = tile.column
         steps = work.steps(tile)
         first, last = work.left_range(tile)
         first += WARPGROUP * WARPGROUP_ROWS
-        has_rows = first < last
-        first = work.row_of_tensor(first)
-        offset = first.to(gl.int64) * work.Y_ROW_STRIDE + work.y_block.to(gl.int64) * work.Y_BLOCK_STRIDE
-        if work.RAGGED_M:
-            group = work.group(item)
-        else:
-            offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
-            group = item
-        if has_rows:
-            acc, stage, phase, tile = multiply_tile(work, ring, pending, y, steps, stage, phase, next_index, WARPGROUP)
+        if first < last:
+            item = tile.item
+            column = tile.column
+            acc, stage, phase, tile = multiply_tile(
+                work, ring, acc, pending, y, steps, stage, phase, next_index, WARPGROUP
+            )
+            first = work.row_of_tensor(first)
+            offset = first.to(gl.int64) * work.Y_ROW_STRIDE + work.y_block.to(gl.int64) * work.Y_BLOCK_STRIDE
+            if work.RAGGED_M:
+                group = work.group(item)
+            else:
+                offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
+                group = item
             acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
             tile = work.at(next_index)
-            pending.store_all(y, work)
             stage, phase = skip_tile(ring, steps, stage, phase)
-            pending = Pending(pending.part0, pending.part1, pending.part2, pending.part3, offset, nothing, column)
     pending.store_all(y, work)
 
 
@@ -541,19 +541,16 @@ def hopper_kernel(
 
     Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, columns] or with the last two exchanged
     (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
-    zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], group_starts and
-    group_ends [num_groups], tile_group [num_groups] the groups in the order to take them, and y[g] is a [LEFT, COLUMNS]
-    matrix of the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit
+    zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], tile_group [num_groups]
+    the groups in the order to take them, tile_start and tile_end their rows, and y[g] is a [LEFT, COLUMNS] matrix of
+    the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit
     floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
     gather_indices[i] // TOPK is left's row i.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
-        tile_group,
-        tile_start if RAGGED_M else group_starts,
-        tile_end if RAGGED_M else group_ends,
-        count, cta, gl.to_tensor(y_block),
+        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_block),
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
         Y_BLOCK_STRIDE, Y_GROUP_STRIDE, Y_ROW_STRIDE, Y_COLUMN_STRIDE,
     )  # fmt: skip

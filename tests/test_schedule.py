@@ -209,11 +209,18 @@ def test_inverse_permutation_of_other_integers(dtype):
 
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 3), (7,), (0, 0, 0), (1, 2, 3, 4, 5)])
 def test_largest_first(sizes):
-    order = jax.jit(largest_first)(group_bounds(jnp.array(sizes, jnp.int32), sum(sizes)))
-    assert order.dtype == jnp.int32
-    assert order.tolist() == sorted(range(len(sizes)), key=lambda group: -sizes[group])
+    bounds = group_bounds(jnp.array(sizes, jnp.int32), sum(sizes))
+    groups, starts, ends = jax.jit(largest_first)(bounds)
+    assert groups.dtype == starts.dtype == ends.dtype == jnp.int32
+    order = sorted(range(len(sizes)), key=lambda group: -sizes[group])
+    assert groups.tolist() == order
+    assert starts.tolist() == [int(bounds.starts[group]) for group in order]
+    assert ends.tolist() == [int(bounds.ends[group]) for group in order]
 
 
 def test_largest_first_counts_rows_that_are_there():
     bounds = group_bounds(jnp.array([2, 9, -1, 9, 4], jnp.int32), 16)
-    assert largest_first(bounds).tolist() == [1, 3, 0, 2, 4]
+    groups, starts, ends = largest_first(bounds)
+    assert groups.tolist() == [1, 3, 0, 2, 4]
+    assert starts.tolist() == [2, 11, 0, 11, 16]
+    assert ends.tolist() == [11, 16, 2, 11, 16]

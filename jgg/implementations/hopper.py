@@ -96,7 +96,9 @@ def multiply_row_blocks(
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     clusters = target.num_sms // _CTAS
     is_short = problem.num_experts * tiles < _SHORT * clusters
-    order = largest_first(bounds) if is_short else jnp.arange(problem.num_experts, dtype=jnp.int32)
+    groups = jnp.arange(problem.num_experts, dtype=jnp.int32), bounds.starts, bounds.ends
+    if is_short:
+        groups = largest_first(bounds)
     _, w_rows, w_columns = problem.w_shape
     launch = Launch(
         operands={
@@ -104,7 +106,7 @@ def multiply_row_blocks(
             "right": right,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
-            **(tile_operands(bounds) | {"tile_group": order}),
+            **(tile_operands(bounds) | dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True))),
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": 0,
