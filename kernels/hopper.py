@@ -4,8 +4,8 @@ Each of the two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUM
 of x or dy (ragged M) or, for dW, their columns (ragged K). One warp loads blocks by TMA, or four do where rows of left
 have to be gathered, while two warpgroups multiply 64 rows each. The two tiles have the same columns; where they are of
 one group too, the block of the right operand is loaded once for both. Warpgroups whose rows lie past the group's end
-rest. A warpgroup keeps a finished tile in registers and stores it in four parts during the first steps of its next
-one, so that the tensor cores do not wait for stores.
+rest. A warpgroup keeps a finished tile in registers and stores it in four parts in the course of its next one, so that
+the tensor cores do not wait for stores.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
 between the two.
@@ -431,7 +431,10 @@ def multiply_steps(ring, acc, first, end, stage, phase, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def multiply_tile(work, ring, acc, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
-    """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile."""
+    """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile.
+
+    The first step writes over acc: products with zeros in its 128 registers took some 1.5% longer.
+    """
     acc = warpgroup_mma_init(acc)
     for part in gl.static_range(PARTS):
         acc, stage, phase = multiply_steps(
