@@ -64,6 +64,11 @@ def current_target() -> Target:
     return device_target() or Target(MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[MIN_COMPUTE_CAPABILITY])
 
 
+def has_target() -> bool:
+    """Whether `target` set one or there is a CUDA device, so that a program is likely to be compiled for it."""
+    return _context.value is not None or device_target() is not None
+
+
 def device_target() -> Target | None:
     """The first CUDA device of this process, or None."""
     try:

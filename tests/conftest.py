@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgg.implementations import triton
+from jgg.implementations import ahead, triton
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No thread compiles what a test has traced: it would launch kernels beside those that the test counts."""
+    monkeypatch.setattr(ahead, "_is_to_compile", {})
+    monkeypatch.setattr(ahead, "_num_threads", lambda: 0)
 
 
 @pytest.fixture

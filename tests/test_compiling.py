@@ -1,4 +1,6 @@
-"""Compiled kernels are kept in a folder: what is found there, what is not, and what is never taken from it."""
+"""Compiled kernels: several at a time, and kept in a folder, from which some are never taken."""
+
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ jax_triton = pytest.importorskip("jax_triton")
 
 from jax_triton import triton_lib  # noqa: E402
 
-from jgg.implementations import triton  # noqa: E402
+from jgg.implementations import ahead, launch, triton  # noqa: E402
 
 GLUON = {"num_rows": 4096, "num_experts": 4, "in_features": 256, "out_features": 256}
 PLAIN = GLUON | {"num_rows": 64}
@@ -35,16 +37,24 @@ def compiled(monkeypatch):
     return items
 
 
-def program(sizes, compute_capability=90):
-    """The program of a product, as if in a new process."""
+def program(*sizes, compute_capability=90, wrap=lambda function: function):
+    """The program of products of those sizes, as if in a new process."""
     for name in ("forward_kernel", "hopper_kernel"):
         vars(triton.load_kernel(name)).pop("_jT_kernel_cache", None)
-    x = jax.ShapeDtypeStruct((sizes["num_rows"], sizes["in_features"]), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((sizes["num_experts"], sizes["out_features"], sizes["in_features"]), jnp.bfloat16)
-    group_sizes = jax.ShapeDtypeStruct((sizes["num_experts"],), jnp.int32)
+    jax.clear_caches()
     with jgg.target(compute_capability):
-        traced = jax.jit(lambda *arrays: jgg.grouped_gemm(*arrays, implementation="triton")).trace(x, w, group_sizes)
+        traced = jax.jit(wrap(products)).trace([operands(**each) for each in sizes])
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def operands(num_rows, num_experts, in_features, out_features):
+    x = jax.ShapeDtypeStruct((num_rows, in_features), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((num_experts, out_features, in_features), jnp.bfloat16)
+    return x, w, jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+
+
+def products(of_each):
+    return [jgg.grouped_gemm(*arrays, implementation="triton") for arrays in of_each]
 
 
 @pytest.mark.parametrize(("sizes", "name"), [(PLAIN, "forward_kernel"), (GLUON, "hopper_kernel")])
@@ -97,3 +107,89 @@ def test_versions_that_were_not_tested_are_left_as_they_are(monkeypatch):
     corrected.clear()
     program(PLAIN)
     assert not corrected
+
+
+LARGER = PLAIN | {"in_features": 512}
+
+
+def on_one_device(function):
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+
+
+@pytest.fixture
+def with_threads(monkeypatch):
+    """A function that lets so many threads compile beside the program's own."""
+
+    def give(count):
+        monkeypatch.setattr(ahead, "_num_threads", lambda: count)
+        ahead._threads.cache_clear()
+
+    yield give
+    ahead._threads.cache_clear()
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, on_one_device], ids=["jit", "shard_map"])
+def test_kernels_of_a_program_are_compiled_side_by_side(wrap, folder, compiled, with_threads, monkeypatch):
+    with_threads(0)
+    one_by_one = program(PLAIN, LARGER, wrap=wrap)
+    assert len(compiled) == 2
+    for path in folder.iterdir():
+        path.unlink()
+    compile_kernel, both = triton_lib.compile_ttir_inplace, threading.Barrier(2, timeout=60)
+
+    def with_the_other(*arguments):
+        both.wait()
+        return compile_kernel(*arguments)
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", with_the_other)
+    monkeypatch.setattr(ahead, "_is_to_compile", {})
+    with_threads(1)
+    assert program(PLAIN, LARGER, wrap=wrap) == one_by_one
+    assert len(compiled) == 4
+
+
+def test_what_is_only_traced_is_not_compiled(compiled, with_threads):
+    with_threads(1)
+    jax.clear_caches()
+    with jgg.target(90):
+        jax.eval_shape(products, [operands(**PLAIN), operands(**LARGER)])
+    assert ahead._is_to_compile
+    assert not compiled
+
+
+def test_an_error_of_a_thread_comes_from_the_program(folder, with_threads, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("no such instruction")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_lib, "compile_ttir_inplace", fail)
+        with_threads(1)
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            program(PLAIN, LARGER)
+    assert "triton_kernel_call" in program(PLAIN, LARGER)
+
+
+def test_several_compile_or_one_interprets():
+    language, events = launch._Language(), []
+
+    def during(kind, others):
+        """Starts others while this thread does something of the kind; `events` says in which order they came."""
+        with getattr(language, kind)():
+            threads = [threading.Thread(target=do, args=(other,)) for other in others]
+            for thread in threads:
+                thread.start()
+                thread.join(0.2)
+            events.append("end")
+        for thread in threads:
+            thread.join(60)
+
+    def do(kind):
+        with getattr(language, kind)():
+            events.append(kind)
+
+    during("compiles", ["compiles", "interprets", "compiles"])
+    assert events == ["compiles", "compiles", "end", "interprets"]
+    events.clear()
+    during("interprets", ["compiles", "compiles"])
+    assert events == ["end", "compiles", "compiles"]

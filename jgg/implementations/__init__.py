@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from jgg.implementations import ahead
 from jgg.implementations.batching import merge_batch
-from jgg.implementations.launch import LANGUAGE_LOCK
+from jgg.implementations.launch import LANGUAGE
 from jgg.implementations.partitioning import define_partitioned
 from jgg.implementations.product_axes import axes_of_product
 from jgg.problem import GroupedGemmProblem
-from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
+from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, has_target
 
 NAMES = ("triton", "xla", "interpret")
 PRODUCTS = ("forward", "backward_dx", "backward_dw")  # those that have a configuration
@@ -103,6 +104,13 @@ def _run(product, implementation, target, problem, config, *arrays, **options):
     )
 
 
+def _note_and_type(*leaves, **params):
+    if params["implementation"] in (None, "triton") and has_target():
+        is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        ahead.note(ahead.Noted.of(is_local, leaves, params))
+    return _result_types(*leaves, **params)
+
+
 def _result_types(*leaves, product, problem, structure, options, **_):
     arrays, options = structure.unflatten(leaves), dict(options)
     if product == "top_k":
@@ -159,7 +167,7 @@ def _merge_batch(leaves, batched, *, product, implementation, target, problem, c
 
 (_product_on_device, _), _bind = define_partitioned(
     "grouped_gemm",
-    _result_types,
+    _note_and_type,
     functools.partial(_compute, own="xla"),
     axes_of_product,
     _merge_batch,
@@ -167,9 +175,18 @@ def _merge_batch(leaves, batched, *, product, implementation, target, problem, c
 _lower_for_cuda = mlir.lower_fun(functools.partial(_compute, own="triton"), multiple_results=True)
 
 
-def _lower_alone(*args, **params):
-    with LANGUAGE_LOCK:
-        return _lower_for_cuda(*args, **params)
+def _lower_beside_others(context, *args, **params):
+    is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
+    ahead.compile_others(ahead.Noted.of(is_local, context.avals_in, params), _lower_noted)
+    with LANGUAGE.compiles():
+        return _lower_for_cuda(context, *args, **params)
 
 
-mlir.register_lowering(_product_on_device, _lower_alone, platform="cuda")
+def _lower_noted(operation):
+    compute = functools.partial(_compute, own="triton", **dict(operation.params))
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in operation.shapes]
+    with LANGUAGE.compiles():
+        jax.jit(compute).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+mlir.register_lowering(_product_on_device, _lower_beside_others, platform="cuda")

@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import re
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax_triton
@@ -54,15 +56,39 @@ def correct_jax_triton() -> None:
         backend = _GluonBackend(gpu_target) if isinstance(self.fn, GluonJITFunction) else backend
         parsed = backend.parse_options(options)
         path = _path(self.fn, spec, gpu_target, parsed)
-        kept = _load(path)
-        if kept is None:
-            _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
-            _keep(path, ttir, compiled)
-        else:
-            ttir, compiled = kept
+
+        def load_or_compile():
+            kept = _load(path)
+            if kept is None:
+                _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
+                _keep(path, ttir, compiled)
+                kept = ttir, compiled
+            return kept
+
+        ttir, compiled = _once_at_a_time(path, load_or_compile)
         return _launchable(ttir, compiled, gpu_target, options["num_ctas"]), ttir, parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel
+
+
+_running: dict[Path, Future] = {}
+_lock = threading.Lock()
+
+
+def _once_at_a_time(path, compute):
+    """compute(), or what another thread computes for that path right now."""
+    with _lock:
+        is_first = path not in _running
+        future = _running.setdefault(path, Future())
+    if is_first:
+        try:
+            future.set_result(compute())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            with _lock:
+                del _running[path]
+    return future.result()
 
 
 def _launchable(ttir, compiled, gpu_target, num_ctas):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
-from jgg.implementations.launch import LANGUAGE_LOCK, Launch
+from jgg.implementations.launch import LANGUAGE, Launch
 from jgg.implementations.triton import GLUON_KERNELS, MODULES, load_kernel
 from jgg.target import Target
 from jgg.varying import vary_over, varying_axes
@@ -87,7 +87,7 @@ def call(name: str, launch: Launch) -> dict[str, jax.Array]:
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
-        with LANGUAGE_LOCK, np.errstate(all="ignore"):
+        with LANGUAGE.interprets(), np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
         return outputs
 

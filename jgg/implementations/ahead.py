@@ -1,0 +1,80 @@
+"""Compiles the kernels of a program side by side, where the versions are those that `compiling` is for.
+
+A kernel takes seconds to compile, and a program is lowered one operation after the other. So operations are noted as
+they are traced, and when the first of them is lowered, threads lower the others too. What comes of it is thrown away,
+but for the compiled kernels: jax-triton keeps them, and the program waits for those that are not yet ready.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jgg.warp_specialization import untested_version
+
+_MAX_THREADS = 8
+
+
+class Noted(NamedTuple):
+    """An operation as it is traced.
+
+    Attributes:
+      is_local: whether it is of each device's own arrays, as in `jax.shard_map`.
+      shapes: shape and dtype of each operand. params: those of the primitive.
+    """
+
+    is_local: bool
+    shapes: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
+    params: frozenset[tuple[str, Hashable]]
+
+    @classmethod
+    def of(cls, is_local: bool, operands, params: dict[str, Hashable]) -> "Noted":
+        """That of operands which have a shape and a dtype."""
+        return cls(is_local, tuple((a.shape, a.dtype) for a in operands), frozenset(params.items()))
+
+
+_is_to_compile: dict[Noted, bool] = {}  # of each operation ever noted
+_lock = threading.Lock()
+
+
+def note(operation: Noted) -> None:
+    """Remembers an operation of a program that may be lowered."""
+    with _lock:
+        _is_to_compile.setdefault(operation, True)
+
+
+def compile_others(operation: Noted, lower: Callable[[Noted], object]) -> None:
+    """Begins to lower all operations noted, each once, as `operation` of the same program is being lowered.
+
+    An error is ignored: it comes again where the program lowers that operation itself.
+    """
+    with _lock:
+        _is_to_compile[operation] = False
+        others = [o for o, is_open in _is_to_compile.items() if is_open and o.is_local == operation.is_local]
+        if not others or not _can_compile():
+            return
+        _is_to_compile.update(dict.fromkeys(others, False))
+    for other in reversed(others):  # the program itself begins at the other end
+        _threads().submit(lower, other)
+
+
+def _can_compile():
+    if untested_version() is not None:
+        return False
+    from jax_triton import triton_lib
+
+    # two threads would dump a kernel to the same folder
+    return _num_threads() > 0 and not triton_lib._JAX_TRITON_DUMP_DIR
+
+
+def _num_threads():
+    return min((os.cpu_count() or 1) - 1, _MAX_THREADS)
+
+
+@functools.cache
+def _threads():
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="jgg-compile")
