@@ -2,7 +2,8 @@
 
 A kernel takes seconds to compile, and a program is lowered one operation after the other. So operations are noted as
 they are traced, and when the first of them is lowered, threads lower the others too. What comes of it is thrown away,
-but for the compiled kernels: jax-triton keeps them, and the program waits for those that are not yet ready.
+but for the compiled kernels: jax-triton keeps them, and the program waits for those that are not yet ready. A process
+that ends meanwhile waits for the threads too; what they compile is on disk for the next.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 jax-triton runs Triton's own pipelining passes over a Gluon kernel, which make its asynchronous products wait, and
 launches it with the warps of its first partition rather than with those of all. And it compiles anew in every process,
-which takes seconds for each kernel. Here what is compiled is kept in the platform's folder for caches.
+which takes seconds for each kernel. Here what is compiled is kept in the platform's folder for caches, and what several
+threads need is compiled by one of them.
 """
 
 import dataclasses
@@ -28,6 +29,9 @@ from jgg.files import cache_folder, replace_text
 
 _logger = logging.getLogger("jgg")
 
+_running: dict[Path, Future] = {}  # what threads compile right now
+_lock = threading.Lock()
+
 _FORMAT = 1  # of the files, and of what is compiled from the same kernel; raise it where either changes
 
 
@@ -42,12 +46,17 @@ class _GluonBackend(CUDABackend):
         return self.gluon_to_ttgir(mod, metadata, options, capability)
 
 
-@functools.cache
 def correct_jax_triton() -> None:
     """Makes jax-triton compile the kernels of this package as said above; those of others are not touched.
 
     It uses inner functions of both, so it is for the versions that `jgg.warp_specialization` names.
     """
+    with _lock:
+        _correct_jax_triton()
+
+
+@functools.cache
+def _correct_jax_triton():
     by_jax_triton = triton_lib.TritonFunction._compile_kernel
 
     def compile_kernel(self, spec, gpu_target, backend, options):
@@ -69,10 +78,6 @@ def correct_jax_triton() -> None:
         return _launchable(ttir, compiled, gpu_target, options["num_ctas"]), ttir, parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel
-
-
-_running: dict[Path, Future] = {}
-_lock = threading.Lock()
 
 
 def _once_at_a_time(path, compute):
