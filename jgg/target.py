@@ -59,14 +59,12 @@ def target(compute_capability: int, num_sms: int | None = None) -> AbstractConte
 
 def current_target() -> Target:
     """The target set by `target`, else the first CUDA device, else the portable one."""
-    if _context.value is not None:
-        return _context.value
-    return device_target() or Target(MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[MIN_COMPUTE_CAPABILITY])
+    return known_target() or Target(MIN_COMPUTE_CAPABILITY, _TYPICAL_SMS[MIN_COMPUTE_CAPABILITY])
 
 
-def has_target() -> bool:
-    """Whether `target` set one or there is a CUDA device, so that a program is likely to be compiled for it."""
-    return _context.value is not None or device_target() is not None
+def known_target() -> Target | None:
+    """The target set by `target`, else the first CUDA device; None where programs are unlikely to be for one."""
+    return _context.value or device_target()
 
 
 def device_target() -> Target | None:

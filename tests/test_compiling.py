@@ -13,7 +13,8 @@ jax_triton = pytest.importorskip("jax_triton")
 
 from jax_triton import triton_lib  # noqa: E402
 
-from jgg.implementations import ahead, launch, triton  # noqa: E402
+from jgg.implementations import ahead, triton  # noqa: E402
+from jgg.implementations.language import _Language  # noqa: E402
 
 GLUON = {"num_rows": 4096, "num_experts": 4, "in_features": 256, "out_features": 256}
 PLAIN = GLUON | {"num_rows": 64}
@@ -174,7 +175,7 @@ def test_an_error_of_a_thread_comes_from_the_program(folder, with_threads, monke
 
 
 def test_several_compile_or_one_interprets():
-    language, events = launch._Language(), []
+    language, events = _Language(), []
 
     def during(kind, others):
         """Starts others while this thread does something of the kind; `events` says in which order they came."""

@@ -15,11 +15,11 @@ from jax.interpreters import mlir
 
 from jgg.implementations import ahead
 from jgg.implementations.batching import merge_batch
-from jgg.implementations.launch import LANGUAGE
+from jgg.implementations.language import LANGUAGE
 from jgg.implementations.partitioning import define_partitioned
 from jgg.implementations.product_axes import axes_of_product
 from jgg.problem import GroupedGemmProblem
-from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, has_target
+from jgg.target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, known_target
 
 NAMES = ("triton", "xla", "interpret")
 PRODUCTS = ("forward", "backward_dx", "backward_dw")  # those that have a configuration
@@ -105,7 +105,8 @@ def _run(product, implementation, target, problem, config, *arrays, **options):
 
 
 def _note_and_type(*leaves, **params):
-    if params["implementation"] in (None, "triton") and has_target():
+    """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
+    if params["implementation"] in (None, "triton") and known_target() is not None:
         is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
         ahead.note(ahead.Noted.of(is_local, leaves, params))
     return _result_types(*leaves, **params)

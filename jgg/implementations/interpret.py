@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
-from jgg.implementations.launch import LANGUAGE, Launch
+from jgg.implementations.language import LANGUAGE
+from jgg.implementations.launch import Launch
 from jgg.implementations.triton import GLUON_KERNELS, MODULES, load_kernel
 from jgg.target import Target
 from jgg.varying import vary_over, varying_axes

@@ -1,8 +1,6 @@
 """One kernel launch as data, TMA descriptors included."""
 
-import contextlib
 import dataclasses
-import threading
 from typing import Any
 
 import jax
@@ -10,37 +8,6 @@ import jax
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, TileSchedule
 from jgg.target import Target
-
-
-class _Language:
-    """Triton's language, parts of which its interpreter replaces while it runs, for every thread.
-
-    So several threads may compile, or one may interpret and nothing may be compiled meanwhile.
-    """
-
-    def __init__(self):
-        self._changed = threading.Condition()
-        self._compiling = 0
-
-    @contextlib.contextmanager
-    def compiles(self):
-        with self._changed:
-            self._compiling += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._compiling -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def interprets(self):
-        with self._changed:
-            self._changed.wait_for(lambda: self._compiling == 0)
-            yield
-
-
-LANGUAGE = _Language()
 
 PRECISIONS = {  # of float32, by what Triton calls them
     jax.lax.Precision.DEFAULT: "tf32",
