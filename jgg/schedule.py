@@ -1,7 +1,8 @@
 """Group sizes to row ranges and tiles: pure functions of one small array, computed on the device.
 
-Running sums are comparisons of all with all and a sum, which XLA fuses into one kernel; jnp.cumsum and jnp.searchsorted
-take several, of one or two microseconds each.
+Up to a number of groups, running sums, searches and sorts are comparisons of all with all and a sum, which XLA fuses
+into one kernel; scans and binary searches take several, of one or two microseconds each. Of more groups they are those,
+whose memory grows with the number of groups rather than with its square.
 """
 
 from typing import NamedTuple
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MAX_COMPARED = 1024  # groups that are compared all with all
+
 
 class GroupBounds(NamedTuple):
-    """Where the rows of each group are, in expert order; each int32 [E].
+    """Where the rows of each group are, in expert order; each int32 [E], starts and ends ascending.
 
     Attributes:
       starts, ends: the first row and one past the last.
@@ -56,13 +59,9 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
     Returns: GroupBounds of [G] or, with `group_offset`, [num_groups]; groups past G are empty.
     """
     sizes = jnp.clip(saturated_int32(group_sizes), 0, num_rows)
-    group = jnp.arange(len(sizes))
-    starts, ends = (
-        _sum_up_to(num_rows, jnp.where(is_before, sizes[None, :], 0))
-        for is_before in (group[None, :] < group[:, None], group[None, :] <= group[:, None])
-    )
+    starts, ends = _running_sums(num_rows, sizes)
     if group_offset is not None:
-        past = jnp.broadcast_to(ends[-1:], (num_groups,))
+        past = jnp.full((num_groups,), jnp.max(ends, initial=0))
         first = jnp.clip(saturated_int32(group_offset), 0, len(group_sizes))
         starts, ends, sizes = (
             jax.lax.dynamic_slice(jnp.concatenate([array, padding]), (first,), (num_groups,))
@@ -71,37 +70,59 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
     return GroupBounds(starts, ends, sizes)
 
 
-def _sum_up_to(limit: int, terms: jax.Array) -> jax.Array:
-    """min(limit, sum of each row of terms) of int32 [any, any] terms from 0 to `limit`, whose sum may pass int32."""
+def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """min(limit, sum of the terms before each) and the same with its own, of int32 terms from 0 to `limit`."""
     limit = np.int32(limit)
-    return jax.lax.reduce(terms, np.int32(0), lambda a, b: a + jax.lax.min(b, limit - a), (1,))
+
+    def add(a, b):  # no more than limit, though the sum may pass int32
+        return a + jax.lax.min(b, limit - a)
+
+    if len(terms) > _MAX_COMPARED:
+        through = jax.lax.associative_scan(add, terms)
+        return jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]]), through
+    index = jnp.arange(len(terms))
+    return tuple(
+        jax.lax.reduce(jnp.where(counts, terms[None, :], 0), np.int32(0), add, (1,))
+        for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
+    )
 
 
 def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
     """Cuts each group's rows into tiles of `block_rows`, the last of a group possibly short.
 
-    Groups of 5, 0 and 3 rows with tiles of 4 rows:
+    Groups may lie anywhere, with rows of none between them, as long as no two share a row. Those of rows 0-4, none and
+    7-9, with tiles of 4 rows:
 
-        group          0  0  2        rows 0-3, row 4, rows 5-7
-        start          0  4  5
-        end            5  5  8
+        group          0  0  2        rows 0-3, row 4, rows 7-9
+        start          0  4  7
+        end            5  5  10
         tiles_through  2  2  3
     """
     num_groups = len(bounds.ends)
     max_tiles = min(num_rows, num_rows // block_rows + num_groups)
     # of sizes, not of ends - starts, for which XLA would have to wait
     tiles = jnp.minimum((bounds.sizes + (block_rows - 1)) // block_rows, max_tiles)
-    group = jnp.arange(num_groups)
-    tiles_through = _sum_up_to(max_tiles, jnp.where(group[None, :] <= group[:, None], tiles[None, :], 0))
+    first_tile, tiles_through = _running_sums(max_tiles, tiles)
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    is_past = (tiles_through[None, :] <= tile[:, None]) & (group < num_groups - 1)[None, :]
-    group_of_tile = jnp.sum(is_past, axis=1, dtype=jnp.int32)
-    # The last group that it is past ends where the tile's own starts, and among them `ahead` is the least for that one,
-    # since the tiles of a group reach its end or past it.
-    ahead = jnp.where(is_past, (bounds.ends - tiles_through * block_rows)[None, :], bounds.starts[0])
-    start = jnp.min((tile * block_rows)[:, None] + ahead, axis=1)
-    end = jnp.min(jnp.where(is_past, bounds.ends[-1], bounds.ends[None, :]), axis=1)
-    return TileSchedule(group_of_tile, start, end, tiles_through)
+    # where a group's tile number 0 would begin
+    origin = bounds.starts - first_tile * block_rows
+    if num_groups > _MAX_COMPARED:
+        group = jnp.minimum(jnp.searchsorted(tiles_through, tile, side="right"), num_groups - 1).astype(jnp.int32)
+        return TileSchedule(group, origin[group] + tile * block_rows, bounds.ends[group], tiles_through)
+    is_own = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < tiles_through[None, :])
+    group, start, end = (
+        jnp.sum(jnp.where(is_own, values[None, :], 0), axis=1, dtype=jnp.int32)
+        for values in (jnp.arange(num_groups, dtype=jnp.int32), origin, bounds.ends)
+    )
+    return TileSchedule(group, start + tile * block_rows, end, tiles_through)
+
+
+def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
+    """The group of each row, int32 [num_rows]; E for a row of none."""
+    num_groups, row = len(bounds.ends), jnp.arange(num_rows, dtype=jnp.int32)
+    method = "scan" if num_groups > _MAX_COMPARED else "compare_all"
+    group = jnp.searchsorted(bounds.ends, row, side="right", method=method).astype(jnp.int32)
+    return jnp.where(bounds.starts.at[group].get(mode="fill", fill_value=num_rows) <= row, group, num_groups)
 
 
 def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -113,6 +134,9 @@ def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]
     """
     sizes = bounds.ends - bounds.starts
     group = jnp.arange(len(sizes), dtype=jnp.int32)
+    if len(sizes) > _MAX_COMPARED:
+        order = jnp.argsort(-sizes, stable=True).astype(jnp.int32)
+        return order, bounds.starts[order], bounds.ends[order]
     is_before = (sizes[None, :] > sizes[:, None]) | (
         (sizes[None, :] == sizes[:, None]) & (group[None, :] < group[:, None])
     )

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jgg.schedule import group_bounds, inverse_permutation, largest_first, tile_schedule
+from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, largest_first, tile_schedule
 
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1
 
@@ -151,6 +151,44 @@ def test_tile_schedule_of_random_sizes():
         group_sizes, num_rows = random_sizes(seed)
         skipped = seed % 2 if len(group_sizes) > 1 else 0
         assert_schedule(group_sizes, num_rows, 16, skipped, f"seed {seed}")
+
+
+def test_tile_schedule_of_groups_with_rows_of_none_between_them():
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        cuts = np.sort(rng.integers(0, 300, 14))
+        starts, ends = cuts[::2], cuts[1::2]
+        bounds = GroupBounds(*(jnp.asarray(array, jnp.int32) for array in (starts, ends, ends - starts)))
+        schedule = jitted_schedule(bounds, 300, 16)
+        tiles = list(zip(*(array.tolist() for array in schedule[:3]), strict=True))
+        assert tiles[: schedule.tiles_through[-1].item()] == reference_tiles(starts, ends, 16), f"seed {seed}"
+        rows = [group for row in range(300) for group in [np.flatnonzero((starts <= row) & (row < ends))]]
+        assert group_of_rows(bounds, 300).tolist() == [group[0] if len(group) else 7 for group in rows], f"seed {seed}"
+
+
+def test_more_groups_than_are_compared_with_each_other():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(-3, 12, 3000)
+    sizes[rng.integers(0, 3000, 20)] = MAX_INT
+    num_rows = 2 * int(np.clip(sizes[:100], 0, 100).sum())
+    assert_bounds(jitted_bounds(jnp.array(sizes, jnp.int32), num_rows), *reference_bounds(sizes, num_rows))
+    sizes = rng.integers(0, 12, 3000)
+    num_rows = int(sizes.sum())
+    assert_schedule(tuple(sizes.tolist()), num_rows, 4)
+    bounds = jitted_bounds(jnp.array(sizes, jnp.int32), num_rows)
+    np.testing.assert_array_equal(group_of_rows(bounds, num_rows), np.repeat(np.arange(3000), sizes))
+    groups, starts, ends = largest_first(bounds)
+    np.testing.assert_array_equal(groups, np.argsort(-sizes, kind="stable"))
+    np.testing.assert_array_equal(ends - starts, sizes[groups])
+
+
+def test_memory_grows_with_the_number_of_groups():
+    def schedule(sizes):
+        bounds = group_bounds(sizes, 65_536)
+        return bounds, tile_schedule(bounds, 65_536, 128), group_of_rows(bounds, 65_536), largest_first(bounds)
+
+    sizes = jax.ShapeDtypeStruct((32_768,), "int32")
+    assert jax.jit(schedule).lower(sizes).compile().memory_analysis().temp_size_in_bytes < 200 * 32_768
 
 
 @pytest.mark.parametrize("block_rows", [16, 128])

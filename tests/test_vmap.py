@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -78,6 +79,46 @@ def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     options = EVERYTHING | {"permute_x": permute_x, "permute_y": permute_y}
     case = Case("order", num_rows=12, poison="tail", **SMALL, **options)
     assert_right_under_vmap(case, implementation, BATCHED[batched], size=2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "sizes", [[[0], [32]], [[1, 1], [60, 4], [30, 33]], [[0, 40], [0, 0], [33, 0]]], ids=["empty", "more", "none"]
+)
+def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
+    """In the merged product of elements with their own weights, rows of no group lie between groups."""
+    num_rows = 32 if len(sizes) == 2 else 64
+    case = Case("gaps", sizes[0], num_rows, 8, 12, **EVERYTHING)
+    batch = batch_of(case, len(sizes)) | {"group_sizes": jnp.array(sizes, jnp.int32)}
+    got = jax.jit(jax.vmap(forward_and_backward(case, implementation)))(*(batch[name] for name in ORDER))
+    for i in range(len(sizes)):
+        one = [np.asarray(batch[name][i]) for name in ORDER]
+        assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
+
+
+@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), "xla", None])
+def test_layers_that_drop_tokens(implementation):
+    """Each element with its own weights and choices, of which some are of no expert."""
+    runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
+    for seed, (_, chosen, _) in enumerate(runs):
+        chosen[seed::2] = 3  # no such expert
+    floats, chosen, dy = jax.tree.map(lambda *arrays: jnp.stack(arrays), *runs)
+
+    @jax.jit
+    @jax.vmap
+    def forward_and_backward(floats, chosen, dy):
+        def forward(floats):
+            routing = jgg.Routing(floats["topk_weights"], chosen, *jgg.sort_by_expert(chosen, 3))
+            weights = floats["x"], floats["w_gate_up"], floats["w_down"]
+            return jgg.moe_mlp(*weights, routing, precision="highest", implementation=implementation)
+
+        y, vjp = jax.vjp(forward, floats)
+        return y, *vjp(dy)
+
+    got = forward_and_backward(floats, chosen, dy)
+    for i, one in enumerate(runs):
+        want = moe_oracle.expected(*one, "swiglu", False, "enk")
+        assert_close(jax.tree.map(lambda a, i=i: a[i], got), want, 1e-4)
 
 
 @KERNELS

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.problem import MAX_ROWS, GroupedGemmProblem
-from jgg.schedule import GroupBounds
+from jgg.schedule import GroupBounds, group_of_rows
 
 _ARGUMENTS = {
     "forward": ("x", "w", "bounds", "gather_indices", "topk_weights", "bias"),
@@ -90,7 +90,7 @@ class _Batch:
             small["bounds"],
             None if positions is None else _offset(positions, problem.num_rows),
             None if topk_weights is None else topk_weights.reshape(-1),
-            jax.vmap(lambda bounds: _group_of_rows(bounds, problem.num_rows))(small["bounds"]).reshape(-1),
+            jax.vmap(lambda bounds: group_of_rows(bounds, problem.num_rows))(small["bounds"]).reshape(-1),
         )
 
     @property
@@ -232,13 +232,6 @@ def _combine(run, problem, arrays, batched, size, topk):
     scales = None if scales is None else scales.reshape(-1)
     (y,) = run("combine", problem, rows, positions.reshape(-1), scales, topk=topk)
     return [y.reshape(size, -1, y.shape[1])]
-
-
-def _group_of_rows(bounds, num_rows):
-    """The group of each row, or E; between groups there may be rows of none."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    group = jnp.searchsorted(bounds.ends, rows, side="right", method="compare_all").astype(jnp.int32)
-    return jnp.where(bounds.starts.at[group].get(mode="fill", fill_value=num_rows) <= rows, group, len(bounds.ends))
 
 
 def _for_each(arrays, batched, size):
