@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jgg.implementations import parts
 from jgg.implementations.launch import Launch, flat
@@ -47,13 +48,18 @@ def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_colu
     return call("combine_kernel", launch)["y"]
 
 
-def sum_by_token(call, target, problem, multiply, rows, num_columns, gather_indices, scales=None):
+def sum_by_token(call, target, problem, multiply, rows, num_columns, bounds, gather_indices, scales=None):
     """The sums of each token's rows of a product, [T, columns], a part of the columns after the other.
+
+    Rows before the first group and past the last add nothing, whatever their scales are.
 
     Args:
       multiply: (rows, columns) -> that range of the product's columns, [M, columns].
     """
-    positions, scales = inverse_permutation(gather_indices, problem.num_positions), flat(scales)
+    row = jnp.arange(len(gather_indices), dtype=jnp.int32)
+    in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
+    positions = inverse_permutation(jnp.where(in_groups, gather_indices, -1), problem.num_positions)
+    scales = flat(scales)
 
     def add_up(rows, columns, y):
         products = multiply(rows, columns)

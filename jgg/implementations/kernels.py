@@ -51,7 +51,8 @@ def forward(
         own_bias = None if bias is None else bias[:, columns.start : columns.stop]
         return _forward_rows(call, target, part, config, x, w, bounds, read_at, None, own_bias, columns.start)
 
-    return [sum_by_token(call, target, problem, multiply, x, problem.out_features, gather_indices, topk_weights)]
+    columns = problem.out_features
+    return [sum_by_token(call, target, problem, multiply, x, columns, bounds, gather_indices, topk_weights)]
 
 
 def _forward_rows(
@@ -127,7 +128,7 @@ def backward_dx(
         return _dx_rows(call, target, part, config, dy, w, x, bounds, gather_indices, topk_weights, columns.start)[0]
 
     if problem.permute_x and x is None:
-        return [sum_by_token(call, target, problem, multiply, dy, problem.in_features, gather_indices)]
+        return [sum_by_token(call, target, problem, multiply, dy, problem.in_features, bounds, gather_indices)]
     dx, row_sums = _dx_rows(call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights)
     if problem.permute_x:
         dx = combine(call, dx, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
