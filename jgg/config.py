@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
-from jgg.warp_specialization import why_not
+from jgg.warp_specialization import max_columns, why_not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,11 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
         return _choose_ieee_float32(op, problem, target)
     if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
         gathers = _gathers_in_specialized(op, problem)
+        tile = (256, 4) if max_columns(op, problem) == 256 else (128, 6)
         return dataclasses.replace(
-            specialized_config(op, problem.w_layout), fuse_gather=gathers, band=2 if gathers and op != "dw" else 8
+            specialized_config(op, problem.w_layout, *tile),
+            fuse_gather=gathers,
+            band=2 if gathers and op != "dw" else 8,
         )
     if op == "dw":
         return _choose_dw(problem, target)

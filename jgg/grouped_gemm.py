@@ -11,7 +11,7 @@ from jgg import implementations
 from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations import PRODUCTS, Operation, xla
 from jgg.problem import check_problem, check_ragged_dot
-from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
+from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
@@ -50,7 +50,8 @@ def grouped_gemm(
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
-        [0, M) reads as zero and writes nowhere; of indices that repeat, any one may write.
+        [0, M) reads as zero and writes nowhere; of indices that repeat, any one may write. Gradients are those of
+        indices that name each position at most once, which `check` makes sure of.
       permute_x: read row i of x at token `gather_indices[i] // topk`.
       permute_y: write row i of y at `gather_indices[i]`, so that y is in token order. Rows that no index names are
         unspecified.
@@ -60,7 +61,9 @@ def grouped_gemm(
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
         and "highest" in IEEE float32.
-      preferred_element_type: dtype of the result; by default that of x.
+      preferred_element_type: dtype of the result; by default that of x. The cotangent of a result in another dtype is
+        not rounded to that of x: "xla" multiplies it in float32, the kernels as the sum of two terms in the dtype of x,
+        of which they leave out the second where that is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
       implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; differentiable forwards and
@@ -263,7 +266,8 @@ def _forward(operation, x, w, topk_weights, bias, bounds, gather_indices):
 def _backward(operation, residuals, dy):
     x, w, topk_weights, bias, bounds, gather_indices = residuals
     problem = operation.problem
-    dy = dy.astype(problem.dtype)
+    if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
+        dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
     dx, *row_sums = operation.run("backward_dx", dy, w, x_if_weighted, bounds, gather_indices, topk_weights)
     dw, *dbias = operation.run("backward_dw", x, dy, bounds, gather_indices, topk_weights, with_bias=bias is not None)
@@ -284,13 +288,13 @@ _differentiable.defvjp(_forward, _backward)
 
 def bias_row_sums(problem, dy, bias, bounds, gather_indices):
     """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
-    row = jnp.arange(problem.num_rows, dtype=jnp.int32)
-    experts = jnp.searchsorted(bounds.ends, row, side="right", method="compare_all")
-    experts = jnp.minimum(experts, problem.num_experts - 1)  # rather than clipped by `at`, which checkify reports
+    experts = group_of_rows(bounds, problem.num_rows)
+    in_group = experts < problem.num_experts
+    experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
         dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
-    return jnp.where((row >= bounds.starts[0]) & (row < bounds.ends[-1]), sums, 0)
+    return jnp.where(in_group, sums, 0)
 
 
 def _product(product, config, implementation, order, options=None, **arguments):

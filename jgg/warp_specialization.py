@@ -14,6 +14,11 @@ COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
 TESTED_VERSIONS = {"triton": "3.9.", "jax-triton": "0.4.1"}
 
 
+def max_columns(op: str, problem: GroupedGemmProblem) -> int:
+    """Columns of an output tile, of which a warpgroup holds the finished one in registers beside the next."""
+    return 128 if op == "forward" and problem.out_dtype.itemsize == 4 else 256
+
+
 def why_not(op: str, problem: GroupedGemmProblem, target: Target) -> str | None:
     """Why a product cannot be computed by them, or None if it can.
 
@@ -22,8 +27,8 @@ def why_not(op: str, problem: GroupedGemmProblem, target: Target) -> str | None:
     """
     if target.compute_capability != COMPUTE_CAPABILITY:
         return "they are for compute capability 9.0"
-    if problem.dtype.itemsize != 2 or (op == "forward" and problem.out_dtype.itemsize != 2):
-        return "they multiply 16-bit floats and give such"
+    if problem.dtype.itemsize != 2:
+        return "they multiply 16-bit floats"
     if not problem.rows_are_aligned:
         return "rows of K and of N elements must be multiples of 16 bytes"
     if op == "dx" and problem.has_topk_weights:

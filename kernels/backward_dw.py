@@ -15,16 +15,16 @@ from .tiles import (
 
 @triton.jit
 def load_block(
-    matrix, start, group_end, positions, exists, column,
+    matrix, first_row, start, group_end, positions, exists, column,
     COLUMNS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on.
+    """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on; rows count from first_row.
 
     GATHER is 0 for rows start, start + 1, ... and d > 0 for rows positions // d.
     """
     if TMA:
-        block = load_rows(matrix, start, group_end, column, BLOCK_ROWS, BLOCK_COLUMNS)
+        block = load_rows(matrix, first_row + start, first_row + group_end, column, BLOCK_ROWS, BLOCK_COLUMNS)
     else:
         if GATHER == 0:
             rows = start + tl.arange(0, BLOCK_ROWS)
@@ -35,14 +35,14 @@ def load_block(
         columns = column + tl.arange(0, BLOCK_COLUMNS)
         mask = in_rows[:, None] & (columns < COLUMNS)[None, :]
         # other=0: the reduction runs over rows, so a lane past the group's end must not count
-        block = tl.load(row_pointers(matrix, rows, columns, COLUMNS), mask=mask, other=0.0)
+        block = tl.load(row_pointers(matrix, first_row + rows, columns, COLUMNS), mask=mask, other=0.0)
     return block
 
 
 @triton.jit
 def backward_dw_kernel(
-    left, right, gather_indices, group_starts, group_ends, dw, num_positions, num_groups,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    left, right, gather_indices, num_terms, scale, group_starts, group_ends, dw, num_rows, num_positions, num_groups,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, LEFT_HAS_TERMS: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr,
@@ -51,6 +51,8 @@ def backward_dw_kernel(
 
     Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices, which are bad outside [0, num_positions), or None,
     group_starts and group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x.
+    dy may be num_terms [1] matrices of num_rows rows, one after the other, whose sum times scale, float32 [1] or None,
+    is meant.
     With TMA_LEFT and TMA_RIGHT, left and right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
@@ -67,20 +69,23 @@ def backward_dw_kernel(
         # at least one step, on rows that all lie past the end: a flattened loop needs a body for an empty group
         steps = tl.maximum(ceil_div(group_end - group_start, BLOCK_ROWS), 1)
         acc = tl.full([BLOCK_LEFT, BLOCK_RIGHT], 0.0, tl.float32)
-        for step in tl.range(0, steps):
-            start = group_start + step * BLOCK_ROWS
+        for step in tl.range(0, steps if num_terms is None else steps * tl.load(num_terms)):
+            start = group_start + (step if num_terms is None else step % steps) * BLOCK_ROWS
+            term = 0 if num_terms is None else step // steps * num_rows
             rows = start + tl.arange(0, BLOCK_ROWS)
             positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
             left_block = load_block(
-                left, start, group_end, positions, exists, left_column, LEFT, TMA_LEFT, GATHER_LEFT,
-                BLOCK_ROWS, BLOCK_LEFT,
+                left, term if LEFT_HAS_TERMS else 0, start, group_end, positions, exists, left_column,
+                LEFT, TMA_LEFT, GATHER_LEFT, BLOCK_ROWS, BLOCK_LEFT,
             )  # fmt: skip
             right_block = load_block(
-                right, start, group_end, positions, exists, right_column, RIGHT, TMA_RIGHT, GATHER_RIGHT,
-                BLOCK_ROWS, BLOCK_RIGHT,
+                right, 0 if LEFT_HAS_TERMS else term, start, group_end, positions, exists, right_column,
+                RIGHT, TMA_RIGHT, GATHER_RIGHT, BLOCK_ROWS, BLOCK_RIGHT,
             )  # fmt: skip
             acc = tl.dot(left_block.T, right_block, acc, input_precision=PRECISION)
 
+        if scale is not None:
+            acc *= tl.load(scale)
         left_columns = left_column + tl.arange(0, BLOCK_LEFT)
         matrix = dw + group.to(tl.int64) * (LEFT * RIGHT)
         store_tile(matrix, acc, left_columns, left_columns < LEFT, right_column, RIGHT, BLOCK_RIGHT)

@@ -9,8 +9,8 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 
 @triton.jit
 def backward_dx_kernel(
-    dy, w, x, topk_weights, gather_indices, group_starts, group_ends, tile_group, tile_start, tile_end, tiles_through,
-    dx, row_sums, num_rows, num_positions, num_groups, first_column,
+    dy, num_terms, scale, w, x, topk_weights, gather_indices, group_starts, group_ends,
+    tile_group, tile_start, tile_end, tiles_through, dx, row_sums, num_rows, num_positions, num_groups, first_column,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -18,7 +18,8 @@ def backward_dx_kernel(
 ):  # fmt: skip
     """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
 
-    Arrays as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. GATHER_DY reads row i of dy
+    Arrays as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. dy may be num_terms [1] such
+    matrices, one after the other, whose sum times scale, float32 [1] or None, is meant. GATHER_DY reads row i of dy
     from dy[gather_indices[i]], which undoes forward's scatter. With row_sums [column tiles, num_rows] float32, the
     sums over each tile's columns of (dy[i] @ w) * x[i] are written there; their sum over the tiles is the gradient
     of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
@@ -36,10 +37,13 @@ def backward_dx_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            dy, w, group, start, positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
+            dy, num_terms, num_rows, w, group, start,
+            positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
             first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
+        if scale is not None:
+            acc *= tl.load(scale)
         if row_sums is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             x_pointers = row_pointers(x, positions // TOPK if GATHER_X else rows, columns, COLUMNS)

@@ -32,7 +32,7 @@ def load_weight(
 
 @triton.jit
 def multiply_rows(
-    x, w, group, start, rows, exists, column,
+    x, num_terms, num_rows, w, group, start, rows, exists, column,
     REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -40,16 +40,20 @@ def multiply_rows(
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
     By TMA the rows are start, start + 1, ...; those past the group's end belong to others and are not stored. By
-    pointers they are `rows`, zero where they do not exist.
+    pointers they are `rows`, zero where they do not exist. With num_terms [1], x is the sum of as many matrices of
+    num_rows rows, one after the other, whose products are added up.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
-    for k in tl.range(0, REDUCED, BLOCK_REDUCED):
+    padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
+    for step in tl.range(0, REDUCED if num_terms is None else padded * tl.load(num_terms), BLOCK_REDUCED):
+        k = step if num_terms is None else step % padded
+        term = 0 if num_terms is None else step // padded * num_rows
         if TMA_X:
-            x_block = x.load([start, k])
+            x_block = x.load([start + term, k])
         else:
             reduced = k + tl.arange(0, BLOCK_REDUCED)
             mask = exists[:, None] & (reduced < REDUCED)[None, :]
-            x_block = tl.load(row_pointers(x, rows, reduced, REDUCED), mask=mask, other=0.0)
+            x_block = tl.load(row_pointers(x, rows + term, reduced, REDUCED), mask=mask, other=0.0)
         w_block = load_weight(
             w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )
@@ -87,7 +91,8 @@ def forward_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            x, w, group, start, positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
+            x, None, num_rows, w, group, start,
+            positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
             first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip

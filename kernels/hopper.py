@@ -64,6 +64,8 @@ class Work:
         RAGGED_M, the same of each group in the order in which they are taken.
       cta: which of the cluster's two this is.
       y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
+      terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
+        or "right"; "" for neither. The steps of a tile run over the terms, one after the other.
     """
 
     groups: gl.tensor
@@ -72,6 +74,9 @@ class Work:
     count: gl.tensor
     cta: gl.tensor
     y_block: gl.tensor
+    terms: gl.tensor
+    num_rows: gl.tensor
+    HAS_TERMS: gl.constexpr
     RAGGED_M: gl.constexpr
     LEFT: gl.constexpr
     REDUCED: gl.constexpr
@@ -146,9 +151,26 @@ class Work:
         return row - self.cta * WARPGROUP_ROWS
 
     @gluon.jit
-    def steps(self, tile):
+    def steps_of_term(self, tile):
         size = self.REDUCED if self.RAGGED_M else tile.end - tile.start
         return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, 1)
+
+    @gluon.jit
+    def steps(self, tile):
+        steps = self.steps_of_term(tile)
+        if self.HAS_TERMS != "":
+            steps = steps * self.terms
+        return steps
+
+    @gluon.jit
+    def at_step(self, tile, step):
+        """Where a step begins along the reduced axis, and the row at which its term of the operand begins."""
+        row = 0
+        if self.HAS_TERMS != "":
+            steps = self.steps_of_term(tile)
+            row = (step // steps) * self.num_rows
+            step = step % steps
+        return step * self.BLOCK_REDUCED, row
 
 
 @gluon.aggregate
@@ -245,11 +267,11 @@ class Gather:
         return gl.where((indices >= 0) & (indices < self.num_positions), indices // self.TOPK, -1)
 
     @gluon.jit
-    def load(self, block, sources, column):
-        """Begins to copy columns column, column + 1, ... of those rows to a block in shared memory."""
+    def load(self, block, sources, first_row, column):
+        """Begins to copy columns column, column + 1, ... of those rows, counted from first_row, to a shared block."""
         columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
         mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
-        pointers = self.pointer + (sources.to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
+        pointers = self.pointer + ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
         async_copy.async_load(block, pointers, mask=mask)
 
 
@@ -296,32 +318,37 @@ def load_blocks(
             right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
-            reduced = step * work.BLOCK_REDUCED
+            reduced, term = work.at_step(tile, step)
+            left_term = term if work.HAS_TERMS == "left" else 0
+            right_term = term if work.HAS_TERMS == "right" else 0
             if work.RAGGED_M:
                 column = first_column + tile.column
                 place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
                 tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
                 tma.async_load(right, place, full, right_block, pred=is_shared == 0)
                 if work.GATHERS:
-                    gather.load(left_block, sources, reduced)
-                    gather.load(second_block, second_sources, reduced)
+                    gather.load(left_block, sources, left_term, reduced)
+                    gather.load(second_block, second_sources, left_term, reduced)
                 else:
-                    tma.async_load(left, [first, reduced], full, left_block)
-                    tma.async_load(left, [second, reduced], full, second_block, pred=has_second)
+                    tma.async_load(left, [first + left_term, reduced], full, left_block)
+                    tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
             else:
                 end = tile.end
                 row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
-                tma.async_load(right, [ROW_LIMIT, end, row, tile.column], full, right_block, multicast=True)
+                place = [ROW_LIMIT, end + right_term, row, tile.column]
+                tma.async_load(right, place, full, right_block, multicast=True)
                 if work.GATHERS:
                     sources = gather.sources(indices)
                     # the next step's, before this step's rows are asked for
                     is_last = step == steps - 1
-                    next_row = gl.where(is_last, next_tile.start, tile.start + reduced + work.BLOCK_REDUCED)
+                    next_reduced, _ = work.at_step(tile, step + 1)
+                    next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
                     next_end = gl.where(is_last, next_tile.end, end)
                     indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
-                    gather.load(left_block, sources, first)
-                    gather.load(second_block, sources, second)
+                    gather.load(left_block, sources, left_term, first)
+                    gather.load(second_block, sources, left_term, second)
                 else:
+                    end += left_term
                     tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
                     tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             if work.GATHERS:
@@ -373,8 +400,9 @@ def store_rows(
 ):  # fmt: skip
     """Stores value [TILE_ROWS, columns] from y[offset] on, by way of shared memory so that neighbours go at once."""
     if COLUMN_STRIDE == 1:
-        threads: gl.constexpr = value.shape[1] // 8
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
+        own: gl.constexpr = 128 // value.dtype.primitive_bitwidth  # elements that a thread stores at once
+        threads: gl.constexpr = value.shape[1] // own
+        layout: gl.constexpr = gl.BlockedLayout([1, own], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
     else:
         gl.static_assert(ROW_STRIDE == 1)
         layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1], [[1, 0]])
@@ -460,9 +488,11 @@ def skip_tile(ring, steps, stage, phase):
 
 
 @gluon.jit
-def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
-    """(acc + bias) * topk_weights of rows start, start + 1, ... of a group."""
+def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
+    """(acc * scale + bias) * topk_weights of rows start, start + 1, ... of a group."""
     layout: gl.constexpr = acc.type.layout
+    if scale is not None:
+        acc *= gl.load(scale)
     if bias is not None:
         columns = column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
         pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
@@ -479,7 +509,7 @@ def finish(acc, work, bias, topk_weights, gather_indices, group, start, end, col
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, y, bias, topk_weights, gather_indices, num_positions,
+    WARPGROUP: gl.constexpr, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions,
     RIGHT_IS_TURNED: gl.constexpr,
 ):  # fmt: skip
     """One of the two warpgroups of a CTA."""
@@ -510,7 +540,9 @@ def multiply_tiles(
             else:
                 offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
                 group = item
-            acc = finish(acc, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
+            acc = finish(
+                acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
+            )
             pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
         else:
             tile = work.at(next_index)
@@ -531,9 +563,9 @@ def zero_rows(y, first, last, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_kernel(
-    left, right, bias, topk_weights, gather_indices, group_starts, group_ends,
+    left, right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column, y_block,
-    RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
+    HAS_TERMS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     GATHERS: gl.constexpr, TOPK: gl.constexpr,
@@ -546,29 +578,40 @@ def hopper_kernel(
     (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
     zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], tile_group [num_groups]
     the groups in the order to take them, tile_start and tile_end their rows, and y[g] is a [LEFT, COLUMNS] matrix of
-    the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit
-    floats, rows of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
-    gather_indices[i] // TOPK is left's row i.
+    the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit floats, rows
+    of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
+    gather_indices[i] // TOPK is left's row i. The operand that HAS_TERMS is num_terms [1] matrices of num_rows rows,
+    one after the other, whose sum times scale, float32 [1] or None, is meant.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
+    terms = gl.to_tensor(1) if num_terms is None else gl.load(num_terms)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(
-        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_block),
+        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_block), terms, gl.to_tensor(num_rows), HAS_TERMS,
         RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
         Y_BLOCK_STRIDE, Y_GROUP_STRIDE, Y_ROW_STRIDE, Y_COLUMN_STRIDE,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
         [
-            (multiply_tiles, (0, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
-            (multiply_tiles, (1, work, ring, y, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED)),
+            (
+                multiply_tiles,
+                (0, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+            ),
+            (
+                multiply_tiles,
+                (1, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+            ),
             (
                 load_blocks,
                 (work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK),
             ),
         ],
         [4, 4 if GATHERS else 1],
-        ([232, 40] if RAGGED_M else [224, 56]) if GATHERS else [240, 24],
+        # registers of a thread that multiplies and of one that loads; more of the latter where it has more to compute
+        [224, 56]
+        if GATHERS and (HAS_TERMS != "" or not RAGGED_M)
+        else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
     )
     if RAGGED_M:
         zero_rows(y, gl.to_tensor(0), gl.load(group_starts), COLUMNS)

@@ -233,7 +233,8 @@ def _plain_xla(precision, indices, members, dy, *arrays):
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        products = _round_cotangent(products, x.dtype)
+        # that of a wider result is not rounded
+        products = _round_cotangent(products, x.dtype if dy.dtype.itemsize == x.dtype.itemsize else jnp.float32)
         scales = weights.astype(jnp.float32).at[weight_rows].get(mode="fill", fill_value=0)
         scales = jnp.where(jnp.any(members, axis=0), scales, 0)
         products = (products + bias.astype(jnp.float32)[:, None]) * scales[None, :, None]

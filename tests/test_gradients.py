@@ -1,5 +1,6 @@
 """grouped_gemm under JAX's transformations: every one of them gives the oracle's values."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -29,6 +30,43 @@ def expected_gradients(case, data, dy):
 def test_xla_to_second_order(case):
     function, arrays, _ = differentiable(case, "xla")
     check_grads(function, (arrays,), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("permute_x", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
+    """No further from float64 than that of `jax.lax.ragged_dot`, for values that the operands' dtype lacks too."""
+    if (dtype, implementation) == ("bfloat16", "interpret"):
+        return  # it does not take them
+    case = Case("wider", (33, 0, 50, 7), num_rows=96, in_features=40, out_features=72, out_dtype="float32")
+    if permute_x:
+        case = dataclasses.replace(case, permute_x=True, topk=2, gather="random")
+    data = make_data(case, dtype)
+    # of a range that float16 does not have; with it come weights and x that make d x and d w of one it has
+    data.dy[:] = data.dy * np.where(np.arange(96) < 48, 3e-9, 3e-8)[:, None]
+    x, w, sizes = jnp.asarray(data.x), jnp.asarray(data.w * 1000), jnp.asarray(data.group_sizes)
+    x = x * jnp.asarray(30000 / jnp.max(jnp.abs(x)), dtype)
+
+    def product(x, w):
+        indices = None if data.gather_indices is None else jnp.asarray(data.gather_indices)
+        return jgg.grouped_gemm(
+            x, w, sizes, gather_indices=indices, preferred_element_type=jnp.float32, implementation=implementation,
+            **case.options,
+        )  # fmt: skip
+
+    def by_lax(x, w):
+        rows = x[data.gather_indices // 2] if permute_x else x
+        return jax.lax.ragged_dot(rows, w.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32)
+
+    got = jax.jit(lambda dy: jax.vjp(product, x, w)[1](dy))(jnp.asarray(data.dy))
+    own = jax.vjp(by_lax, x, w)[1](jnp.asarray(data.dy))
+    arguments = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": data.group_sizes}
+    expected = oracle.gradients(data.dy, **arguments, gather_indices=data.gather_indices, **case.options)
+    assert got[0].dtype == got[1].dtype == dtype
+    for name, mine, lax, want in zip(("x", "w"), got, own, expected[:2], strict=True):
+        error, bound = (np.linalg.norm(np.asarray(a, np.float64) - want) / np.linalg.norm(want) for a in (mine, lax))
+        assert error <= 1.05 * bound, (name, error, bound)
 
 
 @CASES

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jgg.config import output_axes
 from jgg.implementations import parts
 from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
+from jgg.implementations.terms import Terms
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.target import Target
+from jgg.warp_specialization import max_columns
 
 _CTAS = 2  # of a cluster
 # Tiles of dW that a cluster takes, below which the last ones decide when all is done, so that the smallest groups come
@@ -21,12 +23,13 @@ _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgr
 
 def multiply_rows(
     call, op: str, target: Target, problem: GroupedGemmProblem, config,
-    rows, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False, first_column=0,
+    terms: Terms, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False,
+    first_column=0,
 ):  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
-      rows: in expert order or, if the kernel `gathers` them, a row for each token in token order.
+      terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
       first_column: of w, whose columns from here on the problem's are.
     """
     block_columns, step = _blocks(op, problem, config)
@@ -39,8 +42,10 @@ def multiply_rows(
     is_turned = (op == "forward") == (problem.w_layout == "enk")
     launch = Launch(
         operands={
-            "left": rows,
+            "left": terms.rows,
             "right": w,
+            "num_terms": terms.count,
+            "scale": terms.scale,
             "bias": bias,
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
@@ -51,11 +56,12 @@ def multiply_rows(
             "y_block": 0,
         },
         descriptors={
-            **({} if gathers else {"left": matrix(rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
+            **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
             "right": matrices(w.shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
         outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
         constants={
+            "HAS_TERMS": "" if terms.count is None else "left",
             "RAGGED_M": True,
             "LEFT": 0,
             "REDUCED": features[reduced],
@@ -75,7 +81,7 @@ def multiply_rows(
 
 
 def multiply_row_blocks(
-    call, target: Target, problem: GroupedGemmProblem, config, x, dy, bounds: GroupBounds, gather_indices=None,
+    call, target: Target, problem: GroupedGemmProblem, config, x, dy: Terms, bounds: GroupBounds, gather_indices=None,
     dw=None, first_feature=0,
 ):  # fmt: skip
     """dW in the shape and layout of w.
@@ -87,8 +93,8 @@ def multiply_row_blocks(
       dw: what to write it into, or None for a new array.
     """
     block_columns, step = _blocks("dw", problem, config)
-    left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
-    gathered = x if problem.permute_x else dy if problem.permute_y else None
+    left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
+    gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
     is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
     if is_turned:
         left, right = right, left
@@ -104,6 +110,8 @@ def multiply_row_blocks(
         operands={
             "left": left,
             "right": right,
+            "num_terms": dy.count,
+            "scale": dy.scale,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
             **(tile_operands(bounds) | dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True))),
@@ -115,6 +123,7 @@ def multiply_row_blocks(
         descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
         constants={
+            "HAS_TERMS": "" if dy.count is None else "left" if left is dy.rows else "right",
             "RAGGED_M": False,
             "LEFT": left.shape[1],
             "REDUCED": 0,
@@ -143,6 +152,11 @@ def _blocks(op, problem, config):
     if rows != 2 * _TILE_ROWS or columns not in (128, 256) or step != 64:
         names = ", ".join(f"block_{axis}" for axis in axes)
         raise ValueError(f"{names} of {op} with warp_specialized must be 256, 128 or 256, and 64, got {blocks}.")
+    if columns > max_columns(op, problem):
+        raise ValueError(
+            f"block_{axes[1]} of {op} with warp_specialized and a result in {problem.out_dtype} must be 128, "
+            f"got {columns}."
+        )
     return columns, step
 
 

@@ -24,6 +24,7 @@ from jgg.implementations.launch import (
     w_by_tma,
     x_by_tma,
 )
+from jgg.implementations.terms import Terms
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
 from jgg.target import Target
@@ -65,7 +66,7 @@ def _forward_rows(
     if config.warp_specialized:
         y = hopper.multiply_rows(
             call, "forward", target, problem, config,
-            x, w, bounds, gather_indices, flat(topk_weights), bias,
+            Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
             gathers=problem.permute_x, first_column=first_column,
         )  # fmt: skip
         return combine(call, y, inverse_permutation(gather_indices), 1) if scatter_after else y
@@ -117,32 +118,37 @@ def backward_dx(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDX | None,
     dy, w, x, bounds: GroupBounds, gather_indices, topk_weights,
 ):  # fmt: skip
-    """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
+    """[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32.
+
+    dy may be of another dtype than 16-bit w and x, of which the kernel then multiplies two terms.
+    """
     config = choose_config("dx", problem, target, config)
     if problem.permute_y and not config.fuse_gather:
         dy = combine(call, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
 
-    def multiply(dy, columns):
-        part = dataclasses.replace(problem, in_features=len(columns))
-        return _dx_rows(call, target, part, config, dy, w, x, bounds, gather_indices, topk_weights, columns.start)[0]
+    terms = Terms.of(dy, problem.dtype)
+
+    def multiply(rows, columns):
+        own, part = terms._replace(rows=rows), dataclasses.replace(problem, in_features=len(columns))
+        return _dx_rows(call, target, part, config, own, w, x, bounds, gather_indices, topk_weights, columns.start)[0]
 
     if problem.permute_x and x is None:
-        return [sum_by_token(call, target, problem, multiply, dy, problem.in_features, bounds, gather_indices)]
-    dx, row_sums = _dx_rows(call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights)
+        return [sum_by_token(call, target, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)]
+    dx, row_sums = _dx_rows(call, target, problem, config, terms, w, x, bounds, gather_indices, topk_weights)
     if problem.permute_x:
         dx = combine(call, dx, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
     return [dx] if x is None else [dx, row_sums]
 
 
 def _dx_rows(
-    call, target, problem, config, dy, w, x, bounds, gather_indices, topk_weights, first_column=0
+    call, target, problem, config, terms, w, x, bounds, gather_indices, topk_weights, first_column=0
 ):  # fmt: skip
-    """dx [M, K], of w's columns from the first on, and the row sums or None."""
+    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums or None."""
     if config.warp_specialized:
         dx = hopper.multiply_rows(
             call, "dx", target, problem, config,
-            dy, w, bounds, gather_indices, gathers=problem.permute_y, first_column=first_column,
+            terms, w, bounds, gather_indices, gathers=problem.permute_y, first_column=first_column,
         )  # fmt: skip
         return dx, None
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
@@ -150,7 +156,7 @@ def _dx_rows(
     tma_dy = config.use_tma_load_dy and dy_by_tma(target, problem)
     tma_w = config.use_tma_load_w and w_by_tma(target, w)
     descriptors = {
-        **({"dy": matrix(dy.shape, (config.block_m, config.block_n))} if tma_dy else {}),
+        **({"dy": matrix(terms.rows.shape, (config.block_m, config.block_n))} if tma_dy else {}),
         **({"w": matrices(w.shape, _w_block(problem, config))} if tma_w else {}),
     }
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
@@ -158,7 +164,9 @@ def _dx_rows(
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
     launch = Launch(
         operands={
-            "dy": dy,
+            "dy": terms.rows,
+            "num_terms": terms.count,
+            "scale": terms.scale,
             "w": w,
             "x": x,
             "topk_weights": flat(topk_weights),

@@ -10,6 +10,7 @@ from jgg.config import KernelConfigDW
 from jgg.implementations import hopper, parts
 from jgg.implementations.combining import combine
 from jgg.implementations.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
+from jgg.implementations.terms import Terms
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds
 from jgg.target import Target
@@ -20,7 +21,10 @@ def backward_dw(
     call, target: Target, problem: GroupedGemmProblem, config: KernelConfigDW | None,
     x, dy, bounds: GroupBounds, gather_indices, topk_weights, with_bias: bool,
 ):  # fmt: skip
-    """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32."""
+    """[dw in the shape and layout of w] and, `with_bias`, the gradient of the bias, [E, N] float32.
+
+    dy may be of another dtype than a 16-bit x, of which the kernel then multiplies two terms.
+    """
     config = choose_config("dw", problem, target, config)
     scales = None if topk_weights is None else _row_scales(topk_weights, gather_indices)
     dbias = []
@@ -34,6 +38,7 @@ def backward_dw(
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(call, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
+    dy = Terms.of(dy, problem.dtype)
     if config.warp_specialized:
         compute = _dw_of_copies if copies_x else hopper.multiply_row_blocks
         return [compute(call, target, problem, config, x, dy, bounds, gather_indices), *dbias]
@@ -61,11 +66,14 @@ def backward_dw(
     }
     launch = Launch(
         operands={
-            "left": dy if dy_is_left else x,
-            "right": x if dy_is_left else dy,
+            "left": dy.rows if dy_is_left else x,
+            "right": x if dy_is_left else dy.rows,
             "gather_indices": gather_indices,
+            "num_terms": dy.count,
+            "scale": dy.scale,
             "group_starts": bounds.starts,
             "group_ends": bounds.ends,
+            "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "num_groups": problem.num_experts,
         },
@@ -73,6 +81,7 @@ def backward_dw(
         outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
         constants={
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
+            "LEFT_HAS_TERMS": dy.count is not None and dy_is_left,
             "PRECISION": PRECISIONS[problem.precision],
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,

@@ -1,0 +1,48 @@
+"""A float array as the sum of two in a 16-bit dtype, which tensor cores multiply without rounding it to that dtype."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Terms(NamedTuple):
+    """A matrix as (sum of its terms) * scale.
+
+    Attributes:
+      rows: [2 * M, N], the terms one after the other, each of M rows.
+      count: int32 [1], 2, or 1 where the second term is zero: of values that the dtype holds.
+      scale: float32 [1], a power of two, or None for 1.
+    """
+
+    rows: jax.Array
+    count: jax.Array | None = None
+    scale: jax.Array | None = None
+
+    @classmethod
+    def of(cls, array: jax.Array, dtype) -> "Terms":
+        """An array [M, N] in two terms of a 16-bit dtype: 16 bits of each value for bfloat16, 22 for float16.
+
+        float16's range is moved to end at the largest finite value. An array in that very dtype is its only term.
+        """
+        if array.dtype == dtype:
+            return cls(array)
+        array, scale = array.astype(jnp.float32), None
+        if dtype == jnp.float16:
+            largest = jnp.max(jnp.where(jnp.isfinite(array), jnp.abs(array), 0), keepdims=True, initial=0)
+            exponent = jnp.frexp(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))[1] - 15
+            array, scale = jnp.ldexp(array, -exponent), jnp.ldexp(jnp.float32(1), exponent).reshape(1)
+        first = _leading_bits(array, jnp.finfo(dtype).nmant)
+        second = jnp.where(jnp.isfinite(array), array - first, 0).astype(dtype)
+        count = 1 + jnp.any(second != 0).astype(jnp.int32).reshape(1)
+        return cls(jnp.concatenate([first.astype(dtype), second]), count, scale)
+
+
+def _leading_bits(array, bits):
+    """float32 with only that many bits of its mantissa; NaN stays NaN.
+
+    By a mask: XLA may leave out a conversion to 16 bits and back.
+    """
+    mask = jnp.uint32(0xFFFFFFFF << (jnp.finfo(jnp.float32).nmant - bits) & 0xFFFFFFFF)
+    leading = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(array, jnp.uint32) & mask, jnp.float32)
+    return jnp.where(jnp.isnan(array), array, leading)
