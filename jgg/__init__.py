@@ -8,9 +8,10 @@ from jgg.grouped_gemm import (
     grouped_gemm_dw,
     grouped_gemm_dx,
     grouped_gemm_forward,
-    ragged_dot,
 )
 from jgg.moe import moe_mlp
+from jgg.ragged_dot import ragged_dot
+from jgg.ragged_dot_general import ragged_dot_general
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
 from jgg.target import target
@@ -32,6 +33,7 @@ __all__ = [
     "load_balancing_loss",
     "moe_mlp",
     "ragged_dot",
+    "ragged_dot_general",
     "route",
     "router_z_loss",
     "sort_by_expert",

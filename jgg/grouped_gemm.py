@@ -1,4 +1,4 @@
-"""The public operations: grouped_gemm, ragged_dot, and the three products alone."""
+"""The public operations: grouped_gemm and the three products alone."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax.experimental import checkify
 from jgg import implementations
 from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations import PRODUCTS, Operation, xla
-from jgg.problem import check_problem, check_ragged_dot
+from jgg.problem import check_problem
 from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
@@ -81,45 +81,9 @@ def grouped_gemm(
     names = ("kernel_config_fwd", "kernel_config_bwd_dx", "kernel_config_bwd_dw")
     for name, config, expected in zip(names, configs, CONFIG_TYPES.values(), strict=True):
         _check_config(name, config, expected)
-    return _grouped_gemm(
+    return checked_grouped_gemm(
         configs, implementation, x, w, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias,
         w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
-    )  # fmt: skip
-
-
-def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision=None,
-    preferred_element_type=None,
-    group_offset: jax.Array | None = None,
-    *,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Multiplies each group of rows of `lhs` by that group's matrix, as `jax.lax.ragged_dot` does.
-
-    Computes `out[i] = lhs[i] @ rhs[g]` for every row i of group g, accumulating in float32.
-    Shapes: m rows, k contracted, n columns, g groups.
-
-    Args:
-      lhs: [m, k], the rows of each group contiguous and in order.
-      rhs: [g, k, n], in the dtype of lhs.
-      group_sizes: integer [g], rows of each group; their sum may be less than m. With `group_offset`, [G] for G >= g.
-      precision: as in `grouped_gemm`.
-      preferred_element_type: dtype of the result; by default that of lhs.
-      group_offset: integer scalar or [1]: rhs holds the matrices of the g groups from this one on. Rows of other
-        groups are zero in the result.
-      implementation: as in `grouped_gemm`.
-
-    Returns: [m, n]; rows of no group are zero.
-    Raises: ValueError: shapes disagree. TypeError: a dtype is unsupported.
-    """
-    lhs, rhs, group_sizes, group_offset = _arrays(lhs, rhs, group_sizes, group_offset)
-    check_ragged_dot(lhs, rhs, group_sizes, group_offset)
-    return _grouped_gemm(
-        (None, None, None), implementation, lhs, rhs, group_sizes,
-        w_layout="ekn", precision=precision, out_dtype=preferred_element_type, group_offset=group_offset,
     )  # fmt: skip
 
 
@@ -222,11 +186,11 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
         )  # fmt: skip
 
 
-def _grouped_gemm(
+def checked_grouped_gemm(
     configs, implementation, x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
     topk_weights=None, bias=None, *, w_layout, precision, out_dtype, group_offset=None,
 ):  # fmt: skip
-    """Checks, then computes y by the differentiable operation."""
+    """y by the differentiable operation, with the arguments checked; for `ragged_dot` too."""
     implementations.check_implementation(implementation)
     x, w, group_sizes, gather_indices, topk_weights, bias = _arrays(
         x, w, group_sizes, gather_indices, topk_weights, bias

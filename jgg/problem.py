@@ -166,31 +166,6 @@ def check_problem(
     )
 
 
-def check_ragged_dot(lhs, rhs, group_sizes, group_offset) -> None:
-    """Raises as `check_problem` does, by the names that `ragged_dot` has for its arguments."""
-    for name, array, axes in (("lhs", lhs, "[m, k]"), ("rhs", rhs, "[g, k, n]")):
-        _check_float(name, array)
-        rank = axes.count(",") + 1
-        _check(array.ndim == rank, f"{name} must be {axes}, {rank}-dimensional, got {list(array.shape)}.")
-    if lhs.dtype != rhs.dtype:
-        raise TypeError(f"rhs must have the dtype of lhs, {lhs.dtype}, got {rhs.dtype}.")
-    _check(
-        rhs.shape[1] == lhs.shape[1],
-        f"rhs must be [g, k, n] with k equal to lhs's {lhs.shape[1]}, got rhs {list(rhs.shape)}.",
-    )
-    if group_offset is not None:
-        _check_integer("group_offset", group_offset)
-        _check(
-            group_offset.shape in ((), (1,)), f"group_offset must be a scalar or [1], got {list(group_offset.shape)}."
-        )
-        return
-    _check_integer("group_sizes", group_sizes)
-    _check(
-        group_sizes.shape == rhs.shape[:1],
-        f"group_sizes must be [g] with g equal to rhs's {rhs.shape[0]}, got {list(group_sizes.shape)}.",
-    )
-
-
 def canonical_precision(precision) -> jax.lax.Precision:
     """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
 

@@ -178,3 +178,41 @@ def _scale(topk_weights, position):
     if topk_weights is None:
         return 1.0
     return 0.0 if position is None else _float64(topk_weights).reshape(-1)[position]
+
+
+def ragged_dot_general(lhs, rhs, group_sizes, numbers):
+    """A function (lhs, rhs, ct) -> (out, d lhs, d rhs) of jax.lax.ragged_dot_general, each by one sum of products."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    is_contracted = ragged in lhs_contracted
+    lhs_axes, rhs_axes = list("abcdefgh"[: lhs.ndim]), list("mnopqrst"[: rhs.ndim])
+    for i, j in zip(lhs_contracted + lhs_batch, rhs_contracted + rhs_batch, strict=True):
+        rhs_axes[j] = lhs_axes[i]
+    for axis in numbers.rhs_group_dimensions:
+        rhs_axes[axis] = "z"
+    free = [i for i in range(lhs.ndim) if i not in lhs_contracted + lhs_batch]
+    columns = [axis for axis in rhs_axes if axis not in ["z", *lhs_axes]]
+    out_axes = ["z"] * is_contracted + [lhs_axes[i] for i in (*lhs_batch, *free)] + columns
+
+    before = lhs_contracted[: lhs_contracted.index(ragged)] if is_contracted else [i for i in free if i < ragged]
+    before = [*lhs_batch, *before]
+    shape = tuple(lhs.shape[i] for i in before)
+    is_member = np.zeros((*shape, lhs.shape[ragged], group_sizes.shape[-1]))
+    for index in np.ndindex(shape):
+        sizes = group_sizes if group_sizes.ndim == 1 else group_sizes[index]
+        for group, rows in enumerate(group_ranges(sizes, lhs.shape[ragged])):
+            is_member[(*index, slice(rows.start, rows.stop), group)] = 1
+    member_axes = [lhs_axes[i] for i in (*before, ragged)] + ["z"]
+
+    def multiply(left, left_axes, right, right_axes, axes):
+        sides = ",".join("".join(part) for part in (left_axes, member_axes, right_axes))
+        return np.einsum(f"{sides}->{''.join(axes)}", _float64(left), is_member, _float64(right), optimize=True)
+
+    def products(lhs, rhs, ct):
+        return (
+            multiply(lhs, lhs_axes, rhs, rhs_axes, out_axes),
+            multiply(ct, out_axes, rhs, rhs_axes, lhs_axes),
+            multiply(lhs, lhs_axes, ct, out_axes, rhs_axes),
+        )
+
+    return products

@@ -137,6 +137,23 @@ def check_group_offset():
     assert_close(function(rows, w, group_sizes, group_offset=offset), want, "group_offset")
 
 
+def check_out_sharding():
+    """ragged_dot of whole arrays with a result that is split over Explicit axes."""
+    mesh = mesh_of(jax.sharding.AxisType.Explicit)
+    x, w, sizes = jnp.ones((4, 6)), jnp.ones((3, 6, 8)), jnp.asarray([1, 0, 2], jnp.int32)
+
+    sharding = jax.NamedSharding(mesh, P("a", "b"))
+    y = jgg.ragged_dot(x, w, sizes, out_sharding=sharding)
+    assert y.sharding == sharding, y.sharding
+    assert_close(y, jgg.ragged_dot(x, w, sizes), "out_sharding")
+    try:
+        jgg.ragged_dot(x, w, sizes, out_sharding=jax.NamedSharding(mesh_of(), P("a")))
+    except ValueError as error:
+        assert "of type Auto" in str(error), error
+    else:
+        raise AssertionError("took Auto axes")
+
+
 def check_scan():
     """Layers one after the other, each with its experts split, keep their weights and gradients where they are."""
     rng = np.random.default_rng(0)
@@ -193,6 +210,7 @@ def main():
     check_uneven_weights_are_refused()
     check_explicit_is_refused()
     check_group_offset()
+    check_out_sharding()
     check_scan()
     check_moe_mlp()
     print("all right", flush=True)

@@ -20,6 +20,13 @@ def indices(*shape, dtype="int32"):
     return jnp.zeros(shape, dtype)
 
 
+def general(numbers=None, contracted=((0,), (0,)), batch=((), ()), ragged=(0,), group=(), group_sizes=None, **options):
+    """ragged_dot_general of lhs [8, 5] and rhs [8, 7], whose sums over the rows of 3 groups are right."""
+    numbers = numbers or jax.lax.RaggedDotDimensionNumbers((contracted, batch), ragged, group)
+    group_sizes = indices(3) if group_sizes is None else group_sizes
+    return jgg.ragged_dot_general(zeros(8, 5), zeros(8, 7), group_sizes, numbers, **options)
+
+
 RIGHT = {"x": zeros(8, 5), "w": zeros(3, 7, 5), "group_sizes": indices(3)}
 PERMUTED = {"topk": 2, "permute_x": True, "x": zeros(4, 5), "gather_indices": indices(8)}
 
@@ -210,9 +217,19 @@ PRODUCT_ERRORS = {
         "rhs must be",
     ),
     "ragged-dot-dtype": (
-        lambda: jgg.ragged_dot(zeros(8, 5), zeros(3, 5, 7, dtype="float16"), indices(3)),
+        lambda: jgg.ragged_dot(zeros(8, 5), zeros(3, 5, 7, dtype="int8"), indices(3)),
         TypeError,
-        "rhs must have the dtype of lhs, float32, got float16",
+        "rhs must be one of float32, float16, bfloat16, got int8; jax.lax.ragged_dot takes others",
+    ),
+    "ragged-dot-array": (
+        lambda: jgg.ragged_dot(zeros(8, 5), None, indices(3)),
+        TypeError,
+        "rhs must be an array, got NoneType",
+    ),
+    "ragged-dot-result": (
+        lambda: general(preferred_element_type="int32"),
+        TypeError,
+        "preferred_element_type must be one of float32, float16, bfloat16, got int32",
     ),
     "ragged-dot-sizes": (
         lambda: jgg.ragged_dot(zeros(8, 5), zeros(3, 5, 7), indices(4)),
@@ -228,6 +245,64 @@ PRODUCT_ERRORS = {
         lambda: jgg.ragged_dot(zeros(8, 5), zeros(3, 5, 7), indices(4), group_offset=indices(2)),
         ValueError,
         "group_offset must be",
+    ),
+    "ragged-dot-sharding": (
+        lambda: jgg.ragged_dot(zeros(8, 5), zeros(3, 5, 7), indices(3), out_sharding="rows"),
+        TypeError,
+        "out_sharding must be a jax.NamedSharding, a jax.P or None, got str",
+    ),
+    "ragged-dot-general-numbers": (
+        lambda: general(numbers=(((0,), (0,)), ((), ()))),
+        TypeError,
+        "ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers, got tuple",
+    ),
+    "ragged-dot-general-dimensions": (
+        lambda: general(contracted=((2,), (0,))),
+        ValueError,
+        "ragged_dot_dimension_numbers must have different dimensions of lhs [8, 5], got [2]",
+    ),
+    "ragged-dot-general-dimension-twice": (
+        lambda: general(group=[0]),
+        ValueError,
+        "ragged_dot_dimension_numbers must have different dimensions of rhs [8, 7], got [0, 0]",
+    ),
+    "ragged-dot-general-two-ragged": (
+        lambda: general(ragged=[0, 1]),
+        ValueError,
+        "ragged_dot_dimension_numbers must have one lhs_ragged_dimensions, got [0, 1]",
+    ),
+    "ragged-dot-general-batch": (
+        lambda: general(contracted=((), ()), batch=((0,), (0,))),
+        ValueError,
+        "ragged_dot_dimension_numbers must have a ragged dimension of lhs that is free or contracted, got 0 of the "
+        "batch dimensions [0], where groups make no difference to jax.lax.dot_general",
+    ),
+    "ragged-dot-general-no-group": (
+        lambda: general(contracted=((), ())),
+        ValueError,
+        "ragged_dot_dimension_numbers must have 1 rhs_group_dimensions where the ragged dimension of lhs is free, "
+        "got []",
+    ),
+    "ragged-dot-general-group": (
+        lambda: general(group=[1]),
+        ValueError,
+        "ragged_dot_dimension_numbers must have 0 rhs_group_dimensions where the ragged dimension of lhs is "
+        "contracted, got [1]",
+    ),
+    "ragged-dot-general-features": (
+        lambda: general(contracted=((0,), (1,))),
+        ValueError,
+        "rhs must have contracted dimensions equal to lhs's [8], got [7]",
+    ),
+    "ragged-dot-general-sizes": (
+        lambda: general(group_sizes=indices(2, 3)),
+        ValueError,
+        "group_sizes must be [g], got [2, 3]",
+    ),
+    "ragged-dot-general-offset": (
+        lambda: general(group_offset=indices(1)),
+        ValueError,
+        "group_offset must be None where the ragged dimension is contracted, got an array",
     ),
     "route-rank": (
         lambda: jgg.route(zeros(8), 2),
