@@ -23,7 +23,8 @@ def export(
         path.write_bytes(exported.serialize())
 
     JAX promises that it can still load other programs after months; a kernel call is only sure to load in the minor
-    version of jaxlib that it was exported with. Shapes must be numbers, since kernels are chosen by them.
+    version of jaxlib that it was exported with. Kernels are chosen by sizes: with `jax.export.symbolic_shape`,
+    `implementation=None` is "xla" on every platform. The number of experts must be a number even so.
 
     Args:
       fun_jit: a jitted function.

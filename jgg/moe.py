@@ -85,7 +85,7 @@ def moe_mlp(
     arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights
     indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
     axes = varying_axes(*arrays, *indices)
-    is_plain = up.is_empty or down.is_empty or implementations.is_plain_jax(implementation)
+    is_plain = up.is_empty or down.is_empty or implementations.is_plain_jax(mlp.up.implementation)
     return _compute(mlp, is_plain, *(vary_over(axes, array) for array in (*arrays, *indices)))
 
 
@@ -129,7 +129,7 @@ def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options
 
 def _has_all_choices(routing):
     """Whether there is a row for each choice of each token, rather than for fewer."""
-    return jnp.ndim(routing.gather_indices) != 1 or len(routing.gather_indices) >= routing.topk_weights.size
+    return jnp.ndim(routing.gather_indices) != 1 or routing.gather_indices.shape[0] >= routing.topk_weights.size
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -85,6 +86,12 @@ class GroupedGemmProblem:
         return 0 in (self.num_rows, self.num_experts, self.in_features, self.out_features)
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether some shape is known only when a program that `jax.export` made is run."""
+        sizes = (self.num_rows, self.num_positions, self.num_experts, self.in_features, self.out_features)
+        return any(map(jax.export.is_symbolic_dim, sizes))
+
+    @property
     def rows_are_aligned(self) -> bool:
         """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
         return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))
@@ -130,6 +137,10 @@ def check_problem(
 
     _check_integer("group_sizes", group_sizes)
     _check_rank("group_sizes", group_sizes, 1)
+    _check(
+        not jax.export.is_symbolic_dim(group_sizes.shape[0]),
+        f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
+    )
     num_experts = group_sizes.shape[0] if w is None else w.shape[0]
     if group_offset is None:
         _check(
@@ -207,7 +218,8 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     if gather_indices is not None:
         rows["gather_indices"] = gather_indices.shape[0]
     (first, num_rows), *others = rows.items()
-    _check(num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    is_known = not jax.export.is_symbolic_dim(num_rows)
+    _check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
     if some_choices:
         return gather_indices.shape[0]
     of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"

@@ -72,19 +72,21 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
 
 def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """min(limit, sum of the terms before each) and the same with its own, of int32 terms from 0 to `limit`."""
-    limit = np.int32(limit)
+    most = np.int32(2**30)  # more than any limit, of which some are known only when an exported program runs
 
-    def add(a, b):  # no more than limit, though the sum may pass int32
-        return a + jax.lax.min(b, limit - a)
+    def add(a, b):  # no more than `most`, though the sum may pass int32
+        return a + jax.lax.min(b, most - a)
 
     if len(terms) > _MAX_COMPARED:
         through = jax.lax.associative_scan(add, terms)
-        return jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]]), through
-    index = jnp.arange(len(terms))
-    return tuple(
-        jax.lax.reduce(jnp.where(counts, terms[None, :], 0), np.int32(0), add, (1,))
-        for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
-    )
+        sums = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]]), through
+    else:
+        index = jnp.arange(len(terms))
+        sums = (
+            jax.lax.reduce(jnp.where(counts, terms[None, :], 0), np.int32(0), add, (1,))
+            for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
+        )
+    return tuple(jnp.minimum(array, limit) for array in sums)
 
 
 def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
@@ -168,7 +170,7 @@ def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = N
 
     Returns: int32 [num_positions].
     """
-    num_rows = len(gather_indices)
+    num_rows = gather_indices.shape[0]
     num_positions = num_rows if num_positions is None else num_positions
     gather_indices = saturated_int32(gather_indices)
     in_range = (gather_indices >= 0) & (gather_indices < num_positions)

@@ -1,6 +1,7 @@
 """Programs made in one process and run in another: exported, compiled ahead of time, cached."""
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import make_data
 from transforms import ORDER, WITH_EVERYTHING, assert_close, expected_outputs, forward_and_backward
@@ -100,6 +102,50 @@ def test_export_is_what_jax_export_refuses():
     with pytest.raises(ValueError, match=f"no compatibility guarantees(.|\n)*@{_KERNEL_CALL}"):
         exported(*shapes)
     assert jgg.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))(*shapes).out_avals[0].shape == (8, 4)
+
+
+def test_shapes_known_when_it_runs():
+    """One exported program for any number of rows, and of features; of any implementation it is the plain one."""
+    m, k, n, tokens = jax.export.symbolic_shape("m, k, n, tokens")
+    struct = jax.ShapeDtypeStruct
+    rng = np.random.default_rng(0)
+
+    def products(lhs, rhs, group_sizes, dy):
+        y, vjp = jax.vjp(lambda lhs, rhs: jgg.ragged_dot(lhs, rhs, group_sizes, "highest"), lhs, rhs)
+        return y, *vjp(dy)
+
+    shapes = (m, k), (3, k, n), (m, n)
+    lhs, rhs, dy = (struct(shape, "float32") for shape in shapes)
+    exported = jgg.export(jax.jit(products), platforms=("cpu", "cuda"))(lhs, rhs, struct((3,), "int32"), dy)
+    restored = jax.export.deserialize(exported.serialize())
+    for sizes in {"m": 1, "k": 5, "n": 2}, {"m": 200, "k": 3, "n": 17}:
+        lhs, rhs, dy = (
+            rng.standard_normal([sizes.get(str(size), size) for size in shape]).astype("float32") for shape in shapes
+        )
+        group_sizes = np.array([sizes["m"] // 3, 0, sizes["m"] // 2], np.int32)
+        given = {"x": lhs, "w": rhs, "group_sizes": group_sizes, "w_layout": "ekn"}
+        dx, dw, *_ = oracle.gradients(dy, **given)
+        assert_close(list(restored.call(lhs, rhs, group_sizes, dy)), [oracle.grouped_gemm(**given), dx, dw])
+
+    params, x, _ = arguments()
+    exported = jgg.export(jax.jit(serve))(params, struct((tokens, FEATURES), x.dtype))
+    for count in TOKENS, 5:
+        assert_close(exported.call(params, x[:count]), serve(params, x[:count]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "implementation", "message"),
+    [
+        ("m,16 2,16,4", "triton", "implementation must be None or 'xla' for symbolic shapes, .* got 'triton'"),
+        ("8,16 g,16,4", None, r"group_sizes must have a known number of groups, got \[g\]"),
+    ],
+)
+def test_shapes_that_must_be_known(shapes, implementation, message):
+    lhs, rhs = (jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), "float32") for shape in shapes.split())
+    group_sizes = jax.ShapeDtypeStruct(rhs.shape[:1], "int32")
+    function = functools.partial(jgg.ragged_dot, implementation=implementation)
+    with pytest.raises(ValueError, match=message):
+        jgg.export(jax.jit(function))(lhs, rhs, group_sizes)
 
 
 @pytest.mark.parametrize("implementation", ["xla", None, pytest.param("triton", marks=pytest.mark.gpu)])

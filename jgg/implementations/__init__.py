@@ -62,7 +62,7 @@ class Operation:
     """A grouped GEMM and how to compute it, as the static argument of a custom_vjp.
 
     Attributes:
-      implementation: one of NAMES or None.
+      implementation: one of NAMES or None; "xla" for a problem of symbolic shapes.
       target: the GPU that "triton" is for.
       configs: of PRODUCTS; None for one to be chosen.
     """
@@ -71,6 +71,16 @@ class Operation:
     implementation: str | None
     target: Target
     configs: tuple = (None, None, None)
+
+    def __post_init__(self):
+        if not self.problem.is_symbolic:
+            return
+        if self.implementation not in (None, "xla"):
+            raise ValueError(
+                "implementation must be None or 'xla' for symbolic shapes, since kernels are chosen by sizes, "
+                f"got {self.implementation!r}."
+            )
+        object.__setattr__(self, "implementation", "xla")
 
     def run(self, product: str, *arrays, **options):
         """The results of one product of arrays, some None.
@@ -92,10 +102,11 @@ def run_routing(product: str, implementation: str | None, *arrays, **options):
 def _run(product, implementation, target, problem, config, *arrays, **options):
     leaves, structure = jax.tree.flatten(arrays)
     is_empty = any(leaf.size == 0 for leaf in leaves)
+    is_symbolic = any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in leaf.shape)
     return _bind(
         *leaves,
         product=product,
-        implementation="xla" if is_empty or is_plain_jax(implementation) else implementation,
+        implementation="xla" if is_empty or is_symbolic or is_plain_jax(implementation) else implementation,
         target=target,
         problem=problem,
         config=config,

@@ -7,6 +7,8 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.core
+import jax.export
 import jax.numpy as jnp
 
 from jgg.varying import vary_over, varying_axes
@@ -65,6 +67,8 @@ class Block(NamedTuple):
 
 def block_size(num_rows: int, num_groups: int) -> int:
     """Rows of a loop step: half a group's share, as its last block is padded, but enough to multiply at full speed."""
+    if jax.export.is_symbolic_dim(num_rows):  # nor is a group's share known then
+        return jax.core.min_dim(num_rows, 128)
     share = 1 << (-(-num_rows // max(num_groups, 1)) - 1).bit_length()
     return min(share, max(share // 2, 64), 512, num_rows)
 

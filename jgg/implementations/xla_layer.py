@@ -33,5 +33,4 @@ def sort(experts, num_experts):
     """See `implementations.layer_kernels.sort`; any number of experts will do."""
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(experts[gather_indices], jnp.arange(num_experts, dtype=jnp.int32), side="right")
-    return [jnp.diff(ends, prepend=0).astype(jnp.int32), gather_indices]
+    return [jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop"), gather_indices]
