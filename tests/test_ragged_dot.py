@@ -214,3 +214,18 @@ def test_no_copy_of_what_kernels_read_as_it_is(name, transposes):
     program = str(jax.make_jaxpr(forward_and_backward)(lhs, rhs))
     assert program.count("product=") == 3
     assert program.count("= transpose[") == transposes
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, INTERPRET, TRITON])
+def test_cotangent_of_a_wider_result_is_not_rounded(implementation):
+    """float32 cotangents that float16 does not hold, whose gradients it does."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape) * 1e-3, jnp.float16) for shape in ((8, 6), (3, 6, 7)))
+    ct = jnp.asarray(rng.standard_normal((8, 7)) * 1e6, jnp.float32)
+
+    def multiply(lhs, rhs):
+        return jgg.ragged_dot(lhs, rhs, jnp.asarray(SIZES), "highest", jnp.float32, implementation=implementation)
+
+    wanted = oracle.ragged_dot_general(lhs, rhs, np.array(SIZES), BASIC)(lhs, rhs, ct)
+    for array, want in zip(run(multiply, lhs, rhs, ct), wanted, strict=True):
+        assert error(array, want) <= 1e-5 + float(jnp.finfo(array.dtype).eps)
