@@ -146,6 +146,14 @@ def check_out_sharding():
     y = jgg.ragged_dot(x, w, sizes, out_sharding=sharding)
     assert y.sharding == sharding, y.sharding
     assert_close(y, jgg.ragged_dot(x, w, sizes), "out_sharding")
+
+    def loss(x, **options):
+        return jnp.sum(jnp.sin(jgg.ragged_dot(x, w, sizes, **options)))
+
+    with jax.set_mesh(mesh):
+        for spec in P("a"), P(None, "b"):
+            got = jax.jit(jax.grad(functools.partial(loss, out_sharding=spec)))(x)
+            assert_close(got, jax.grad(loss)(x), "gradient with out_sharding")
     try:
         jgg.ragged_dot(x, w, sizes, out_sharding=jax.NamedSharding(mesh_of(), P("a")))
     except ValueError as error:
