@@ -5,6 +5,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
+import contextlib
 import functools
 import re
 
@@ -25,8 +26,14 @@ LOCAL = {
     "all three": ({"w": P("a", "b", "c"), "bias": P("a", "c"), "topk_weights": P("a")}, None),
     "all three in plain JAX": ({"w": P("a", "b", "c"), "bias": P("a", "c")}, "xla"),
     "x otherwise than w": ({"w": P(None, None, "a"), "x": P(None, "a")}, None),
+    "x alone": ({"x": P(None, ("b", "a"))}, None),
+    "bias alone, in plain JAX": ({"bias": P("b", "a")}, "xla"),
+    "bias in more ways than w": ({"w": P("a"), "bias": P("a", "b"), "x": P(None, "c")}, None),
 }
-REFUSED = {"rows": ({"x": P("a")}, None), "rows in plain JAX": ({"x": P("a")}, "xla")}
+REFUSED = {
+    "rows": ({"x": P("a")}, None),
+    "rows in plain JAX": ({"x": P("a"), "w": P("b")}, "xla"),
+}
 
 
 def mesh_of(kind=jax.sharding.AxisType.Auto):
@@ -51,6 +58,7 @@ def place(mesh, floats, specs):
     return {name: jax.device_put(a, jax.NamedSharding(mesh, specs.get(name, P()))) for name, a in floats.items()}
 
 
+@functools.cache
 def program(implementation):
     """y and the gradients, jitted without a word about devices."""
     _, (group_sizes, gather_indices), dy = make()
@@ -65,65 +73,76 @@ def program(implementation):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def check_local(name):
-    specs, implementation = LOCAL[name]
-    floats = make()[0]
-    run = program(implementation)
-    (_, want_y), want = run(floats)
-    split = place(mesh_of(), floats, specs)
+@functools.cache
+def wanted():
+    """y and the gradients on one device."""
+    (_, y), gradients = program("xla")(make()[0])
+    return y, gradients
+
+
+def check_local(name, specs, implementation=None, mesh=None):
+    """That y and the gradients are right, and that no weights move."""
+    split = place(mesh or mesh_of(), make()[0], specs)
+    run = program(implementation).lower(split).compile()
     (_, y), got = run(split)
+    want_y, want = wanted()
     assert_close(y, want_y, f"{name}: y")
     for argument, gradient in got.items():
         assert_close(gradient, want[argument], f"{name}: gradient of {argument}")
-    compiled = run.lower(split).compile().as_text()
-    gathered = [shape for shape in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", compiled) if shape.count(",") == 2]
-    assert not gathered, f"{name}: weights [{gathered}] are gathered"
+    assert_weights_stay(run, name)
+
+
+def assert_weights_stay(compiled, name):
+    moves = r"(f32\[\d+,\d+,\d+\])\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
+    moved = re.findall(moves, compiled.as_text())
+    assert not moved, f"{name}: weights {moved} move"
 
 
 def check_refused(name):
     specs, implementation = REFUSED[name]
-    try:
+    with refuses("An array of rows [6, 12] must not be split over its rows, got P('a', ", "jgg.sharding.MoESharding"):
         program(implementation)(place(mesh_of(), make()[0], specs))
-    except Exception as error:  # the compiler's, with the message inside
-        assert "[6, 12] is split over its rows by ('a',) of the mesh" in str(error), error
-        assert "jgg.sharding.MoESharding" in str(error), error
-    else:
-        raise AssertionError("gathered rows without a word")
 
 
-def check_uneven_weights_are_refused():
-    """9 out-features over 2 devices, as only a constraint inside a program can ask for."""
-    x, w = jnp.ones((4, 6)), jnp.ones((2, 6, 9))
-
-    @jax.jit
-    def function(x, w):
-        w = jax.lax.with_sharding_constraint(w * 2, jax.NamedSharding(mesh_of(), P(None, None, "a")))
-        return jgg.ragged_dot(x, w, jnp.asarray([1, 3], jnp.int32))
-
+@contextlib.contextmanager
+def refuses(*parts):
+    """Expects an error, of JAX's compiler too, that says all of this."""
     try:
-        function(x, w)
-    except Exception as error:  # the compiler's, with the message inside
-        assert "Weights [2, 6, 9] must be split evenly" in str(error), error
+        yield
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        for part in parts:
+            assert part in str(error), error
     else:
-        raise AssertionError("gathered weights without a word")
+        raise AssertionError(f"must be refused: {parts[0]}")
+
+
+def check_uneven():
+    """9 features over 2 devices, as only a constraint inside a program can ask for: of weights it is refused."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((4, 9), (2, 9, 9), (2, 9))]
+    group_sizes = jnp.asarray([1, 3], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def function(specs, *arrays):
+        x, w, bias = (
+            jax.lax.with_sharding_constraint(array * 2, jax.NamedSharding(mesh_of(), spec))
+            for array, spec in zip(arrays, specs, strict=True)
+        )
+        return jgg.grouped_gemm(x, w, group_sizes, bias=bias, w_layout="ekn", precision="highest")
+
+    want = function((P(), P(), P()), *arrays)
+    assert_close(function((P(None, "b"), P("b"), P(None, "a")), *arrays), want, "uneven x and bias")
+    with refuses("Weights [2, 9, 9] must be split evenly, got P(None, None, 'a'): ", "jgg.sharding.MoESharding"):
+        function((P(), P(None, None, "a"), P()), *arrays)
 
 
 def check_explicit_is_refused():
     """On Explicit axes every split is refused, when the program is traced."""
-    mesh = mesh_of(jax.sharding.AxisType.Explicit)
     floats, (group_sizes, _), _ = make()
-    split = place(mesh, floats, {"w": P(None, None, "a")})
     rows = np.repeat(floats["x"], TOPK, axis=0)
-
-    def function(w):
-        return jgg.ragged_dot(jnp.asarray(rows), w, group_sizes, precision="highest")
-
-    try:
-        jax.jit(function)(split["w"])
-    except ValueError as error:
-        assert str(error).startswith("An array [4, 12, 20] is split over Explicit axes of the mesh"), error
-    else:
-        raise AssertionError("took Explicit axes")
+    split = place(mesh_of(jax.sharding.AxisType.Explicit), floats, {"w": P(None, None, "a")})
+    with refuses("An array [4, 12, 20] is split over Explicit axes of the mesh", "jgg.sharding.MoESharding"):
+        jax.jit(jgg.ragged_dot).trace(jnp.asarray(rows), split["w"], group_sizes)
 
 
 def check_group_offset():
@@ -181,11 +200,13 @@ def check_scan():
     assert_close(got, gradient(w), "scan")
 
 
-def check_moe_mlp():
-    """The expert MLP with its hidden features split: nothing of the weights moves."""
+@functools.cache
+def mlp():
+    """The expert MLP and its gradients as a program, its arrays, and what it gives for them on one device."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    x, up, down = normal(TOKENS, FEATURES), normal(EXPERTS, 2 * OUT, FEATURES), normal(EXPERTS, FEATURES, OUT)
+    arrays = {"x": normal(TOKENS, FEATURES), "up": normal(EXPERTS, 2 * OUT, FEATURES)}
+    arrays |= {"down": normal(EXPERTS, FEATURES, OUT)}
     logits = normal(TOKENS, EXPERTS)
 
     def loss(x, up, down):
@@ -193,14 +214,16 @@ def check_moe_mlp():
         return jnp.sum(jnp.sin(y)), y
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-    (_, want_y), want = run(x, up, down)
-    split = place(mesh_of(), {"x": x, "up": up, "down": down}, {"up": P("b", "a"), "down": P("b", None, "a")})
-    (_, y), got = run(*split.values())
-    assert_close(y, want_y, "y of moe_mlp")
-    for got_one, want_one in zip(got, want, strict=True):
-        assert_close(got_one, want_one, "gradient of moe_mlp")
-    compiled = run.lower(*split.values()).compile().as_text()
-    assert not re.findall(r"f32\[\d+,\d+,\d+\]\S* all-gather\(", compiled)
+    return run, arrays, jax.device_get(run(*arrays.values()))
+
+
+def check_moe_mlp(specs, mesh):
+    """The expert MLP, of whose weights nothing moves."""
+    run, arrays, want = mlp()
+    split = place(mesh, arrays, specs).values()
+    compiled = run.lower(*split).compile()
+    jax.tree.map(functools.partial(assert_close, name="moe_mlp"), compiled(*split), want)
+    assert_weights_stay(compiled, "moe_mlp")
 
 
 def assert_close(got, want, name):
@@ -209,18 +232,18 @@ def assert_close(got, want, name):
 
 def main():
     assert jax.device_count() == 8
-    for name in LOCAL:
-        check_local(name)
+    for name, (specs, implementation) in LOCAL.items():
+        check_local(name, specs, implementation)
         print(name, flush=True)
     for name in REFUSED:
         check_refused(name)
         print(name, flush=True)
-    check_uneven_weights_are_refused()
+    check_uneven()
     check_explicit_is_refused()
     check_group_offset()
     check_out_sharding()
     check_scan()
-    check_moe_mlp()
+    check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     print("all right", flush=True)
 
 

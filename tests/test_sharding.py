@@ -1,5 +1,6 @@
 """MoE layers on several devices and in several processes, in processes of their own; and what a mesh refuses."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from sharded_cases import CASES, assert_case_is_right, make
 
 import jgg
+from jgg.implementations.partitioning import WAY_OUT, Axes, split_letters
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -63,6 +65,34 @@ def test_every_strategy_on_gpus(name, shape):
 
 def test_plain_jit_splits_features_and_experts_and_refuses_rows():
     assert "all right" in printed(start("run_partitioned.py"))
+
+
+def ways_to_split(*shape):
+    """An array in every way that the axes of MESH, of 2 and 4 devices, can split it, evenly or not."""
+    for names in itertools.product(((), ("a",), ("b",), ("a", "b")), repeat=len(shape)):
+        used = sum(names, ())
+        if len(set(used)) == len(used):
+            yield jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(MESH, jax.P(*names)))
+
+
+def test_operands_are_split_as_the_weights_are_or_refused():
+    axes = Axes((".k", "ekn", "en"), (".n",), ("ek",), None)
+    for operands in itertools.product(ways_to_split(6, 8), ways_to_split(2, 8, 12), ways_to_split(2, 12)):
+        x, w, _ = (array.sharding.spec for array in operands)
+        if x[0]:
+            refusal = "An array of rows [6, 8] must not be split over its rows, got "
+        elif "b" in (w[0] or ()) or w[2] == ("a", "b"):  # 2 experts over 4 or 8 devices
+            refusal = "Weights [2, 8, 12] must be split evenly, got "
+        else:
+            refusal = None
+        try:
+            split = split_letters(axes, operands, (jax.ShapeDtypeStruct((6, 12), jnp.float32),))
+        except ValueError as error:
+            assert refusal and str(error).startswith(refusal) and str(error).endswith(WAY_OUT), operands
+        else:
+            assert not refusal, operands
+            kept = jax.NamedSharding(MESH, jax.P(*(split.get(letter) for letter in "ekn")))
+            assert kept.is_equivalent_to(operands[1].sharding, 3), operands
 
 
 def test_two_processes():

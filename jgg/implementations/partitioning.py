@@ -1,9 +1,10 @@
 """Primitives on arrays that plain `jax.jit` splits over devices: local where they can be, refused where they cannot.
 
 Every axis of an operand or result has a letter. Axes of features and experts may be split: each device then computes
-its part, and what is summed over such an axis is summed over the devices. Rows may not, since which expert a row
-belongs to depends on all of them: to compute anyway, XLA would gather the rows on every device, and on a mesh with FSDP
-the weights too.
+its part, and what is summed over such an axis is summed over the devices. Weights decide which: they stay where they
+are, and features of rows and of a bias are sent to where they are needed. Rows may not be split, since which expert a
+row belongs to depends on all of them: to compute anyway, XLA would gather the rows on every device, and on a mesh with
+FSDP the weights too.
 """
 
 import functools
@@ -63,13 +64,7 @@ def define_partitioned(
         axes = axes_of(*operands, **params)
         count = len(out_types(*operands, **params))
         axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
-        call = custom_partitioning(lambda *operands: tuple(bind_on_device(*operands, **params)))
-        call.def_partition(
-            functools.partial(_partition, bind_on_device, params, axes),
-            decode_shardings=True,
-            sharding_rule=_sharding_rule(axes),
-        )
-        return call(*operands)
+        return _partitioned(bind_on_device, params, axes)(*operands)
 
     anywhere, bind_anywhere = define_primitive(name, out_types, compute_anywhere, merge_batch)
     # JAX has no public name for this; custom_partitioning says the same of itself, but too late, in the lowering
@@ -88,6 +83,14 @@ def define_partitioned(
         return bind_anywhere(*operands, **params)
 
     return (on_device, anywhere), bind
+
+
+def _partitioned(bind, params, axes):
+    """bind(*operands, **parameters) by each device for its part."""
+    call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
+    partition = functools.partial(_partition, bind, params, axes)
+    call.def_partition(partition, decode_shardings=True, sharding_rule=_sharding_rule(axes))
+    return call
 
 
 def _sharding_rule(axes):
@@ -124,33 +127,44 @@ def _partition(bind, params, axes, mesh, operands, results):
 
 
 def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which each letter is split, first as weights are, so that they stay where they are.
+    """The mesh axes over which letters are split: as the weights are or, where there are none, as arrays are.
 
     Raises: ValueError: an array of rows is split over its rows, or weights are split unevenly.
     """
     arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
     for letters, array in arrays[: len(operands)]:
-        if letters[0] == ROWS and letters.strip(ROWS) and _names(array, 0):
-            raise ValueError(
-                f"An array of rows {list(array.shape)} is split over its rows by {_names(array, 0)} of the mesh. Under "
-                f"jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"
-            )
+        _check_is_local(letters, array)
     split = {}
-    for letters, array in sorted(arrays, key=lambda pair: -len(pair[0])):
+    for letters, array in [pair for pair in arrays if _are_weights(pair[0])] or arrays:
         for axis, letter in enumerate(letters):
             names = _names(array, axis)
-            taken = [name for others in split.values() for name in others]
-            fits = names and array.shape[axis] % _devices(array, names) == 0
-            if letter in (ROWS, WHOLE, *split) or not fits or any(name in taken for name in names):
-                continue
-            split[letter] = names
-    for letters, array in arrays[: len(operands)]:
-        if len(letters) == 3 and any(_names(array, axis) != split.get(c, ()) for axis, c in enumerate(letters)):
-            raise ValueError(
-                f"Weights {list(array.shape)} must be split evenly, got {array.sharding.spec}: they would have to be "
-                f"gathered. {WAY_OUT}"
-            )
+            taken = {name for others in split.values() for name in others}
+            if letter not in (ROWS, WHOLE, *split) and names and _is_even(array, axis) and taken.isdisjoint(names):
+                split[letter] = names
     return split
+
+
+def _check_is_local(letters, operand):
+    """Raises where an operand would have to be gathered that is too large for that."""
+    if letters[0] == ROWS and letters.strip(ROWS) and _names(operand, 0):
+        raise ValueError(
+            f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.sharding.spec}: "
+            f"under jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"
+        )
+    if _are_weights(letters) and not all(_is_even(operand, axis) for axis in range(len(letters))):
+        raise ValueError(
+            f"Weights {list(operand.shape)} must be split evenly, got {operand.sharding.spec}: they would have to be "
+            f"gathered. {WAY_OUT}"
+        )
+
+
+def _are_weights(letters):
+    return len(letters) == 3
+
+
+def _is_even(array, axis):
+    names = _names(array, axis)
+    return not names or array.shape[axis] % math.prod(array.sharding.mesh.shape[name] for name in names) == 0
 
 
 def _names(array, axis) -> tuple[str, ...]:
@@ -164,7 +178,3 @@ def _names(array, axis) -> tuple[str, ...]:
         )
     names = sharding.spec[axis] if axis < len(sharding.spec) else None
     return names if isinstance(names, tuple) else () if names is None else (names,)
-
-
-def _devices(array, names):
-    return math.prod(array.sharding.mesh.shape[name] for name in names)
