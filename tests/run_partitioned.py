@@ -30,14 +30,21 @@ LOCAL = {
     "bias alone, in plain JAX": ({"bias": P("b", "a")}, "xla"),
     "bias in more ways than w": ({"w": P("a"), "bias": P("a", "b"), "x": P(None, "c")}, None),
 }
+# name: (types of the mesh's axes, how arrays are split, implementation), all inside jax.set_mesh of it
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+IN_MESH = {
+    "Auto mesh": ((AUTO,) * 3, {"w": P("a", "b"), "bias": P("a", "c")}, None),
+    "Explicit mesh": ((EXPLICIT,) * 3, {}, "xla"),
+    "mesh of both": ((EXPLICIT, AUTO, AUTO), {"w": P("b", None, "c"), "bias": P("c")}, None),
+}
 REFUSED = {
     "rows": ({"x": P("a")}, None),
     "rows in plain JAX": ({"x": P("a"), "w": P("b")}, "xla"),
 }
 
 
-def mesh_of(kind=jax.sharding.AxisType.Auto):
-    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(kind,) * 3)
+def mesh_of(*kinds):
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=kinds or (AUTO,) * 3)
 
 
 def make():
@@ -98,6 +105,36 @@ def assert_weights_stay(compiled, name):
     assert not moved, f"{name}: weights {moved} move"
 
 
+def check_in_mesh(name):
+    kinds, specs, implementation = IN_MESH[name]
+    mesh = mesh_of(*kinds)
+    with jax.set_mesh(mesh):
+        check_local(name, specs, implementation, mesh)
+
+
+def check_explicit_mesh():
+    """Inside an Explicit mesh, set for good, the layer and, not jitted, what there is beside it."""
+    want = jax.device_get(jax.jit(products)())
+    mesh = mesh_of(EXPLICIT, EXPLICIT, EXPLICIT)
+    jax.set_mesh(mesh)
+    check_moe_mlp({}, mesh)
+    jax.tree.map(functools.partial(assert_close, name="in an Explicit mesh"), products(), want)
+    jax.set_mesh(None)
+
+
+def products():
+    """What each function alone gives for arrays of the host."""
+    floats, (group_sizes, gather_indices), dy = make()
+    x, w = floats["x"], floats["w"]
+    options = {"w_layout": "ekn", "precision": "highest"}
+    forward = jgg.grouped_gemm_forward(x, w, group_sizes, TOPK, gather_indices, True, **options)
+    dx = jgg.grouped_gemm_dx(dy, w, gather_indices, group_sizes, TOPK, True, **options)
+    dw = jgg.grouped_gemm_dw(x, dy, group_sizes, gather_indices, TOPK, True, **options)
+    routing = jgg.route(x, TOPK)
+    losses = jgg.load_balancing_loss(x, routing.topk_indices), jgg.router_z_loss(x)
+    return forward, dx, dw, routing, losses
+
+
 def check_refused(name):
     specs, implementation = REFUSED[name]
     with refuses("An array of rows [6, 12] must not be split over its rows, got P('a', ", "jgg.sharding.MoESharding"):
@@ -140,9 +177,12 @@ def check_explicit_is_refused():
     """On Explicit axes every split is refused, when the program is traced."""
     floats, (group_sizes, _), _ = make()
     rows = np.repeat(floats["x"], TOPK, axis=0)
-    split = place(mesh_of(jax.sharding.AxisType.Explicit), floats, {"w": P(None, None, "a")})
-    with refuses("An array [4, 12, 20] is split over Explicit axes of the mesh", "jgg.sharding.MoESharding"):
-        jax.jit(jgg.ragged_dot).trace(jnp.asarray(rows), split["w"], group_sizes)
+    for kinds, _, _ in IN_MESH.values():
+        mesh = mesh_of(*kinds)
+        if mesh.axis_types[0] == EXPLICIT:
+            split = place(mesh, floats, {"w": P(None, None, "a")})
+            with refuses("An array [4, 12, 20] is split over Explicit axes of the mesh", "jgg.sharding.MoESharding"):
+                jax.jit(jgg.ragged_dot).trace(jnp.asarray(rows), split["w"], group_sizes)
 
 
 def check_group_offset():
@@ -235,15 +275,17 @@ def main():
     for name, (specs, implementation) in LOCAL.items():
         check_local(name, specs, implementation)
         print(name, flush=True)
-    for name in REFUSED:
-        check_refused(name)
-        print(name, flush=True)
+    for check, names in ((check_in_mesh, IN_MESH), (check_refused, REFUSED)):
+        for name in names:
+            check(name)
+            print(name, flush=True)
     check_uneven()
     check_explicit_is_refused()
     check_group_offset()
     check_out_sharding()
     check_scan()
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
+    check_explicit_mesh()
     print("all right", flush=True)
 
 

@@ -1,5 +1,6 @@
 """MoE layers on several devices and in several processes, in processes of their own; and what a mesh refuses."""
 
+import functools
 import itertools
 import os
 import socket
@@ -61,6 +62,30 @@ def test_every_strategy_on_gpus(name, shape):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
     assert_case_is_right(name, jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("Auto", jax.P()), ("Auto", jax.P("a", None, "b")), ("Explicit", jax.P())], ids=str
+)
+def test_inside_a_mesh_of_gpus(kind, spec):
+    """ragged_dot and its gradients, of whole weights or, on Auto axes, of weights split over experts and features."""
+    count = 4 if jax.device_count() >= 4 else 2
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    mesh = jax.make_mesh((2, count // 2), ("a", "b"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 64), (4, 64, 48)))
+    sizes = jnp.asarray([10, 0, 25, 3], jnp.int32)
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(jgg.ragged_dot(x, w, sizes, precision="highest")))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    want = jax.device_get(step(x, w))
+    with jax.set_mesh(mesh):
+        got = step(x, jax.device_put(w, jax.NamedSharding(mesh, spec)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), jax.device_get(got), want)
 
 
 def test_plain_jit_splits_features_and_experts_and_refuses_rows():

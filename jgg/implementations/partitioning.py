@@ -123,7 +123,25 @@ def _partition(bind, params, axes, mesh, operands, results):
     def shardings(arrays):
         return tuple(jax.NamedSharding(mesh, jax.P(*(split.get(c) for c in letters))) for letters in arrays)
 
-    return mesh, on_device, shardings(axes.results), shardings(axes.operands)
+    return mesh, _without_explicit_axes(on_device), shardings(axes.results), shardings(axes.operands)
+
+
+def _without_explicit_axes(function):
+    """function(*arrays), as traced where the mesh in context has no Explicit axes.
+
+    Where it has, types say how arrays are split, and JAX lowers that to annotations which nothing reads in the
+    computation of one device.
+    """
+
+    def run(*arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.explicit_axes:
+            return function(*arrays)
+        auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
+        with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
+            return function(*jax.sharding.reshard(arrays, jax.P()))
+
+    return run
 
 
 def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
