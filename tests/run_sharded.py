@@ -1,4 +1,7 @@
-"""Data-parallel grouped_gemm in jax.shard_map on four CPU devices; prints the implementations that were right."""
+"""grouped_gemm on four CPU devices, data-parallel in jax.shard_map and interpreted under jax.jit alone.
+
+Prints the implementations that were right.
+"""
 
 import os
 
@@ -61,6 +64,31 @@ def forward_and_backward(implementation, mesh):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+def check_interpreted_under_jit_alone(part, want):
+    """What is split over two devices is gathered for the interpreter, and rows are refused as they are for kernels."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.jit
+    def y(x, w):
+        arguments = {name: getattr(part, name) for name in ("topk_weights", "group_sizes", "gather_indices", "bias")}
+        configs = dict(small_configs())
+        return jgg.grouped_gemm(
+            x, w, **arguments, **CASE.options, **configs, implementation="interpret", precision="highest"
+        )
+
+    def split(array, *spec):
+        return jax.device_put(array, jax.NamedSharding(mesh, P(*spec)))
+
+    got = y(split(part.x, None, "data"), split(part.w, "data"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    try:
+        y(split(part.x, "data"), split(part.w))
+    except jax.errors.JaxRuntimeError as error:
+        assert "must not be split over its rows" in str(error), error
+    else:
+        raise AssertionError("gathered rows without a word")
+
+
 def main():
     assert jax.device_count() == DEVICES
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -89,6 +117,8 @@ def main():
         np.testing.assert_allclose(y, np.concatenate(expected_y), rtol=1e-5, atol=1e-5)
         for name, gradient in gradients.items():
             np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        if implementation == "interpret":
+            check_interpreted_under_jit_alone(parts[0], expected_y[0])
         print(implementation, flush=True)
 
 

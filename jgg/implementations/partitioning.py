@@ -36,6 +36,8 @@ class Axes(NamedTuple):
       summed: for each result the letters that it is a sum over.
       localize: (parameters, devices by letter) -> parameters of the part of a device.
       added: index of an operand that is added to a product, and so only once when that is summed over devices.
+      by_callback: whether a host callback computes it, which JAX does not find in a part of a program that
+        custom_partitioning lowers. Then what must not be split is refused, and XLA gathers the rest for the callback.
     """
 
     operands: tuple[str, ...]
@@ -43,6 +45,7 @@ class Axes(NamedTuple):
     summed: tuple[str, ...]
     localize: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]]
     added: int | None = None
+    by_callback: bool = False
 
 
 def define_partitioned(
@@ -62,6 +65,8 @@ def define_partitioned(
 
     def compute_anywhere(*operands, **params):
         axes = axes_of(*operands, **params)
+        if axes.by_callback:
+            return bind_on_device(*_refuse_or_pass(axes, operands), **params)
         count = len(out_types(*operands, **params))
         axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
         return _partitioned(bind_on_device, params, axes)(*operands)
@@ -91,6 +96,12 @@ def _partitioned(bind, params, axes):
     partition = functools.partial(_partition, bind, params, axes)
     call.def_partition(partition, decode_shardings=True, sharding_rule=_sharding_rule(axes))
     return call
+
+
+def _refuse_or_pass(axes, operands):
+    """The operands, unless they are split as they must not be."""
+    axes = Axes(axes.operands, axes.operands, ("",) * len(operands), lambda params, devices: params)
+    return _partitioned(lambda *operands: operands, {}, axes)(*operands)
 
 
 def _sharding_rule(axes):

@@ -6,7 +6,7 @@ from jgg.implementations.partitioning import ROWS, WHOLE, Axes
 from jgg.schedule import GroupBounds
 
 
-def axes_of_product(*leaves, product, structure, problem, **_) -> Axes:
+def axes_of_product(*leaves, product, implementation, structure, problem, **_) -> Axes:
     """Those of the operands and results that a product has: k and n features, e experts, t independent rows."""
     x, y, w, bias = ROWS + "k", ROWS + "n", getattr(problem, "w_layout", None), "en"
     bounds = ("e",) * len(GroupBounds._fields)
@@ -28,7 +28,7 @@ def axes_of_product(*leaves, product, structure, problem, **_) -> Axes:
         if name == bias:
             added = len(letters)
         letters += name if isinstance(name, tuple) else [name or ROWS * array.ndim]  # topk_weights: [M] or [T, k]
-    return Axes(tuple(letters), results, summed, _part_of_device, added)
+    return Axes(tuple(letters), results, summed, _part_of_device, added, by_callback=implementation == "interpret")
 
 
 def _part_of_device(params, devices):
