@@ -1,23 +1,20 @@
 """Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.
 
-Forward and backward, router included, by every strategy of jgg.sharding. Prints tokens a second, efficiency against one
+Forward and backward, router included, by strategies of jgg.sharding. Prints tokens a second, efficiency against one
 device and the bytes that devices send, and writes PREFIX.json.
 """
 
+import argparse
 import dataclasses
-import json
-from pathlib import Path
 
 import jax
 
-import jgg.measuring.scaling as scaling
-from jgg.cli.common import UsageError, check_out, positive_float, positive_int
-from jgg.cli.machine import devices, origin
-from jgg.files import replace_text
+from jgg.cli.common import UsageError, check_out, import_with_extra, positive_float, positive_int
+from jgg.measuring.scaling import STRATEGIES
 from jgg.measuring.workloads import Layer, load_layers
 
 DTYPES = ("bfloat16", "float32")
-MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
+SLOW_IN_A_PROCESS = "ragged_all_to_all"  # 50 times slower than over a network: docs/scaling.md
 
 
 def add_arguments(parser):
@@ -27,6 +24,12 @@ def add_arguments(parser):
     parser.add_argument("--tokens", type=positive_int, help="of each device (the layer's own)")
     parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
     parser.add_argument(
+        "--strategy",
+        type=_strategies,
+        metavar="NAME,...",
+        help=f"of {', '.join(STRATEGIES)} (all; of one process's devices all but {SLOW_IN_A_PROCESS}, slow there)",
+    )
+    parser.add_argument(
         "--buffer-factor", type=positive_float, default=1.25, help="of the experts' devices (%(default)s)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation (%(default)s)")
@@ -34,31 +37,26 @@ def add_arguments(parser):
     parser.add_argument("--out", default="jgg-scale", metavar="PREFIX", help="of the file written (%(default)s)")
 
 
+def _strategies(text):
+    """Argument type: a comma list of STRATEGIES."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {name!r}")
+    return names
+
+
 def run(args) -> int:
     """Measures and reports; returns 0, or 1 where a result was wrong."""
     check_out(args.out)
     layer = _layer(args)
+    scale_run = import_with_extra("jgg.cli.scale_run", "bench")
     visible = jax.device_count()
     if args.devices is not None and args.devices > visible:
         raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {args.devices}")
-    print(f"{devices()[0].kind}, {args.dtype}; {layer.name}: {layer.tokens} tokens for each device, H {layer.hidden},")
-    print(f"I {layer.expert_intermediate}, E {layer.experts}, k {layer.topk}; forward and backward with the router.")
-    print(_line("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow"))
-    path = Path(f"{args.out}.json")
-    facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": args.dtype}
-    measured, base = [], None
-    count = 1
-    while count <= (args.devices or visible):
-        for strategy in scaling.strategies(count, layer, args.buffer_factor):
-            result = scaling.measure(layer, strategy, args.dtype, args.steps)
-            base = base or result
-            measured.append(_as_json(result, base))
-            print(_row(result, base, args.dtype), flush=True)
-            # now, lest an end of this process lose it
-            replace_text(path, json.dumps(facts | {"measurements": measured}, indent=2) + "\n")
-        count *= 2
-    print(f"Wrote {path}")
-    return int(any(_is_wrong(entry, args.dtype) for entry in measured))
+    names = args.strategy or [n for n in STRATEGIES if n != SLOW_IN_A_PROCESS or jax.process_count() > 1]
+    strategies = scale_run.strategies(args.devices or visible, layer, args.buffer_factor, names)
+    return scale_run.run_all(layer, strategies, args.dtype, args.steps, args.out)
 
 
 def _layer(args) -> Layer:
@@ -70,30 +68,3 @@ def _layer(args) -> Layer:
         raise UsageError(f"--layer must be one of {', '.join(layers)}; got {args.layer!r}")
     layer = layers[args.layer]
     return layer if args.tokens is None else dataclasses.replace(layer, tokens=args.tokens)
-
-
-def _as_json(result, base):
-    return dataclasses.asdict(result) | {"name": str(result.strategy), "efficiency": _efficiency(result, base)}
-
-
-def _efficiency(result, base):
-    """Tokens a second of a device, over those of one device alone."""
-    return (result.tokens / result.seconds) / (base.tokens / base.seconds) / result.strategy.devices
-
-
-def _is_wrong(entry, dtype):
-    """Whether y differs from one device's; rows without room make it differ."""
-    return not entry["error"] <= MAX_ERROR[dtype] and not entry["overflow"]
-
-
-def _row(result, base, dtype):
-    line = _line(
-        result.strategy.devices, result.strategy, f"{result.seconds * 1e3:.3f}",
-        f"{result.tokens / result.seconds:,.0f}", f"{_efficiency(result, base):.3f}", f"{result.moved / 1e6:.1f}",
-        f"{result.minimum / 1e6:.1f}", f"{result.load:.2f}", result.overflow,
-    )  # fmt: skip
-    return line + (f"  WRONG: error {result.error:.2g}" if _is_wrong(_as_json(result, base), dtype) else "")
-
-
-def _line(count, strategy, *values):
-    return f"{count!s:>7}  {strategy!s:38}" + "".join(f"{value!s:>13}" for value in values)

@@ -3,11 +3,13 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.exchange import EXCHANGES
 from jgg.layers import MoELayer
 from jgg.measuring.collectives import bytes_sent
 from jgg.measuring.cost_model import BYTES, Cluster, Strategy, cost
@@ -15,6 +17,7 @@ from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding, map_tokens
 
 REPEATS = 7
+STRATEGIES = ("data", "fsdp", *EXCHANGES, "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +47,25 @@ class Measurement:
     error: float
 
 
-def strategies(devices: int, layer: Layer, buffer_factor: float) -> list[Strategy]:
-    """Each way alone and, of four or more devices, experts over half of them."""
+def strategies(devices: int, layer: Layer, buffer_factor: float, names: Iterable[str] = STRATEGIES) -> list[Strategy]:
+    """Those of the names that the layer can be split by; one device has but one.
+
+    Each alone, and experts over half of four or more devices too.
+    """
     if devices == 1:
         return [Strategy()]
-    found = [Strategy(replicas=devices), Strategy(replicas=devices, fsdp=True)]
-    for expert in dict.fromkeys((devices, max(2, devices // 2))):
-        for exchange in ("all_gather", "ragged_all_to_all"):
-            if layer.experts % expert == 0:
-                found.append(Strategy(1, expert, devices // expert, exchange, buffer_factor=buffer_factor))
-    return found + ([Strategy(tensor=devices)] if layer.expert_intermediate % devices == 0 else [])
+    found = {
+        "data": [Strategy(replicas=devices)],
+        "fsdp": [Strategy(replicas=devices, fsdp=True)],
+        "tensor": [Strategy(tensor=devices)] if layer.expert_intermediate % devices == 0 else [],
+    }
+    for exchange in EXCHANGES:
+        found[exchange] = [
+            Strategy(1, expert, devices // expert, exchange, buffer_factor=buffer_factor)
+            for expert in dict.fromkeys((devices, max(2, devices // 2)))
+            if layer.experts % expert == 0
+        ]
+    return [strategy for name in names for strategy in found[name]]
 
 
 def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> Measurement:
