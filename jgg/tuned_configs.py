@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.files import cache_folder, replace_text
-from jgg.problem import GroupedGemmProblem
+from jgg.files import cache_folder, locked, replace_text
+from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.target import Target
 from jgg.warp_specialization import why_not
 
@@ -71,16 +71,37 @@ class Entry:
         problem = dict(entry["problem"])
         problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
         problem["precision"] = jax.lax.Precision[problem["precision"]]
+        for name, choices in (("dtype", DTYPES), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
+            if problem[name] not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")
+        milliseconds = float(entry["milliseconds"])
+        if not 0 < milliseconds < math.inf:
+            raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
         return cls(
             op=entry["op"],
-            problem=GroupedGemmProblem(**problem),
-            config=CONFIG_TYPES[entry["op"]](**entry["config"]),
-            milliseconds=float(entry["milliseconds"]),
+            problem=_made_of(GroupedGemmProblem, problem),
+            config=_made_of(CONFIG_TYPES[entry["op"]], entry["config"]),
+            milliseconds=milliseconds,
             device=str(entry["device"]),
             compute_capability=int(entry["compute_capability"]),
             versions=dict(entry["versions"]),
             date=str(entry["date"]),
         )
+
+
+def _made_of(kind, values):
+    """An object of a dataclass, if the values are of the types that it declares and ints from 1 to 2**31 - 1."""
+    made = kind(**values)
+    for field in dataclasses.fields(kind):
+        value = getattr(made, field.name)
+        has_type = field.type is Any or (
+            isinstance(value, field.type) and (type(value) is bool) == (field.type is bool)
+        )
+        if not has_type:
+            raise TypeError(f"{field.name} must be {field.type}, got {value!r}")
+        if type(value) is int and not 0 < value < 2**31:
+            raise ValueError(f"{field.name} must be from 1 to 2**31 - 1, got {value}")
+    return made
 
 
 def choose_config(op: str, problem: GroupedGemmProblem, target: Target, given=None):
@@ -142,10 +163,14 @@ def in_layout(w_layout: str, entry: Entry) -> Entry:
     return dataclasses.replace(entry, problem=dataclasses.replace(entry.problem, w_layout=w_layout), config=config)
 
 
-def user_file() -> Path:
-    """The user's file: $JGG_TUNED, else tuned.json in the platform's folder for caches. It need not exist."""
+def user_file() -> Path | None:
+    """The user's file: $JGG_TUNED, else tuned.json in the platform's folder for caches. It need not exist.
+
+    None where there is no such folder.
+    """
     named = os.environ.get("JGG_TUNED")
-    return Path(named) if named else cache_folder() / "tuned.json"
+    folder = None if named else cache_folder()
+    return Path(named) if named else folder and folder / "tuned.json"
 
 
 def shipped_files() -> list[Path]:
@@ -153,13 +178,12 @@ def shipped_files() -> list[Path]:
     return sorted((Path(__file__).parent / "tuned").glob("*.json"))
 
 
-def load(path: Path) -> tuple[Entry, ...]:
+def load(path: Path | None) -> tuple[Entry, ...]:
     """The entries of a file; none where there is no such file or, with a warning, where it is damaged."""
     try:
-        modified = path.stat().st_mtime_ns
+        return () if path is None else _load(path, path.stat().st_mtime_ns)
     except OSError:
         return ()
-    return _load(path, modified)
 
 
 @functools.lru_cache(maxsize=32)
@@ -181,7 +205,7 @@ def parse(path: Path) -> tuple[Entry, ...]:
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
         return tuple(Entry.from_json(entry) for entry in content["entries"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is no file of tuned configurations: {what}") from error
 
@@ -189,19 +213,22 @@ def parse(path: Path) -> tuple[Entry, ...]:
 def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
     """Writes a file that has `entry` in place of one for the same product, problem and device.
 
+    Processes that do so at once wait for each other.
+
     Args:
       keep_faster: leave the file alone if the entry that it has is the faster one.
 
     Raises: ValueError: the file is damaged; it is left as it is.
     """
-    entries = {old.identity: old for old in (parse(path) if path.exists() else ())}
-    old = entries.get(entry.identity)
-    if keep_faster and old is not None and old.milliseconds <= entry.milliseconds:
-        return
-    entries[entry.identity] = entry
-    lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
+    with locked(path):
+        entries = {old.identity: old for old in (parse(path) if path.exists() else ())}
+        old = entries.get(entry.identity)
+        if keep_faster and old is not None and old.milliseconds <= entry.milliseconds:
+            return
+        entries[entry.identity] = entry
+        lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
+        replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
 
 
 def _options(op, problem):

@@ -4,6 +4,8 @@ import dataclasses
 import datetime
 import importlib.metadata
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +17,7 @@ from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target, current_target, device_target
-from jgg.tuned_configs import Entry, merge, user_file
+from jgg.tuned_configs import Entry, merge, parse, user_file
 from jgg.warp_specialization import why_not
 
 _logger = logging.getLogger("jgg")
@@ -76,7 +78,7 @@ def tune(
 
     Raises:
       RuntimeError: there is no CUDA device that the kernels run on, or no configuration works.
-      ValueError: an option is none of those listed, or the file is damaged.
+      ValueError: an option is none of those listed, or the file is damaged or cannot be written.
     """
     problem = gemm(
         num_rows=num_rows, in_features=in_features, out_features=out_features, num_experts=num_experts, topk=topk,
@@ -84,7 +86,26 @@ def tune(
     )  # fmt: skip
     if device_target() is None:
         raise RuntimeError("jgg.tune needs a CUDA device: see jgg info")
-    return [tune_op(op, problem, Path(out) if out else user_file()) for op in ops]
+    path = output_file(out)
+    return [tune_op(op, problem, path) for op in ops]
+
+
+def output_file(named: str | Path | None) -> Path:
+    """The file that results go into: the one named, else the user's.
+
+    Raises: ValueError: there is none, it is damaged or cannot be written, which one had better know before measuring.
+    """
+    path = Path(named) if named else user_file()
+    if path is None:
+        raise ValueError("out must be a file where there is no folder for caches: set it, $JGG_TUNED or $HOME.")
+    if os.path.exists(path):
+        parse(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"out must be in a folder that can be written to, got {path}: {error}") from error
+    return path
 
 
 def tune_op(

@@ -51,7 +51,7 @@ def test_an_entry_survives_its_file(own_file):
     for each in entries:
         tuned_configs.merge(own_file, each)
     assert list(tuned_configs.parse(own_file)) == entries
-    assert [path.name for path in own_file.parent.iterdir()] == ["tuned.json"]
+    assert {path.name for path in own_file.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
 
 
 def test_without_a_file_the_heuristic_chooses():
@@ -164,17 +164,41 @@ def test_a_miss_is_logged_once_with_the_command_that_fills_it(caplog, monkeypatc
     assert (search.problem, search.op) == (problem, "dw")
 
 
+def edited(part=None, **changes):
+    """A file of one entry, of which someone changed fields of the problem, of the config or its own."""
+    content = entry().as_json()
+    if part is None:
+        content |= changes
+    else:
+        content[part] |= changes
+    return json.dumps({"format": 1, "entries": [content]})
+
+
 DAMAGED = {
     "empty": "",
     "no JSON": "{",
+    "nested": "[" * 100_000,
     "a list": "[]",
     "other format": '{"format": 99, "entries": []}',
     "no entries": '{"format": 1}',
-    "bad config": json.dumps(
-        {"format": 1, "entries": [entry().as_json() | {"config": {"block_m": 100}}]},
-    ),
-    "unknown field": json.dumps({"format": 1, "entries": [entry().as_json() | {"config": {"warp": 1}}]}),
-    "unknown op": json.dumps({"format": 1, "entries": [entry().as_json() | {"op": "sideways"}]}),
+    "truncated": edited()[:-100],
+    "bad config": edited("config", block_m=100),
+    "unknown field": edited("config", warp=1),
+    "a list for a config": edited(config=["block_m"]),
+    "text for a switch": edited("config", use_tma_load_x="no"),
+    "true for a number": edited("config", band=True),
+    "huge number": edited("config", band=10**400),
+    "unknown op": edited(op="sideways"),
+    "text for a size": edited("problem", num_rows="65536"),
+    "fraction for a size": edited("problem", in_features=2048.0),
+    "no rows": edited("problem", num_rows=0),
+    "no expert": edited("problem", num_experts=-1),
+    "unknown dtype": edited("problem", dtype="float8_e4m3fn"),
+    "unknown layout": edited("problem", w_layout="nek"),
+    "unknown precision": edited("problem", precision="BEST"),
+    "no time": edited(milliseconds=0),
+    "endless time": edited(milliseconds=float("inf")),
+    "endless capability": edited(compute_capability=float("inf")),
 }
 
 
@@ -203,7 +227,7 @@ def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
 
 def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("JGG_TUNED")
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tuned_configs.merge(tuned_configs.user_file(), entry())
     assert chosen() == UNUSUAL
 

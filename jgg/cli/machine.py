@@ -91,7 +91,9 @@ def gather() -> Facts:
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
         backend_error=backend_error,
         tuned_files=tuple(
-            _tuned_file(path) for path in (tuned_configs.user_file(), *tuned_configs.shipped_files()) if path.exists()
+            _tuned_file(path)
+            for path in (tuned_configs.user_file(), *tuned_configs.shipped_files())
+            if path is not None and os.path.exists(path)
         ),
     )
 

@@ -4,13 +4,12 @@ Without sizes it tunes the layers that jgg knows. Interrupted, it keeps what it 
 """
 
 import os
-from pathlib import Path
 
 from jgg.cli.common import UsageError, import_with_extra, positive_int
 from jgg.measuring.workloads import OPS, gemm, load_layers
 from jgg.problem import DTYPES, W_LAYOUTS
 from jgg.target import device_target
-from jgg.tuned_configs import user_file
+from jgg.tuning import output_file
 
 _SIZES = {
     "m": ("num_rows", "routed rows, tokens times experts of each"),
@@ -58,7 +57,10 @@ def run(args) -> int:
         raise UsageError("--interpret needs --out: what it writes serves no GPU")
     if not args.interpret and device_target() is None:
         raise UsageError("jgg tune needs a GPU that JAX can use (see jgg info); --interpret tries the search without")
-    out = Path(args.out) if args.out else user_file()
+    try:
+        out = output_file(args.out)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     tune_run = import_with_extra("jgg.cli.tune_run", "bench")
     searches = [tune_run.Search(name, op, problem) for name, problem in problems for op in ops]
     workers = args.workers or min(8, os.cpu_count() or 1, len(searches))
