@@ -1,5 +1,6 @@
 """Compiled kernels: several at a time, and kept in a folder, from which some are never taken."""
 
+import resource
 import threading
 import time
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
+from jgg import files
 
 jax_triton = pytest.importorskip("jax_triton")
 
@@ -22,8 +24,8 @@ PLAIN = GLUON | {"num_rows": 64}
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path)
-    return tmp_path / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jgg" / "kernels"
 
 
 @pytest.fixture
@@ -76,21 +78,73 @@ def test_is_compiled_for_each_device_and_each_constant(folder, compiled):
     assert len(list(folder.iterdir())) == len(compiled) == 3
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"ttir": "", "compiled": {"name": "forward_kernel"}}', "[]"])
-def test_damaged_file_is_replaced(content, folder, compiled):
+DAMAGE = {
+    "truncated": lambda text: text[: len(text) // 2],
+    "edited": lambda text: text.replace(".reqntid", ".maxntid"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_file_is_replaced(damage, folder, compiled):
     first = program(PLAIN)
     (path,) = folder.iterdir()
     whole = path.read_text()
-    path.write_text(content)
+    path.write_text(damage(whole))
     assert program(PLAIN) == first
     assert len(compiled) == 2
     assert path.read_text() == whole
 
 
-def test_compiles_where_nothing_can_be_kept(folder, compiled):
-    folder.write_text("in the place of the folder")
-    assert "triton_kernel_call" in program(PLAIN)
-    assert len(compiled) == 1
+def test_no_kernel_passes_for_another(folder, compiled):
+    first = program(PLAIN)
+    (path,) = folder.iterdir()
+    program(PLAIN | {"in_features": 512})
+    (other,) = set(folder.iterdir()) - {path}
+    path.write_text(other.read_text())
+    assert program(PLAIN) == first
+    assert len(compiled) == 3
+
+
+def test_a_file_that_others_may_write_is_not_taken(folder, compiled, caplog):
+    first = program(PLAIN)
+    (path,) = folder.iterdir()
+    path.chmod(0o664)
+    assert program(PLAIN) == first
+    assert len(compiled) == 2
+    assert str(path) in caplog.text
+    assert path.stat().st_mode & 0o777 == 0o644  # a new file has its place
+
+
+def read_only(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where not even root makes a folder
+
+
+def full(monkeypatch):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def no_home(monkeypatch):
+    def getpwuid(uid):
+        raise KeyError(f"uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+
+
+@pytest.mark.parametrize("hinder", [read_only, full, no_home])
+def test_compiles_where_nothing_can_be_kept_and_says_so_once(hinder, folder, compiled, monkeypatch, caplog):
+    files.warn_once.cache_clear()  # as in a new process
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    hinder(monkeypatch)
+    try:
+        for _ in range(2):
+            assert "triton_kernel_call" in program(PLAIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert len(compiled) == 2
+    assert len([record for record in caplog.records if record.name == "jgg" and "kept" in record.message]) == 1
+    assert not folder.is_dir() or not list(folder.iterdir())
 
 
 def test_always_compiles_on_demand(folder, compiled, monkeypatch):

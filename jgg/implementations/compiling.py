@@ -3,7 +3,8 @@
 jax-triton runs Triton's own pipelining passes over a Gluon kernel, which make its asynchronous products wait, and
 launches it with the warps of its first partition rather than with those of all. And it compiles anew in every process,
 which takes seconds for each kernel. Here what is compiled is kept in the platform's folder for caches, and what several
-threads need is compiled by one of them.
+threads need is compiled by one of them. A kept kernel is machine code, so it is taken only from a file that no other
+user can have written and whose content has the digest that it begins with.
 """
 
 import dataclasses
@@ -14,7 +15,6 @@ import logging
 import re
 import threading
 from concurrent.futures import Future
-from pathlib import Path
 
 import jax_triton
 import jax_triton.triton_lib as triton_lib
@@ -25,14 +25,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import GluonJITFunction
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from jgg.files import cache_folder, replace_text
+from jgg.files import cache_folder, read_own_text, replace_text, warn_once
 
 _logger = logging.getLogger("jgg")
 
-_running: dict[Path, Future] = {}  # what threads compile right now
+_running: dict[str, Future] = {}  # what threads compile right now
 _lock = threading.Lock()
 
-_FORMAT = 1  # of the files, and of what is compiled from the same kernel; raise it where either changes
+_FORMAT = 2  # of the files, and of what is compiled from the same kernel; raise it where either changes
 
 
 class _GluonBackend(CUDABackend):
@@ -64,9 +64,11 @@ def _correct_jax_triton():
             return by_jax_triton(self, spec, gpu_target, backend, options)
         backend = _GluonBackend(gpu_target) if isinstance(self.fn, GluonJITFunction) else backend
         parsed = backend.parse_options(options)
-        path = _path(self.fn, spec, gpu_target, parsed)
+        name = _name(self.fn, spec, gpu_target, parsed)
 
         def load_or_compile():
+            folder = cache_folder()
+            path = folder and folder / "kernels" / name
             kept = _load(path)
             if kept is None:
                 _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
@@ -74,17 +76,17 @@ def _correct_jax_triton():
                 kept = ttir, compiled
             return kept
 
-        ttir, compiled = _once_at_a_time(path, load_or_compile)
+        ttir, compiled = _once_at_a_time(name, load_or_compile)
         return _launchable(ttir, compiled, gpu_target, options["num_ctas"]), ttir, parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel
 
 
-def _once_at_a_time(path, compute):
-    """compute(), or what another thread computes for that path right now."""
+def _once_at_a_time(name, compute):
+    """compute(), or what another thread computes for that kernel right now."""
     with _lock:
-        is_first = path not in _running
-        future = _running.setdefault(path, Future())
+        is_first = name not in _running
+        future = _running.setdefault(name, Future())
     if is_first:
         try:
             future.set_result(compute())
@@ -92,7 +94,7 @@ def _once_at_a_time(path, compute):
             future.set_exception(error)
         finally:
             with _lock:
-                del _running[path]
+                del _running[name]
     return future.result()
 
 
@@ -111,36 +113,48 @@ def _launchable(ttir, compiled, gpu_target, num_ctas):
     )
 
 
-def _path(kernel, spec, gpu_target, options) -> Path:
-    """Where a kernel is kept: its name has the hash of all that it depends on."""
+def _name(kernel, spec, gpu_target, options):
+    """The name of the file of a kernel, with the hash of all that it depends on."""
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
     environment = sorted(get_cache_invalidating_env_vars().items())
     versions = triton.__version__, jax_triton.__version__
     parts = (_FORMAT, source, gpu_target, options.hash(), environment, versions)
-    name = f"{kernel.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
-    return cache_folder() / "kernels" / name
+    return f"{kernel.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()}"
+
+
+def _digest(path, text):
+    """Of the name too, so that no kernel passes for another."""
+    return hashlib.sha256(f"{path.name}\n{text}".encode()).hexdigest()
 
 
 def _load(path):
     """A kernel's TTIR and CompilationResult, or None."""
-    if triton.knobs.compilation.always_compile or triton_lib._JAX_TRITON_DUMP_DIR:
+    if path is None or triton.knobs.compilation.always_compile or triton_lib._JAX_TRITON_DUMP_DIR:
         return None
     try:
-        content = json.loads(path.read_text())
+        digest, _, text = read_own_text(path).partition("\n")
+        if digest != _digest(path, text):
+            raise ValueError("it is not as it was written")
+        content = json.loads(text)
         return content["ttir"], triton_lib.CompilationResult(**content["compiled"])
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        warn_once(f"A compiled kernel is not taken from a file that others may have written or that is theirs: {error}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         _logger.info("A compiled kernel cannot be read from %s: %s", path, error)
-        return None
+    return None
 
 
 def _keep(path, ttir, compiled):
+    if path is None:
+        return
     # the stages between are for jax-triton's dumps alone
-    content = {"ttir": ttir, "compiled": dataclasses.asdict(compiled) | {"ttgir": "", "llir": ""}}
+    text = json.dumps({"ttir": ttir, "compiled": dataclasses.asdict(compiled) | {"ttgir": "", "llir": ""}})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(content))
+        replace_text(path, f"{_digest(path, text)}\n{text}", mode=0o644)
     except OSError as error:
-        _logger.info("A compiled kernel cannot be kept in %s: %s", path, error)
+        reason = error.strerror or error
+        warn_once(f"Compiled kernels cannot be kept in {path.parent}, so each process compiles them: {reason}")
