@@ -36,6 +36,7 @@ def lowered(folder, compute_capability, *files):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    assert "nanobind: leaked" not in done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

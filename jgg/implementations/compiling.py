@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -24,6 +25,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental.gluon import GluonJITFunction
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import AutoLayout
 
 from jgg.files import cache_folder, read_own_text, replace_text, warn_once
 
@@ -71,6 +73,8 @@ def _correct_jax_triton():
             path = folder and folder / "kernels" / name
             kept = _load(path)
             if kept is None:
+                if isinstance(self.fn, GluonJITFunction):
+                    _let_gluon_be_cleared()
                 _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
                 _keep(path, ttir, compiled)
                 kept = ttir, compiled
@@ -111,6 +115,16 @@ def _launchable(ttir, compiled, gpu_target, num_ctas):
         gpu_target.arch,
         *(scratch if compiled.global_scratch_size is not None else ()),
     )
+
+
+def _let_gluon_be_cleared():
+    """Spares a process the 20 lines in which it would report, as it ends, that Gluon's types were leaked.
+
+    Triton's C++ keeps some classes of Gluon for good. Through their methods they keep what Gluon's modules hold, but
+    not the modules, and Python clears only a module that is still there at the end. So one of them gets to keep those.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton.experimental.gluon.")]
+    AutoLayout._modules_until_the_end = modules
 
 
 def _name(kernel, spec, gpu_target, options):
