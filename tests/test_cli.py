@@ -202,6 +202,15 @@ def test_module_runs_as_the_command():
     assert (done.returncode, done.stdout) == (0, f"jgg {jgg.__version__}\n"), done.stderr
 
 
+def test_command_as_installed_starts_quietly():
+    """Without a GPU the CUDA plugin of a development environment has much to say."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module = scripts["jgg"].partition(":")[0]
+    done = subprocess.run([sys.executable, "-m", module, "info"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Versions\n")
+
+
 SMALL = ["--steps=20", "--batch=16", "--seq=64", "--hidden=64", "--layers=1", "--experts=4"]
 
 

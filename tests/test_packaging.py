@@ -82,7 +82,7 @@ def source(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it and finds nothing stale."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "_jgg_command.py"):
         shutil.copy(ROOT / name, folder)
     for name in ("jgg", "kernels"):
         ignore = shutil.ignore_patterns("__pycache__")
@@ -144,7 +144,7 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
     assert {"jgg/__init__.py", "jgg/py.typed"} <= package
 
     metadata = {name for name in names if name.startswith("jgg-")}
-    assert names - metadata == package | kernels
+    assert names - metadata == package | kernels | {"_jgg_command.py"}
     assert {name.partition("/")[2] for name in metadata} >= {
         "METADATA",
         "entry_points.txt",

@@ -87,7 +87,7 @@ def gather() -> Facts:
         system=platform.system(),
         versions=versions(),
         devices=found,
-        has_nvidia_gpu=_has_nvidia_gpu(),
+        has_nvidia_gpu=has_nvidia_gpu(),
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
         backend_error=backend_error,
         tuned_files=tuple(
@@ -145,7 +145,8 @@ def _tuned_file(path):
     return TunedFile(str(path), dict(collections.Counter(names)))
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver sees a GPU."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return True
     try:  # in a container or under WSL /proc may not tell

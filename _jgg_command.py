@@ -1,0 +1,46 @@
+"""The command `jgg` as it is installed: `python -m jgg` without the notes about CUDA that come first where no GPU is.
+
+JAX's CUDA plugin writes them as it is loaded, before a setting could reach it, and whatever is imported from jgg loads
+it. So this is no module of the package.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+
+def main() -> int:
+    """Runs `jgg` and returns the exit code."""
+    with _held_back() as notes:
+        import jax
+
+        from jgg.cli import main
+        from jgg.cli.machine import has_nvidia_gpu
+
+        if not has_nvidia_gpu():
+            with contextlib.suppress(RuntimeError):  # where no backend starts, the command meets that itself
+                jax.devices()
+                notes.truncate(0)
+    return main()
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator:
+    """Gives a file that takes what goes to stderr meanwhile, C++'s too; what it holds in the end goes there."""
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as notes:
+        os.dup2(notes.fileno(), 2)
+        try:
+            yield notes
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            notes.seek(0)
+            os.write(2, notes.read())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
