@@ -1,6 +1,7 @@
 """Compiled kernels: several at a time, and kept in a folder, from which some are never taken."""
 
 import resource
+import sys
 import threading
 import time
 
@@ -163,6 +164,12 @@ def test_versions_that_were_not_tested_are_left_as_they_are(monkeypatch):
     corrected.clear()
     program(PLAIN)
     assert not corrected
+
+
+def test_a_package_that_cannot_be_imported_is_told_with_what_helps(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)  # as one that was built for another version of Triton
+    with pytest.raises(ImportError, match=r"versions of .* that fit \(see jgg info\): .*jax_triton"):
+        program(PLAIN)
 
 
 LARGER = PLAIN | {"in_features": 512}

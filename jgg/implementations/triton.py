@@ -82,8 +82,14 @@ def _call_for(target):
 
 def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel through `jax_triton.triton_call`."""
-    import jax_triton
+    try:
+        import jax_triton
 
+        kernel = load_kernel(name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
+        ) from error
     if untested_version() is None:
         from jgg.implementations import compiling
 
@@ -108,7 +114,7 @@ def call(compute_capability: int, name: str, launch: Launch) -> dict[str, jax.Ar
         **operands,
         **refs,
         **launch.constants,
-        kernel=load_kernel(name),
+        kernel=kernel,
         out_type=tuple(launch.outputs[key] for key in new),
         grid=launch.grid,
         name=f"jgg_{name}",
