@@ -73,6 +73,20 @@ def test_what_is_tuned_at_once_is_all_kept(own_file):
     assert {each.problem for each in tuned_configs.parse(own_file)} == set(problems)
 
 
+def test_what_is_written_at_once_is_whole_at_any_time(tmp_path):
+    """As a kernel that several processes compile."""
+    path = files.replace_text(tmp_path / "kernel", "0" * 100_000)
+
+    def write_and_read(writer):
+        files.replace_text(path, str(writer) * 100_000)
+        return path.read_text()
+
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(write_and_read, [1, 2, 3, 4] * 10))
+    assert {(len(text), len(set(text))) for text in texts} == {(100_000, 1)}
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_without_locks_a_file_is_written_all_the_same(own_file, monkeypatch, caplog):
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
