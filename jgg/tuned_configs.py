@@ -79,8 +79,8 @@ class Entry:
             raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
         return cls(
             op=entry["op"],
-            problem=_made_of(GroupedGemmProblem, problem),
-            config=_made_of(CONFIG_TYPES[entry["op"]], entry["config"]),
+            problem=_made_of(GroupedGemmProblem, problem, 2**31 - 1),
+            config=_made_of(CONFIG_TYPES[entry["op"]], entry["config"], 2**12),  # kernels multiply by it in int32
             milliseconds=milliseconds,
             device=str(entry["device"]),
             compute_capability=int(entry["compute_capability"]),
@@ -89,18 +89,16 @@ class Entry:
         )
 
 
-def _made_of(kind, values):
-    """An object of a dataclass, if the values are of the types that it declares and ints from 1 to 2**31 - 1."""
+def _made_of(kind, values, most):
+    """An object of a dataclass, if the values are of the types that it declares and ints from 1 to `most`."""
     made = kind(**values)
     for field in dataclasses.fields(kind):
         value = getattr(made, field.name)
-        has_type = field.type is Any or (
-            isinstance(value, field.type) and (type(value) is bool) == (field.type is bool)
-        )
-        if not has_type:
+        is_of_type = field.type is Any or isinstance(value, field.type)
+        if not is_of_type or (type(value) is bool and field.type is not bool):  # Python takes True for an int
             raise TypeError(f"{field.name} must be {field.type}, got {value!r}")
-        if type(value) is int and not 0 < value < 2**31:
-            raise ValueError(f"{field.name} must be from 1 to 2**31 - 1, got {value}")
+        if type(value) is int and not 0 < value <= most:
+            raise ValueError(f"{field.name} must be from 1 to {most}, got {value}")
     return made
 
 
