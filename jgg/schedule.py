@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
+_MOST = 2**30  # rows or tiles, more than there ever are
 
 
 class GroupBounds(NamedTuple):
@@ -72,21 +72,25 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
 
 def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """min(limit, sum of the terms before each) and the same with its own, of int32 terms from 0 to `limit`."""
-    most = np.int32(2**30)  # more than any limit, of which some are known only when an exported program runs
-
-    def add(a, b):  # no more than `most`, though the sum may pass int32
-        return a + jax.lax.min(b, most - a)
-
     if len(terms) > _MAX_COMPARED:
-        through = jax.lax.associative_scan(add, terms)
+        # no more than what is above any limit, though sums may pass int32
+        through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
         sums = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]]), through
     else:
         index = jnp.arange(len(terms))
         sums = (
-            jax.lax.reduce(jnp.where(counts, terms[None, :], 0), np.int32(0), add, (1,))
+            _sum_up_to_most(jnp.where(counts, terms[None, :], 0))
             for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
         )
     return tuple(jnp.minimum(array, limit) for array in sums)
+
+
+def _sum_up_to_most(terms):
+    """min(_MOST, sum of each row of terms), int32, of up to 2**15 terms a row from 0 to _MOST."""
+    # plain sums of each half of the bits, which XLA can also split over devices
+    high, low = (jnp.sum(half, axis=1, dtype=jnp.int32) for half in (terms >> 15, terms & 0x7FFF))
+    high += low >> 15
+    return jnp.where(high < _MOST >> 15, (high << 15) + (low & 0x7FFF), _MOST)
 
 
 def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
