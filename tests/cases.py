@@ -131,7 +131,7 @@ def _poison(case, data):
     """Puts NaN and Inf where they must reach nothing, or no other group."""
     ends = np.cumsum(np.clip(case.group_sizes, 0, None))
     if case.poison == "tail":
-        tail = np.arange(min(ends[-1], case.num_rows), case.num_rows)
+        tail = np.arange(min(ends[-1] if len(ends) else 0, case.num_rows), case.num_rows)
         positions = tail if data.gather_indices is None else data.gather_indices[tail]
         is_tail = np.zeros(case.num_rows, bool)
         is_tail[positions] = True
@@ -208,6 +208,8 @@ SIZES = (
     Case("no-group-has-rows-everything", (0, 0, 0, 0, 0), 40, poison="tail", **EVERYTHING),
     Case("single-expert", group_sizes=(21,)),
     Case("single-expert-everything", group_sizes=(22,), **EVERYTHING),
+    Case("no-experts", group_sizes=(), num_rows=40, poison="tail"),
+    Case("no-experts-everything", (), 40, poison="tail", **EVERYTHING),
     Case("no-rows", group_sizes=(0, 0, 0)),
     Case("no-rows-everything", group_sizes=(0, 0, 0), **EVERYTHING),
     Case("no-in-features", in_features=0, **EVERYTHING),

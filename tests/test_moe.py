@@ -126,6 +126,14 @@ def test_sizes_of_the_warp_specialised_kernel(num_rows, biased, w_layout):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_experts(implementation):
+    floats, chosen, dy = make(biased=True, experts=0, chosen=np.zeros((13, 2)))
+    y, gradients = run(floats, chosen, dy, implementation)
+    for array, like in ((y, floats["x"]), *((gradients[name], floats[name]) for name in floats)):
+        np.testing.assert_array_equal(array, np.zeros_like(like))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_of_a_token_stays_there(implementation):
     floats, chosen, dy = make(biased=True)
     clean, _ = run(floats, chosen, dy, implementation)

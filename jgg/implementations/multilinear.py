@@ -105,7 +105,7 @@ def _compute_outer_dot(operands, *, precision, out_dtype):
     num_groups = len(bounds.ends)
     size = blocks.block_size(left.count, num_groups)
     out = blocks.zeros((num_groups, left.array.shape[1], right.array.shape[1]), out_dtype, left)
-    if size == 0:
+    if 0 in (size, num_groups):
         return out
 
     def set_group(group, out):
