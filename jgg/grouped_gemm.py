@@ -60,7 +60,7 @@ def grouped_gemm(
       bias: float [E, N], added before the scaling.
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
-        and "highest" in IEEE float32.
+        and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these that is as precise.
       preferred_element_type: dtype of the result; by default that of x. The cotangent of a result in another dtype is
         not rounded to that of x: "xla" multiplies it in float32, the kernels as the sum of two terms in the dtype of x,
         of which they leave out the second where that is zero.

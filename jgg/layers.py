@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jgg.activations import Activation, find_activation
 from jgg.moe import moe_mlp
+from jgg.precision import canonical_precision
 from jgg.router_losses import load_balancing_loss, router_z_loss
 from jgg.routing import SCORES, route
 from jgg.sharding import MoESharding, map_tokens, moe_mlp_on_device
@@ -138,7 +139,8 @@ class MoELayer:
     def _apply_to_tokens(self, arrays, *, sharding, precision, implementation):
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
-        dot = functools.partial(jnp.dot, precision=precision)
+        # of the three, since some that name a dtype would round the router's float32 to it
+        dot = functools.partial(jnp.dot, precision=canonical_precision(precision))
         logits = dot(tokens.astype(jnp.float32), arrays["w_router"].astype(jnp.float32))
         if self.use_router_bias:
             logits += arrays["b_router"].astype(jnp.float32)[None, :]

@@ -8,6 +8,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from jgg.precision import canonical_precision
+
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
@@ -175,33 +177,6 @@ def check_problem(
         precision=canonical_precision(precision),
         num_tokens=num_tokens,
     )
-
-
-def canonical_precision(precision) -> jax.lax.Precision:
-    """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
-
-    A pair, one entry for each operand, counts as its more precise entry.
-    """
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision
-    if isinstance(precision, tuple) and len(precision) == 2:
-        return max(map(canonical_precision, precision), key=lambda p: p.value)
-    if precision is None or isinstance(precision, jax.lax.Precision):
-        return precision or jax.lax.Precision.DEFAULT
-    canonical = _PRECISIONS.get(str(getattr(precision, "name", precision)))
-    _check(
-        canonical is not None,
-        f"precision must be None, a jax.lax.Precision, a pair of them or one of {sorted(_PRECISIONS)}, "
-        f"got {precision!r}.",
-    )
-    return canonical
-
-
-_PRECISIONS = {
-    **dict.fromkeys(("default", "tensorfloat32", "TF32_TF32_F32"), jax.lax.Precision.DEFAULT),
-    **dict.fromkeys(("high", "bfloat16_3x", "TF32_TF32_F32_X3"), jax.lax.Precision.HIGH),
-    **dict.fromkeys(("highest", "float32", "F32_F32_F32"), jax.lax.Precision.HIGHEST),
-}
 
 
 def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:

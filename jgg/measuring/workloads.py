@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.problem import GroupedGemmProblem, canonical_precision
+from jgg.precision import canonical_precision
+from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw")
 GROUPS = ("uneven", "even", "one", "some-empty")
