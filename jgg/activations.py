@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jgg.arguments import as_finite, as_flag, check_instance
+
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
@@ -20,6 +22,11 @@ class Activation:
     name: str
     function: Callable
     is_gated: bool = True
+
+    def __post_init__(self):
+        check_instance("name", self.name, str, "a str")
+        check_instance("function", self.function, Callable, "a function")
+        object.__setattr__(self, "is_gated", as_flag("is_gated", self.is_gated))
 
     @property
     def curve(self) -> tuple[str, float, float] | None:
@@ -49,9 +56,11 @@ class Activation:
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
     """gpt-oss's SwiGLU: `gate * sigmoid(alpha * gate) * (up + 1)` with gate at most limit and up in [-limit, limit].
 
+    Raises: ValueError: a number is not finite. TypeError: it is none.
     Source: the gpt-oss model card, https://arxiv.org/abs/2508.10925.
     """
-    return Activation(f"clamped_swiglu({limit}, {alpha})", _ClampedSwiglu(float(limit), float(alpha)))
+    limit, alpha = as_finite("limit", limit), as_finite("alpha", alpha)
+    return Activation(f"clamped_swiglu({limit}, {alpha})", _ClampedSwiglu(limit, alpha))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +138,6 @@ def find_activation(activation: str | Activation) -> Activation:
     """
     if isinstance(activation, Activation):
         return activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be an Activation or one of {sorted(ACTIVATIONS)}, got {activation!r}.")
     return ACTIVATIONS[activation]

@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jgg.arguments import as_flag, as_int
 from jgg.problem import GroupedGemmProblem
 from jgg.target import Target
 from jgg.warp_specialization import max_columns, why_not
+
+_BLOCK = "a power of two of at least 16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +39,19 @@ class _KernelConfig:
     warp_specialized: bool = False
 
     def __post_init__(self):
-        for name in ("block_m", "block_n", "block_k"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 16 or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two of at least 16, got {size!r}.")
-        for name in ("num_warps", "num_stages", "band", "programs_per_sm"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}.")
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type is bool:
+                value = as_flag(name, value)
+            elif name.startswith("block_"):
+                value = as_int(name, value, least=16, expected=_BLOCK)
+                if value & (value - 1):
+                    raise ValueError(f"{name} must be {_BLOCK}, got {value}.")
+            else:
+                value = as_int(name, value, least=1)
+            object.__setattr__(self, name, value)
+        if self.num_warps not in (4, 8):
+            raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 from jgg import implementations
+from jgg.arguments import as_arrays, as_int, check_instance, check_integers, check_rank
 from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations import PRODUCTS, Operation, xla
 from jgg.problem import check_problem
@@ -75,7 +76,7 @@ def grouped_gemm(
 
     Raises:
       ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, or those of x and w differ.
+      TypeError: a dtype is unsupported, those of x and w differ, or what must be an array, an int or a flag is none.
     """
     configs = (kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
     names = ("kernel_config_fwd", "kernel_config_bwd_dx", "kernel_config_bwd_dw")
@@ -168,8 +169,19 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
       group_sizes: integer [E].
       num_rows: M.
       gather_indices: integer [M].
+
+    Raises: ValueError, TypeError: a shape or a dtype is wrong; the message names the argument.
     """
-    group_sizes = saturated_int32(jnp.asarray(group_sizes))
+    num_rows = as_int("num_rows", num_rows, least=0)
+    arrays = as_arrays({"group_sizes": group_sizes, "gather_indices": gather_indices}, may_be_none=("gather_indices",))
+    for (name, array), axes in zip(arrays.items(), ("[E]", "[M]"), strict=True):
+        if array is not None:
+            check_integers(name, array)
+            check_rank(name, array, axes)
+    group_sizes, gather_indices = arrays.values()
+    if gather_indices is not None and gather_indices.shape != (num_rows,):
+        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(gather_indices.shape)}.")
+    group_sizes = saturated_int32(group_sizes)
     smallest = jnp.min(group_sizes, initial=0)
     checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
     bounds = group_bounds(group_sizes, num_rows)
@@ -179,11 +191,14 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
         num_rows=jnp.int32(num_rows), total=jnp.sum(group_sizes.astype(jnp.float32)),
     )  # fmt: skip
     if gather_indices is not None:
-        missing = jnp.sum(inverse_permutation(jnp.asarray(gather_indices)) == num_rows)
+        missing = jnp.sum(inverse_permutation(gather_indices) == num_rows)
         checkify.check(
             missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
             missing=missing,
         )  # fmt: skip
+
+
+_MAY_BE_NONE = ("gather_indices", "topk_weights", "bias", "group_offset")
 
 
 def checked_grouped_gemm(
@@ -192,16 +207,18 @@ def checked_grouped_gemm(
 ):  # fmt: skip
     """y by the differentiable operation, with the arguments checked; for `ragged_dot` too."""
     implementations.check_implementation(implementation)
-    x, w, group_sizes, gather_indices, topk_weights, bias = _arrays(
-        x, w, group_sizes, gather_indices, topk_weights, bias
-    )
-    problem = check_problem(
-        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
-        out_dtype=out_dtype, group_offset=group_offset,
+    arrays = as_arrays(
+        {
+            "x": x, "w": w, "topk_weights": topk_weights, "bias": bias, "group_sizes": group_sizes,
+            "group_offset": group_offset, "gather_indices": gather_indices,
+        },
+        may_be_none=_MAY_BE_NONE,
     )  # fmt: skip
-    operation = Operation(problem, implementation, current_target(), configs)
-    return _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
+    problem = check_problem(
+        **arrays, topk=topk, permute_x=permute_x, permute_y=permute_y, w_layout=w_layout, precision=precision,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+    return _apply(Operation(problem, implementation, current_target(), configs), **arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -264,9 +281,8 @@ def bias_row_sums(problem, dy, bias, bounds, gather_indices):
 def _product(product, config, implementation, order, options=None, **arguments):
     """Checks, then computes one product of the arrays that `order` names."""
     implementations.check_implementation(implementation)
-    names = ("x", "dy", "w", "group_sizes", "gather_indices", "topk_weights", "bias")
-    present = [name for name in names if name in arguments]
-    arguments |= dict(zip(present, _arrays(*(arguments[name] for name in present)), strict=True))
+    names = ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE)
+    arguments |= as_arrays({name: arguments[name] for name in names if name in arguments}, _MAY_BE_NONE)
     problem = check_problem(**arguments)
     arrays = {name: arguments.get(name) for name in order if name != "bounds"}
     configs = tuple(config if product == other else None for other in PRODUCTS)
@@ -292,11 +308,6 @@ def _indices(gather_indices):
     return None if gather_indices is None else saturated_int32(gather_indices)
 
 
-def _arrays(*arguments):
-    # a traced array would be converted to what it is, which jax_debug_nans takes for a computation
-    return tuple(a if a is None or isinstance(a, jax.Array) else jnp.asarray(a) for a in arguments)
-
-
 def _check_config(name, config, expected):
-    if config is not None and not isinstance(config, expected):
-        raise TypeError(f"{name} must be a {expected.__name__} or None, got {type(config).__name__}.")
+    if config is not None:
+        check_instance(name, config, expected, f"a {expected.__name__} or None")

@@ -1,19 +1,18 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
-import contextlib
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg import implementations
 from jgg.activations import Activation, find_activation
+from jgg.arguments import as_arrays, as_flag, as_int
 from jgg.grouped_gemm import bias_row_sums
 from jgg.implementations import Operation, xla
-from jgg.problem import check_problem
-from jgg.routing import Routing
+from jgg.mlp_problem import mlp_problems
+from jgg.routing import Routing, as_routing
 from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
@@ -68,78 +67,28 @@ def moe_mlp(
 
     Raises:
       ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, or those of x and the weights differ.
+      TypeError: a dtype is unsupported, those of x and the weights differ, or what must be an array, a Routing, an int
+        or a flag is none.
     """
     implementations.check_implementation(implementation)
-    activation = find_activation(activation)
-    options = {"w_layout": w_layout, "precision": precision}
-    up, down = _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options)
-    target = current_target()
-    if not isinstance(spare_sms, int) or spare_sms < 0:
-        raise ValueError(f"spare_sms must be an int of at least 0, got {spare_sms!r}.")
-    if expected_rows is not None and (not isinstance(expected_rows, int) or expected_rows < 1):
-        raise ValueError(f"expected_rows must be None or an int of at least 1, got {expected_rows!r}.")
+    activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
+    spare_sms = as_int("spare_sms", spare_sms, least=0)
+    if expected_rows is not None:
+        expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
+    arrays = as_arrays(
+        {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down},
+        may_be_none=("b_gate_up", "b_down"),
+    )
+    routing = as_routing(routing)
+    up, down = mlp_problems(arrays, routing, activation, w_layout, precision)
     up, down = (dataclasses.replace(problem, expected_rows=expected_rows) for problem in (up, down))
-    operations = (Operation(problem, implementation, target) for problem in (up, down))
+    operations = (Operation(problem, implementation, current_target()) for problem in (up, down))
     mlp = _Mlp(*operations, activation, interleaved, spare_sms)
-    arrays = x, w_gate_up, w_down, b_gate_up, b_down, routing.topk_weights
+    arrays = *arrays.values(), routing.topk_weights
     indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
     axes = varying_axes(*arrays, *indices)
     is_plain = up.is_empty or down.is_empty or implementations.is_plain_jax(mlp.up.implementation)
     return _compute(mlp, is_plain, *(vary_over(axes, array) for array in (*arrays, *indices)))
-
-
-def _check(x, w_gate_up, w_down, routing, activation, b_gate_up, b_down, options):
-    """The problems of the two products; raises where the arguments disagree."""
-    for name, array, axes in (
-        ("x", x, "[T, H]"),
-        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
-        ("w_down", w_down, "[E, H, I] or [E, I, H]"),
-        ("routing.topk_weights", routing.topk_weights, "[T, k]"),
-    ):
-        rank = 3 if axes.startswith("[E") else 2
-        if jnp.ndim(array) != rank:
-            raise ValueError(f"{name} must be {axes}, {rank}-dimensional, got {list(jnp.shape(array))}.")
-    topk = routing.topk_weights.shape[1]
-    in_by_out = [w.shape[1:] if options["w_layout"] == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
-    (got_features, wide), down_features = in_by_out
-    if got_features != x.shape[1]:
-        raise ValueError(f"w_gate_up must have H in-features equal to x's {x.shape[1]}, got {list(w_gate_up.shape)}.")
-    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
-    if rest:
-        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
-    expected, got = [w_gate_up.shape[0], hidden, x.shape[1]], [w_down.shape[0], *down_features]
-    if got != expected:
-        raise ValueError(
-            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
-        )
-    shared = {"group_sizes": routing.group_sizes, "topk": topk, "permute_y": False, **options}
-    with _renamed({"w": "w_gate_up", "bias": "b_gate_up", "topk_weights": "routing.topk_weights"}):
-        up = check_problem(
-            x=x, w=w_gate_up, bias=b_gate_up, gather_indices=routing.gather_indices, permute_x=True,
-            topk_weights=routing.topk_weights, some_choices=not _has_all_choices(routing), **shared,
-        )  # fmt: skip
-    rows = jax.ShapeDtypeStruct((up.num_rows, hidden), up.dtype)
-    with _renamed({"w": "w_down", "bias": "b_down"}):
-        down = check_problem(
-            x=rows, w=w_down, bias=b_down, gather_indices=None, permute_x=False, topk_weights=None, **shared
-        )
-    return dataclasses.replace(up, has_topk_weights=False), down
-
-
-def _has_all_choices(routing):
-    """Whether there is a row for each choice of each token, rather than for fewer."""
-    return jnp.ndim(routing.gather_indices) != 1 or routing.gather_indices.shape[0] >= routing.topk_weights.size
-
-
-@contextlib.contextmanager
-def _renamed(names):
-    """Errors of `check_problem` with this module's names of arguments."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        name, _, rest = str(error).partition(" ")
-        raise type(error)(f"{names.get(name, name)} {rest}") from None
 
 
 @dataclasses.dataclass(frozen=True)

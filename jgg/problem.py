@@ -8,6 +8,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from jgg.arguments import as_dtype, as_flag, as_int, check_integers, check_one_of, check_rank, dtype_names
 from jgg.precision import canonical_precision
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -124,21 +125,16 @@ def check_problem(
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
       TypeError: a dtype is wrong.
     """
-    _check(w_layout in W_LAYOUTS, f"w_layout must be one of {W_LAYOUTS}, got {w_layout!r}.")
-    _check(isinstance(topk, int) and topk >= 1, f"topk must be a positive int, got {topk!r}.")
-    for name, array in (("x", x), ("dy", dy), ("w", w)):
-        if array is not None:
-            _check_float(name, array)
-            _check_rank(name, array, 3 if name == "w" else 2)
-    dtype = next(array.dtype for array in (x, dy, w) if array is not None)
-    for name, array in (("dy", dy), ("w", w)):
-        if array is not None and array.dtype != dtype:
-            raise TypeError(
-                f"{name} must have the dtype of {'x' if x is not None else 'dy'}, {dtype}, got {array.dtype}."
-            )
-
-    _check_integer("group_sizes", group_sizes)
-    _check_rank("group_sizes", group_sizes, 1)
+    check_one_of("w_layout", w_layout, W_LAYOUTS)
+    topk = as_int("topk", topk, least=1)
+    permute_x, permute_y = as_flag("permute_x", permute_x), as_flag("permute_y", permute_y)
+    operands = {name: array for name, array in (("x", x), ("dy", dy), ("w", w)) if array is not None}
+    for name, array in operands.items():
+        check_dtype(name, array)
+        check_rank(name, array, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"}[name])
+    dtype = check_same_dtype(operands)
+    check_integers("group_sizes", group_sizes)
+    check_rank("group_sizes", group_sizes, "[E]")
     _check(
         not jax.export.is_symbolic_dim(group_sizes.shape[0]),
         f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
@@ -154,24 +150,22 @@ def check_problem(
     num_tokens = x.shape[0] if some_choices else None
     _check_topk_weights(topk_weights, num_tokens * topk if some_choices else num_rows, topk)
     if bias is not None:
-        _check_float("bias", bias)
+        check_dtype("bias", bias)
         expected = (num_experts, out_features)
         _check(bias.shape == expected, f"bias must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
     if out_dtype is not None:
-        out_dtype = jnp.dtype(out_dtype)
-        if out_dtype not in DTYPES:
-            raise TypeError(f"preferred_element_type must be one of {_names(DTYPES)}, got {out_dtype}.")
+        out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
     return GroupedGemmProblem(
         num_rows=num_rows,
         num_experts=num_experts,
         in_features=in_features,
         out_features=out_features,
         topk=topk,
-        dtype=jnp.dtype(dtype),
-        out_dtype=out_dtype or jnp.dtype(dtype),
+        dtype=dtype,
+        out_dtype=out_dtype or dtype,
         w_layout=w_layout,
-        permute_x=bool(permute_x),
-        permute_y=bool(permute_y),
+        permute_x=permute_x,
+        permute_y=permute_y,
         has_topk_weights=topk_weights is not None,
         has_bias=bias is not None,
         precision=canonical_precision(precision),
@@ -181,8 +175,8 @@ def check_problem(
 
 def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:
     if gather_indices is not None:
-        _check_integer("gather_indices", gather_indices)
-        _check_rank("gather_indices", gather_indices, 1)
+        check_integers("gather_indices", gather_indices)
+        check_rank("gather_indices", gather_indices, "[M]")
     elif permute_x or permute_y:
         raise ValueError("gather_indices must be given with permute_x or permute_y: int32 [M], got None.")
     rows = {}
@@ -222,7 +216,7 @@ def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
 def _check_topk_weights(topk_weights, num_rows, topk):
     if topk_weights is None:
         return
-    _check_float("topk_weights", topk_weights)
+    check_dtype("topk_weights", topk_weights)
     shapes = [(num_rows,)] + ([(num_rows // topk, topk)] if num_rows % topk == 0 else [])
     expected = " or ".join(str(list(shape)) for shape in shapes)
     _check(
@@ -236,28 +230,17 @@ def _check(condition, message):
         raise ValueError(message)
 
 
-_AXES = {
-    "x": "[M, K]",
-    "dy": "[M, N]",
-    "w": "[E, N, K] or [E, K, N]",
-    "group_sizes": "[E]",
-    "gather_indices": "[M]",
-}
-
-
-def _check_rank(name, array, rank):
-    _check(len(array.shape) == rank, f"{name} must be {_AXES[name]}, {rank}-dimensional, got {list(array.shape)}.")
-
-
-def _check_float(name, array):
+def check_dtype(name: str, array):
+    """Raises TypeError unless an array is of a dtype that is multiplied."""
     if array.dtype not in DTYPES:
-        raise TypeError(f"{name} must be one of {_names(DTYPES)}, got {array.dtype}.")
+        raise TypeError(f"{name} must be one of {dtype_names(DTYPES)}, got {array.dtype}.")
 
 
-def _check_integer(name, array):
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be an integer array, got {array.dtype}.")
-
-
-def _names(dtypes):
-    return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+def check_same_dtype(operands: dict[str, Any]) -> jnp.dtype:
+    """The dtype of the first array by name; raises TypeError unless the others have it too."""
+    first, *others = operands
+    dtype = operands[first].dtype
+    for name in others:
+        if operands[name].dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of {first}, {dtype}, got {operands[name].dtype}.")
+    return jnp.dtype(dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg import implementations
+from jgg.arguments import as_arrays, check_integers, check_rank, dtype_names
 from jgg.grouped_gemm import checked_grouped_gemm
 from jgg.implementations import Operation
 from jgg.implementations.blocks import Rows
@@ -50,9 +51,8 @@ def ragged_dot(
     Raises: ValueError: shapes disagree. TypeError: a dtype is unsupported.
     """
     lhs, rhs, group_sizes, group_offset = checked_arrays(lhs, rhs, group_sizes, group_offset)
-    for name, array, axes in (("lhs", lhs, "[m, k]"), ("rhs", rhs, "[g, k, n]")):
-        rank = axes.count(",") + 1
-        check(array.ndim == rank, f"{name} must be {axes}, {rank}-dimensional, got {list(array.shape)}.")
+    check_rank("lhs", lhs, "[m, k]")
+    check_rank("rhs", rhs, "[g, k, n]")
     check(
         rhs.shape[1] == lhs.shape[1],
         f"rhs must be [g, k, n] with k equal to lhs's {lhs.shape[1]}, got rhs {list(rhs.shape)}.",
@@ -145,27 +145,19 @@ def split(out, out_sharding):
 
 def checked_arrays(lhs, rhs, group_sizes, group_offset):
     """The arguments as arrays of the right dtypes."""
-    lhs, rhs, group_sizes = map(_array, ("lhs", "rhs", "group_sizes"), (lhs, rhs, group_sizes))
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if array.dtype not in DTYPES:
-            names = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-            raise TypeError(f"{name} must be one of {names}, got {array.dtype}; jax.lax.ragged_dot takes others.")
+    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "group_offset": group_offset}
+    arrays = as_arrays(arrays, may_be_none=("group_offset",))
+    for name in ("lhs", "rhs"):
+        if arrays[name].dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be one of {dtype_names(DTYPES)}, got {arrays[name].dtype}; jax.lax.ragged_dot takes others."
+            )
     if group_offset is not None:
-        group_offset = _array("group_offset", group_offset)
-        _check_integer("group_offset", group_offset)
-        shape = group_offset.shape
+        check_integers("group_offset", arrays["group_offset"])
+        shape = arrays["group_offset"].shape
         check(shape in ((), (1,)), f"group_offset must be a scalar or [1], got {list(shape)}.")
-    _check_integer("group_sizes", group_sizes)
-    return lhs, rhs, group_sizes, group_offset
-
-
-def _array(name, value):
-    if isinstance(value, jax.Array):  # to convert a traced one would be a computation for jax_debug_nans
-        return value
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}.") from None
+    check_integers("group_sizes", arrays["group_sizes"])
+    return arrays.values()
 
 
 def check_group_sizes(group_sizes, prefix, num_groups):
@@ -177,11 +169,6 @@ def check_group_sizes(group_sizes, prefix, num_groups):
         num_groups is None or shape[-1] == num_groups,
         f"group_sizes must be [g] with g equal to rhs's {num_groups}, got {list(shape)}.",
     )
-
-
-def _check_integer(name, array):
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be an integer array, got {array.dtype}.")
 
 
 def check(condition, message):

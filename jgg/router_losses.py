@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jgg.routing import check_logits, check_score, check_selection_bias, sort_by_expert
+from jgg.arguments import as_array, check_integers, check_reals
+from jgg.routing import as_logits, as_selection_bias, check_score, sort_by_expert
 from jgg.schedule import saturated_int32
 
 
@@ -29,11 +30,10 @@ def load_balancing_loss(
     Source: Fedus et al., Switch Transformers, 2021, equations 4 to 6; for "sigmoid" DeepSeek-AI, DeepSeek-V3 Technical
       Report, 2024, equations 17 to 20, over all tokens given rather than each sequence.
     """
-    check_logits(logits)
+    logits, topk_indices = as_logits(logits), as_array("topk_indices", topk_indices)
     check_score(score)
     num_tokens, num_experts = logits.shape
-    if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
-        raise TypeError(f"topk_indices must be an integer array, got {topk_indices.dtype}.")
+    check_integers("topk_indices", topk_indices)
     if topk_indices.ndim != 2 or topk_indices.shape[0] != num_tokens or topk_indices.shape[1] == 0:
         raise ValueError(
             f"topk_indices must be [T, k] with T equal to logits's {num_tokens} and k at least 1, "
@@ -63,8 +63,7 @@ def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None, axis_name
     Raises: ValueError, TypeError: as `route`.
     Source: Zoph et al., ST-MoE: Designing Stable and Transferable Sparse Expert Models, 2022, equation 5.
     """
-    check_logits(logits)
-    logits, counts = _masked(logits, mask)
+    logits, counts = _masked(as_logits(logits), mask)
     squares = jnp.where(counts, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0.0)
     total, num_counted = jax.lax.psum((jnp.sum(squares), jnp.sum(counts, dtype=jnp.int32)), axis_name)
     return total / jnp.maximum(num_counted, 1).astype(jnp.float32)
@@ -87,19 +86,19 @@ def update_selection_bias(selection_bias: jax.Array, group_sizes: jax.Array, rat
     Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1;
       DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.1.2.
     """
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be an integer array, got {group_sizes.dtype}.")
+    group_sizes, rate = as_array("group_sizes", group_sizes), as_array("rate", rate)
+    check_integers("group_sizes", group_sizes)
+    check_reals("rate", rate)
     if group_sizes.ndim != 1 or group_sizes.shape[0] == 0:
         raise ValueError(f"group_sizes must be [E], 1-dimensional and not empty, got {list(group_sizes.shape)}.")
-    check_selection_bias(selection_bias, group_sizes.shape[0])
-    rate = jnp.asarray(rate, selection_bias.dtype)
+    selection_bias = as_selection_bias(selection_bias, group_sizes.shape[0])
     if rate.ndim:
         raise ValueError(f"rate must be a scalar, got {list(rate.shape)}.")
     loads = saturated_int32(group_sizes)
     # in integers: experts with the mean load keep their bias exactly
     mean, rest = jnp.divmod(jnp.sum(loads, dtype=jnp.int32), jnp.int32(len(loads)))
     signs = jnp.where(loads == mean, jnp.sign(rest), jnp.sign(mean - loads))
-    return selection_bias + rate * signs.astype(selection_bias.dtype)
+    return selection_bias + rate.astype(selection_bias.dtype) * signs.astype(selection_bias.dtype)
 
 
 def _masked(logits, mask):
@@ -107,6 +106,8 @@ def _masked(logits, mask):
     logits = logits.astype(jnp.float32)
     if mask is None:
         return logits, jnp.ones(logits.shape[:1], bool)
+    mask = as_array("mask", mask)
+    check_reals("mask", mask)
     if mask.shape != logits.shape[:1]:
         raise ValueError(f"mask must be [T] with T equal to logits's {logits.shape[0]}, got {list(mask.shape)}.")
     counts = mask.astype(bool)

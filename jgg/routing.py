@@ -2,13 +2,23 @@
 
 import functools
 import math
-import numbers
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg import implementations
+from jgg.arguments import (
+    as_array,
+    as_finite,
+    as_flag,
+    as_int,
+    check_floats,
+    check_instance,
+    check_integers,
+    check_one_of,
+    check_rank,
+)
 from jgg.schedule import saturated_int32
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
@@ -76,20 +86,20 @@ def route(
 
     Raises:
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
-      TypeError: logits or selection_bias is not float, or an option is not a number.
+      TypeError: logits or selection_bias is no float array, or an option is no number or flag.
     """
-    check_logits(logits)
+    logits = as_logits(logits)
     num_experts = logits.shape[1]
-    _check_options(score, normalize, scale)
-    _check_counts(num_experts, topk, num_groups, topk_groups)
+    normalize, scale = check_scores(score, normalize, scale)
+    topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
     logits = logits.astype(jnp.float32)
     if selection_bias is not None:
-        check_selection_bias(selection_bias, num_experts)
+        selection_bias = as_selection_bias(selection_bias, num_experts)
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
     implementations.check_implementation(implementation)
     top_k = functools.partial(_top_k, implementation=implementation)
     topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
-    topk_weights = _weigh(logits, topk_indices, score, normalize) * float(scale)
+    topk_weights = _weigh(logits, topk_indices, score, normalize) * scale
     return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts, implementation))
 
 
@@ -158,44 +168,61 @@ def sort_by_expert(
     Returns:
       group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.
 
-    Raises: TypeError: topk_indices is not an integer array.
+    Raises: TypeError: topk_indices is not an integer array, or num_experts no int. ValueError: num_experts is negative.
     """
-    if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
-        raise TypeError(f"topk_indices must be an integer array, got {topk_indices.dtype}.")
+    topk_indices = as_array("topk_indices", topk_indices)
+    check_integers("topk_indices", topk_indices)
+    num_experts = as_int("num_experts", num_experts, least=0)
     implementations.check_implementation(implementation)
     experts = saturated_int32(topk_indices.reshape(-1))
     group_sizes, gather_indices = implementations.run_routing("sort", implementation, experts, num_experts=num_experts)
     return group_sizes, gather_indices
 
 
-def check_logits(logits):
+def as_logits(logits) -> jax.Array:
     """Raises unless logits are float [T, E]."""
-    if logits.ndim != 2:
-        raise ValueError(f"logits must be [T, E], 2-dimensional, got {list(logits.shape)}.")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"logits must be a float array, got {logits.dtype}.")
+    logits = as_array("logits", logits)
+    check_rank("logits", logits, "[T, E]")
+    check_floats("logits", logits)
+    return logits
+
+
+def as_selection_bias(selection_bias, num_experts: int) -> jax.Array:
+    """Raises unless selection_bias is float [E]."""
+    selection_bias = as_array("selection_bias", selection_bias)
+    if selection_bias.shape != (num_experts,):
+        raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
+    check_floats("selection_bias", selection_bias)
+    return selection_bias
+
+
+def as_routing(routing) -> Routing:
+    """Raises unless it is a Routing of arrays, integers but for the weights."""
+    check_instance("routing", routing, Routing, "a jgg.Routing")
+    routing = Routing(*(as_array(f"routing.{name}", part) for name, part in routing._asdict().items()))
+    for name in ("topk_indices", "group_sizes", "gather_indices"):
+        check_integers(f"routing.{name}", getattr(routing, name))
+    return routing
 
 
 def check_score(score):
     """Raises unless score is one of SCORES."""
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
+    check_one_of("score", score, SCORES)
 
 
-def _check_options(score, normalize, scale):
+def check_scores(score, normalize, scale) -> tuple[bool, float]:
+    """normalize and scale; raises where `route` would not take them with this score."""
     check_score(score)
+    normalize = as_flag("normalize", normalize)
     if score == "topk_softmax" and not normalize:
         raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number, got {scale!r}.")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}.")
+    return normalize, as_finite("scale", scale)
 
 
-def _check_counts(num_experts, topk, num_groups, topk_groups):
-    for name, count in (("topk", topk), ("num_groups", num_groups), ("topk_groups", topk_groups)):
-        if not isinstance(count, numbers.Integral):
-            raise TypeError(f"{name} must be an int, got {count!r}.")
+def check_counts(num_experts: int, topk, num_groups, topk_groups) -> tuple[int, int, int]:
+    """topk, num_groups and topk_groups; raises where `route` would not take them for so many experts."""
+    topk, num_groups = as_int("topk", topk), as_int("num_groups", num_groups)
+    topk_groups = as_int("topk_groups", topk_groups)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"num_groups must divide the number of experts, {num_experts}, got {num_groups}.")
     if not 1 <= topk_groups <= num_groups:
@@ -204,11 +231,4 @@ def _check_counts(num_experts, topk, num_groups, topk_groups):
     if not 1 <= topk <= eligible:
         what = "experts" if topk_groups == num_groups else f"experts in topk_groups of num_groups={num_groups} groups"
         raise ValueError(f"topk must be between 1 and the number of {what}, {eligible}, got {topk}.")
-
-
-def check_selection_bias(selection_bias, num_experts):
-    """Raises unless selection_bias is float [E]."""
-    if selection_bias.shape != (num_experts,):
-        raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
-    if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
-        raise TypeError(f"selection_bias must be a float array, got {selection_bias.dtype}.")
+    return topk, num_groups, topk_groups

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager
 
 import jax
 
+from jgg.arguments import as_int
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -49,12 +51,17 @@ def target(compute_capability: int, num_sms: int | None = None) -> AbstractConte
     Args:
       compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200).
       num_sms: multiprocessors of the GPU; by default those of the largest common one of that capability.
+
+    Raises: ValueError: a number is too small. TypeError: it is no int.
     """
+    compute_capability = as_int("compute_capability", compute_capability)
     if compute_capability < MIN_COMPUTE_CAPABILITY:
         raise ValueError(
             f"compute_capability must be {MIN_COMPUTE_CAPABILITY} or more (sm_80, Ampere), got {compute_capability}."
         )
-    return _context(Target(compute_capability, num_sms or _TYPICAL_SMS.get(compute_capability, 108)))
+    if num_sms is None:
+        num_sms = _TYPICAL_SMS.get(compute_capability, 108)
+    return _context(Target(compute_capability, as_int("num_sms", num_sms, least=1)))
 
 
 def current_target() -> Target:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jgg
+from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.config import has_rows_for_specialized, heuristic_config, output_axes, specialized_config
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
-from jgg.problem import GroupedGemmProblem
+from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.target import Target, current_target, device_target
 from jgg.tuned_configs import Entry, merge, parse, user_file
 from jgg.warp_specialization import why_not
@@ -79,11 +80,20 @@ def tune(
     Raises:
       RuntimeError: there is no CUDA device that the kernels run on, or no configuration works.
       ValueError: an option is none of those listed, or the file is damaged or cannot be written.
+      TypeError: a size is no int, or the dtype is unsupported.
     """
+    sizes = {
+        "num_rows": num_rows, "in_features": in_features, "out_features": out_features, "num_experts": num_experts,
+        "topk": topk,
+    }  # fmt: skip
+    flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
+    check_one_of("w_layout", w_layout, W_LAYOUTS)
     problem = gemm(
-        num_rows=num_rows, in_features=in_features, out_features=out_features, num_experts=num_experts, topk=topk,
-        dtype=dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y, weighted=weighted, biased=biased,
+        dtype=as_dtype("dtype", dtype, DTYPES), w_layout=w_layout,
+        **{name: as_int(name, size, least=1) for name, size in sizes.items()},
+        **{name: as_flag(name, flag) for name, flag in flags.items()},
     )  # fmt: skip
+    ops = _names_of_ops(ops)
     if device_target() is None:
         raise RuntimeError("jgg.tune needs a CUDA device: see jgg info")
     path = output_file(out)
@@ -106,6 +116,16 @@ def output_file(named: str | Path | None) -> Path:
     except OSError as error:
         raise ValueError(f"out must be in a folder that can be written to, got {path}: {error}") from error
     return path
+
+
+def _names_of_ops(ops):
+    try:
+        names = (ops,) if isinstance(ops, str) else tuple(ops)
+    except TypeError:
+        raise TypeError(f"ops must be several of {OPS}, got {ops!r}.") from None
+    for name in names:
+        check_one_of("ops", name, OPS)
+    return names
 
 
 def tune_op(

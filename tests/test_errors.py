@@ -34,7 +34,7 @@ PERMUTED = {"topk": 2, "permute_x": True, "x": zeros(4, 5), "gather_indices": in
 GROUPED_GEMM_ERRORS = {
     "layout": ({"w_layout": "nek"}, ValueError, "w_layout must be one of ('enk', 'ekn'), got 'nek'"),
     "topk-zero": ({"topk": 0}, ValueError, "topk must be a positive int, got 0"),
-    "topk-float": ({"topk": 2.0}, ValueError, "topk must be a positive int, got 2.0"),
+    "topk-float": ({"topk": 2.0}, TypeError, "topk must be a positive int, got 2.0"),
     "x-dtype": (
         {"x": indices(8, 5)},
         TypeError,
@@ -351,13 +351,15 @@ CONFIG_ERRORS = {
         for name in ("num_warps", "num_stages", "band", "programs_per_sm")
         for value in (0, -1, 2.0)
     },
+    **{f"num_warps-{value}": ({"num_warps": value}, f"num_warps must be 4 or 8, got {value}") for value in (3, 16)},
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), CONFIG_ERRORS.values(), ids=CONFIG_ERRORS.keys())
 @pytest.mark.parametrize("config", [jgg.KernelConfigForward, jgg.KernelConfigDX, jgg.KernelConfigDW])
 def test_kernel_config(config, arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    (value,) = arguments.values()
+    with pytest.raises(TypeError if isinstance(value, float) else ValueError, match=re.escape(message)):
         config(**arguments)
 
 

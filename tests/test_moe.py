@@ -275,13 +275,14 @@ def call(**changes):
     arrays = {name: jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down")}
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
     routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
-    return moe_mlp(**{**arrays, "routing": routing, **changes})
+    parts = {name.removeprefix("routing."): changes.pop(name) for name in list(changes) if name.startswith("routing.")}
+    return moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
 
 
 ERRORS = {
     "x": ({"x": jnp.ones(24)}, ValueError, r"x must be \[T, H\], 2-dimensional, got \[24\]"),
     "x of other features": ({"x": jnp.ones((13, 25))}, ValueError, "w_gate_up must have H in-features equal to x's 25"),
-    "tokens": ({"x": jnp.ones((12, 24))}, ValueError, "gather_indices must have M rows with M equal to x's 12 tokens"),
+    "tokens": ({"x": jnp.ones((12, 24))}, ValueError, r"routing.topk_weights must be \[T, k\] with T equal to x's 12"),
     "w_gate_up": ({"w_gate_up": jnp.ones((5, 40))}, ValueError, r"w_gate_up must be \[E, 2 \* I, H\] or"),
     "odd": ({"w_gate_up": jnp.ones((5, 41, 24))}, ValueError, "w_gate_up must have 2 \\* I out-features .* got 41"),
     "w_down": (
@@ -300,6 +301,33 @@ ERRORS = {
     "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
     "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
     "expected_rows": ({"expected_rows": 0}, ValueError, "expected_rows must be None or an int of at least 1, got 0"),
+    "choices": (
+        {"routing.topk_indices": jnp.zeros((13, 1), jnp.int32)},
+        ValueError,
+        r"routing.topk_indices must be \[T, k\] = \[13, 2\] as routing.topk_weights, got \[13, 1\]",
+    ),
+    "no choice": ({"routing.topk_weights": jnp.ones((13, 0))}, ValueError, "routing.topk_weights .* k at least 1, got"),
+    "weights": (
+        {"routing.topk_weights": jnp.ones((13, 2), jnp.int32)},
+        TypeError,
+        "routing.topk_weights must be one of float32, float16, bfloat16, got int32",
+    ),
+    "float choices": (
+        {"routing.topk_indices": jnp.ones((13, 2))},
+        TypeError,
+        "routing.topk_indices must be an integer array, got float32",
+    ),
+    "no sizes": ({"routing.group_sizes": None}, TypeError, "routing.group_sizes must be an array, got None"),
+    "sizes": (
+        {"routing.group_sizes": jnp.zeros(4, jnp.int32)},
+        ValueError,
+        r"routing.group_sizes must be \[E\] = \[5\], got \[4\]",
+    ),
+    "rows": (
+        {"routing.gather_indices": jnp.zeros(27, jnp.int32)},
+        ValueError,
+        r"routing.gather_indices must be \[M\] with M at most T \* k = 26, got \[27\]",
+    ),
     "spare_sms": ({"spare_sms": -1}, ValueError, "spare_sms must be an int of at least 0, got -1"),
 }
 

@@ -1,0 +1,141 @@
+"""What arguments must be, whatever function they are of: arrays, whole numbers, numbers, flags.
+
+Each function returns the argument as what it counts as, or raises a sentence with its name, what was expected and what
+came. Options are static parameters of JAX programs, whose caches take 4.0 for 4 and True for 1: here they become plain
+ints, floats and bools before anything is traced.
+"""
+
+import math
+import numbers
+import operator
+from collections.abc import Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def as_array(name: str, value) -> jax.Array:
+    """Arrays as they are; what `jnp.asarray` makes an array of numbers of, such as a list of them, as that array.
+
+    Raises: TypeError: it makes none of it.
+    """
+    if isinstance(value, jax.Array):  # a traced one would be converted, which jax_debug_nans takes for a computation
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be an array, got {_kind(value)}.") from None
+
+
+def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, jax.Array | None]:
+    """`as_array` of each by its name; None only for those that may be."""
+    return {
+        name: None if value is None and name in may_be_none else as_array(name, value) for name, value in values.items()
+    }
+
+
+def as_int(name: str, value, least: int | None = None, expected: str | None = None) -> int:
+    """A whole number, Python's, NumPy's or an array's, of at least `least`; True is none.
+
+    Args:
+      expected: what the message says of it, where `least` is not all.
+
+    Raises: TypeError: it is no whole number. ValueError: it is less.
+    """
+    wanted = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
+    message = f"{name} must be {expected or wanted}, got {value!r}."
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(message) from None
+    if isinstance(value, bool):
+        raise TypeError(message)
+    if least is not None and number < least:
+        raise ValueError(message)
+    return number
+
+
+def as_flag(name: str, value) -> bool:
+    """True or False, Python's or NumPy's.
+
+    Raises: TypeError: it is neither.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def as_finite(name: str, value) -> float:
+    """A finite real number.
+
+    Raises: TypeError: it is no number. ValueError: it is infinite or NaN.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+    return float(value)
+
+
+def as_dtype(name: str, value, choices=None) -> jnp.dtype:
+    """One of several dtypes, or of all floats, given in any way that JAX takes.
+
+    Raises: TypeError: it is none of them.
+    """
+    message = f"{name} must be {'a float dtype' if choices is None else f'one of {dtype_names(choices)}'}, got"
+    if value is None or isinstance(value, jax.Array | np.ndarray):  # NumPy takes None for float64
+        raise TypeError(f"{message} {_kind(value)}.")
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{message} {value!r}.") from None
+    if not (jnp.issubdtype(dtype, jnp.floating) if choices is None else dtype in choices):
+        raise TypeError(f"{message} {dtype}.")
+    return dtype
+
+
+def dtype_names(dtypes) -> str:
+    """Names of dtypes for a message."""
+    return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+
+
+def check_one_of(name: str, value, choices: Collection[str]):
+    """Raises ValueError unless the value is one of several names."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}.")
+
+
+def check_instance(name: str, value, kind, expected: str):
+    """Raises TypeError unless the value is an instance of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {_kind(value)}.")
+
+
+def check_integers(name: str, array):
+    """Raises TypeError unless an array is of integers."""
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be an integer array, got {array.dtype}.")
+
+
+def check_floats(name: str, array):
+    """Raises TypeError unless an array is of floats."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a float array, got {array.dtype}.")
+
+
+def check_reals(name: str, array):
+    """Raises TypeError unless an array is of bools, integers or floats."""
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise TypeError(f"{name} must be an array of real numbers, got {array.dtype}.")
+
+
+def check_rank(name: str, array, axes: str):
+    """Raises ValueError unless an array has the axes that are written like "[T, k]"; alternatives have as many."""
+    rank = axes.partition("]")[0].count(",") + 1
+    if len(array.shape) != rank:
+        raise ValueError(f"{name} must be {axes}, {rank}-dimensional, got {list(array.shape)}.")
+
+
+def _kind(value):
+    return "None" if value is None else type(value).__name__
