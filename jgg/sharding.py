@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.activations import Activation, find_activation
+from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
 from jgg.exchange import EXCHANGES, Placement
+from jgg.implementations import check_implementation
+from jgg.mlp_problem import check_choices, check_mlp
 from jgg.moe import moe_mlp
+from jgg.precision import canonical_precision
 from jgg.problem import W_LAYOUTS
 from jgg.routing import Routing, sort_by_expert
 from jgg.varying import vary_over
@@ -51,7 +56,12 @@ class MoESharding:
     buffer_factor: float | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
+        check_instance("mesh", self.mesh, kinds, "a jax.sharding.Mesh or AbstractMesh")
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
+        check_instance("data", self.data, tuple | list, "the name of a mesh axis or a tuple of names")
+        object.__setattr__(self, "data", tuple(self.data))
         used = [axis for axis in (*self.data, self.fsdp, self.expert, self.tensor) if axis is not None]
         known = tuple(self.mesh.axis_names)
         for name in ("data", "fsdp", "expert", "tensor"):
@@ -61,11 +71,12 @@ class MoESharding:
                     raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
                 if axis is not None and used.count(axis) > 1:
                     raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
-        if self.exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {tuple(EXCHANGES)}, got {self.exchange!r}.")
+        check_one_of("exchange", self.exchange, EXCHANGES)
         factor = self.buffer_factor
-        if factor is not None and not (isinstance(factor, int | float) and factor > 0):
-            raise ValueError(f"buffer_factor must be None or a number greater than 0, got {factor!r}.")
+        if factor is not None:
+            if not isinstance(factor, numbers.Real) or isinstance(factor, bool) or not factor > 0:
+                raise ValueError(f"buffer_factor must be None or a number greater than 0, got {factor!r}.")
+            object.__setattr__(self, "buffer_factor", float(factor))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -88,8 +99,7 @@ class MoESharding:
 
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
         """How w_gate_up, w_down, b_gate_up and b_down are split; a layer's w_layout is "ekn"."""
-        if w_layout not in W_LAYOUTS:
-            raise ValueError(f"w_layout must be one of {W_LAYOUTS}, got {w_layout!r}.")
+        check_one_of("w_layout", w_layout, W_LAYOUTS)
         up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
         if w_layout == "enk":
             up, down = down, up
@@ -107,7 +117,13 @@ class MoESharding:
     def split_init(self, init, name: str):
         """The initializer of a layer's parameter, whose result comes into being split."""
         spec = self.weight_specs("ekn").get(name, P())
-        return jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
+        split = jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
+
+        def checked(key, shape, dtype):
+            _check_divides(name, shape, spec, self)
+            return split(key, shape, dtype)
+
+        return checked
 
 
 def sharded_moe_mlp(
@@ -150,10 +166,17 @@ def sharded_moe_mlp(
       ValueError: shapes disagree with each other or with the mesh; on a mesh of Explicit axes also where weights are
         split otherwise. TypeError: a dtype is unsupported.
     """
+    check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
+    check_implementation(implementation)
+    canonical_precision(precision)
     arrays = {
         "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_indices": topk_indices,
         "b_gate_up": b_gate_up, "b_down": b_down,
     }  # fmt: skip
+    arrays = as_arrays(arrays, may_be_none=("b_gate_up", "b_down"))
+    check_mlp(arrays, find_activation(activation), w_layout)
+    check_interleaved(interleaved, activation, sharding)
+    check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     arrays = {name: array for name, array in arrays.items() if array is not None}
     on_device = functools.partial(
         moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
@@ -173,8 +196,6 @@ def map_tokens(function, sharding: MoESharding, arrays: dict[str, jax.Array], sp
 
 
 def _check_divides(name, shape, spec, sharding):
-    if len(shape) < len(spec):
-        raise ValueError(f"{name} must have {len(spec)} axes, got {list(shape)}.")
     for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
         names = names if isinstance(names, tuple) else (names,)
         devices = sharding.size(*names)
@@ -188,7 +209,6 @@ def _check_divides(name, shape, spec, sharding):
 
 def _placed(name, array, spec, sharding):
     """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
-    array = jnp.asarray(array)
     explicit = {axis for axis, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
                 if kind == jax.sharding.AxisType.Explicit}  # fmt: skip
     if not explicit:
@@ -208,11 +228,8 @@ def moe_mlp_on_device(
 
     Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
     """
-    if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
-        raise ValueError(
-            "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
-            "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis). Got False."
-        )
+    check_choices(x, topk_weights, topk_indices)
+    check_interleaved(interleaved, activation, sharding)
     spare_sms = _SPARE_SMS if sharding.size(sharding.expert, sharding.tensor) > 1 else 0
     num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
     if sharding.tensor is not None:
@@ -248,6 +265,16 @@ def moe_mlp_on_device(
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
 
 
+def check_interleaved(interleaved: bool, activation: str | Activation, sharding: MoESharding):
+    """Raises where gates and the ups that they are multiplied with would be on different devices."""
+    interleaved = as_flag("interleaved", interleaved)
+    if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
+        raise ValueError(
+            "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
+            "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis), got False."
+        )
+
+
 def _gather_weights(name, w, sharding, w_layout):
     if sharding.fsdp is None:
         return w
@@ -260,7 +287,13 @@ def interleave(array: jax.Array, axis: int = -1) -> jax.Array:
 
     For w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis needs it.
     """
-    shape, axis = jnp.shape(array), axis % jnp.ndim(array)
+    array, axis = as_array("array", array), as_int("axis", axis)
+    shape = array.shape
+    if not shape:
+        raise ValueError("array must have at least one axis, got [].")
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis must be of the array's {len(shape)} axes, got {axis}.")
+    axis %= len(shape)
     if shape[axis] % 2:
         raise ValueError(f"array must have 2 * I features along axis {axis}, got {list(shape)}.")
     halves = jnp.reshape(array, (*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :]))

@@ -150,42 +150,93 @@ def test_wrong_axes(arguments, message):
     assert str(error.value).startswith(message)
 
 
+def zeros(**shapes):
+    return {name: np.zeros(shape, np.int32 if name == "topk_indices" else np.float32) for name, shape in shapes.items()}
+
+
 # what is wrong: (axes, changed arrays or options, the message's beginning)
 WRONG_ARRAYS = {
     "tokens do not divide": (
         {"data": ("a", "b")},
-        {"x": np.zeros((30, 12), np.float32)},
+        zeros(x=(30, 12), topk_weights=(30, 3), topk_indices=(30, 3)),
         "x must have a multiple of 8 along axis 0, the devices along 'a' and 'b' of the mesh, got [30, 12]",
     ),
     "experts do not divide": (
         {"expert": "b"},
-        {"w_down": np.zeros((6, 10, 12), np.float32)},
-        "w_down must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [6, 10, 12]",
+        zeros(w_gate_up=(6, 12, 20), w_down=(6, 10, 12), b_gate_up=(6, 20), b_down=(6, 12)),
+        "w_gate_up must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [6, 12, 20]",
     ),
     "stored features do not divide": (
         {"fsdp": "b"},
-        {"w_gate_up": np.zeros((8, 10, 20), np.float32)},
+        zeros(x=(32, 10), w_gate_up=(8, 10, 20), w_down=(8, 10, 10), b_down=(8, 10)),
         "w_gate_up must have a multiple of 4 along axis 1",
     ),
-    "too few axes": ({"tensor": "a"}, {"w_down": np.zeros(8, np.float32)}, "w_down must have 3 axes, got [8]"),
+    "too few axes": ({"tensor": "a"}, zeros(w_down=8), "w_down must be [E, H, I] or [E, I, H], 3-dimensional, got [8]"),
     "gates and ups apart": ({"tensor": "a"}, {"interleaved": False}, "interleaved must be True with a tensor axis"),
     "no such layout": ({"tensor": "a"}, {"w_layout": "nek"}, "w_layout must be one of ('enk', 'ekn'), got 'nek'"),
     "features disagree": (
         {"expert": "b"},
-        {"x": np.zeros((32, 11), np.float32)},
+        zeros(x=(32, 11)),
         "w_gate_up must have H in-features equal to x's 11",
     ),
 }
+WRONG_DTYPES = {}
+for exchange in ("all_gather", "ragged_all_to_all"):
+    axes = {"expert": "b", "exchange": exchange}
+    WRONG_ARRAYS |= {
+        f"fewer weights than choices, {exchange}": (
+            axes,
+            zeros(topk_weights=(32, 2)),
+            "topk_indices must be [T, k] = [32, 2] as topk_weights, got [32, 3]",
+        ),
+        f"fewer tokens of choices, {exchange}": (
+            axes,
+            zeros(topk_weights=(16, 3), topk_indices=(16, 3)),
+            "topk_weights must be [T, k] with T equal to x's 32 and k at least 1, got [16, 3]",
+        ),
+        f"more tokens of weights, {exchange}": (
+            axes,
+            zeros(topk_weights=(64, 3)),
+            "topk_weights must be [T, k] with T equal to x's 32",
+        ),
+        f"biases, {exchange}": (axes, zeros(b_down=(8, 11)), "b_down must be [E, N] = [8, 12], got [8, 11]"),
+    }
+    WRONG_DTYPES |= {
+        f"float choices, {exchange}": (
+            axes,
+            {"topk_indices": np.zeros((32, 3), np.float32)},
+            "topk_indices must be an integer array, got float32",
+        ),
+        f"integer weights, {exchange}": (
+            axes,
+            {"topk_weights": np.zeros((32, 3), np.int32)},
+            "topk_weights must be one of float32, float16, bfloat16, got int32",
+        ),
+        f"weights of another dtype, {exchange}": (
+            axes,
+            {"w_down": np.zeros((8, 10, 12), np.float16)},
+            "w_down must have the dtype of x, float32, got float16",
+        ),
+    }
 
 
 @pytest.mark.parametrize(("axes", "changes", "message"), WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
 def test_wrong_arrays(axes, changes, message):
+    assert message_of(ValueError, axes, changes).startswith(message)
+
+
+@pytest.mark.parametrize(("axes", "changes", "message"), WRONG_DTYPES.values(), ids=WRONG_DTYPES)
+def test_wrong_dtypes(axes, changes, message):
+    assert message_of(TypeError, axes, changes).startswith(message)
+
+
+def message_of(error, axes, changes):
     floats, chosen, _ = make("uneven")
     arguments = {**floats, "topk_indices": chosen, "interleaved": True, "w_layout": "ekn"} | changes
     sharding = MoESharding(MESH, **axes)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(error) as raised:
         jax.eval_shape(lambda: sharded_moe_mlp(**arguments, sharding=sharding))
-    assert str(error.value).startswith(message)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])
