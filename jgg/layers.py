@@ -3,17 +3,21 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation, find_activation
+from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, check_instance
+from jgg.implementations import check_implementation
 from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision
+from jgg.problem import DTYPES
 from jgg.router_losses import load_balancing_loss, router_z_loss
-from jgg.routing import SCORES, route
-from jgg.sharding import MoESharding, map_tokens, moe_mlp_on_device
+from jgg.routing import check_counts, check_scores, route
+from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
 
 expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
 dense_init = jax.nn.initializers.lecun_normal()
@@ -77,10 +81,19 @@ class MoELayer:
     use_shared_gate: bool = False
 
     def __post_init__(self):
-        if not 1 <= self.topk <= self.num_experts:
+        plain = {}
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                least = 0 if field.name == "shared_features" else 1
+                plain[field.name] = as_int(field.name, getattr(self, field.name), least)
+            elif field.type is bool:
+                plain[field.name] = as_flag(field.name, getattr(self, field.name))
+        if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
-        if self.score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {self.score!r}.")
+        check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
+        _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         if self.scale_input and self.topk != 1:
             raise ValueError(f"scale_input needs topk to be 1, got {self.topk}.")
         if self.use_shared_gate and not self.shared_features:
@@ -120,12 +133,18 @@ class MoELayer:
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
         """
-        if x.shape[-1] != self.in_features:
+        arrays = as_arrays({**params, "x": x, "selection_bias": selection_bias}, may_be_none=("selection_bias",))
+        x = arrays["x"]
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
             )
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        arrays = params | {"x": tokens} | ({} if selection_bias is None else {"selection_bias": selection_bias})
+        for name, shape in self.shapes.items():
+            if name not in params or arrays[name].shape != shape:
+                came = list(arrays[name].shape) if name in params else "none"
+                raise ValueError(f"{name} must be among params, with the shape {list(shape)}, got {came}.")
+        arrays["x"] = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         apply = functools.partial(
             self._apply_to_tokens, sharding=sharding, precision=precision, implementation=implementation
         )
@@ -179,3 +198,22 @@ class MoELayer:
         activation = find_activation(self.activation)
         y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
         return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
+
+
+def check_layer(layer: MoELayer, *, sharding, precision, implementation, dtype, param_dtype, **inits):
+    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
+
+    Args:
+      dtype: of the computation, or None.
+      inits: initializers by the names of their arguments.
+    """
+    canonical_precision(precision)
+    check_implementation(implementation)
+    if dtype is not None:
+        as_dtype("dtype", dtype, DTYPES)
+    as_dtype("param_dtype", param_dtype)
+    for name, init in inits.items():
+        check_instance(name, init, Callable, "a function")
+    if sharding is not None:
+        check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
+        check_interleaved(layer.interleaved, layer.activation, sharding)

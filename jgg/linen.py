@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.linen import dtypes
 
 from jgg.activations import Activation
-from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
@@ -66,11 +66,20 @@ class MoE(nn.Module):
     implementation: str | None = None
     sharding: MoESharding | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        names = ("sharding", "precision", "implementation", "dtype", "param_dtype")
+        inits = ("kernel_init", "router_init", "bias_init")
+        check_layer(self._layer(in_features=1), **{name: getattr(self, name) for name in (*names, *inits)})
+
+    def _layer(self, in_features):
+        names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
+        return MoELayer(in_features, **{name: getattr(self, name) for name in names})
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x."""
-        names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
-        layer = MoELayer(x.shape[-1], **{name: getattr(self, name) for name in names})
+        layer = self._layer(x.shape[-1])
         params = {}
         for name, shape in layer.shapes.items():
             matrix_init = self.kernel_init if len(shape) == 3 else self.router_init
@@ -79,7 +88,7 @@ class MoE(nn.Module):
             params[name] = self.param(name, init, shape, self.param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
-            zeros = self.variable("router", "selection_bias", jnp.zeros, (self.num_experts,), jnp.float32)
+            zeros = self.variable("router", "selection_bias", jnp.zeros, (layer.num_experts,), jnp.float32)
             selection_bias = zeros.value
         own = [name for name in params if not name.endswith("_router")]
         x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
@@ -67,6 +67,10 @@ class MoE(nnx.Module):
         **options,
     ):
         self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
+        check_layer(
+            self.layer, sharding=sharding, precision=precision, implementation=implementation, dtype=dtype,
+            param_dtype=param_dtype, kernel_init=kernel_init, router_init=router_init, bias_init=bias_init,
+        )  # fmt: skip
         for name, shape in self.layer.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
             init = init if sharding is None else sharding.split_init(init, name)
@@ -75,7 +79,7 @@ class MoE(nnx.Module):
         if self.layer.use_selection_bias:
             init = nnx.initializers.zeros
             init = init if sharding is None else sharding.split_init(init, "selection_bias")
-            self.selection_bias = SelectionBias(init(None, (num_experts,), jnp.float32))
+            self.selection_bias = SelectionBias(init(None, (self.layer.num_experts,), jnp.float32))
         self.dtype = dtype
         self.precision = precision
         self.sharding = sharding

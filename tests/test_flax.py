@@ -12,6 +12,7 @@ from moe_oracle import FUNCTIONS, expected, sigmoid
 import jgg
 import jgg.linen
 import jgg.nnx
+import jgg.sharding
 from jgg.layers import MoELayer
 
 SIZES = {"hidden_features": 20, "num_experts": 8, "topk": 2}
@@ -230,6 +231,19 @@ ERRORS = {
     "score": ({"score": "relu"}, "score must be one of .*got 'relu'"),
     "activation": ({"activation": "swish"}, "activation must be an Activation or one of"),
     "scale_input": ({"scale_input": True}, "scale_input needs topk to be 1, got 2"),
+    "topk_groups": (
+        {"num_groups": 2, "topk_groups": 3},
+        "topk_groups must be between 1 and num_groups, 2, got 3",
+    ),
+    "num_groups": ({"num_groups": 3}, "num_groups must divide the number of experts, 8, got 3"),
+    "scale": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    "hidden features": ({"hidden_features": 0}, "hidden_features must be a positive int, got 0"),
+    "implementation": ({"implementation": "x"}, "implementation must be one of .* got 'x'"),
+    "precision": ({"precision": "exact"}, "precision must be None, .* got 'exact'"),
+    "gates and ups apart": (
+        {"sharding": jgg.sharding.MoESharding(jax.sharding.AbstractMesh((2,), ("a",)), tensor="a")},
+        "interleaved must be True with a tensor axis",
+    ),
     "shared gate": ({"use_shared_gate": True}, "use_shared_gate needs shared_features to be 1 or more, got 0"),
 }
 
@@ -239,7 +253,14 @@ def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         jgg.nnx.MoE(24, rngs=nnx.Rngs(0), **(SIZES | options))
     with pytest.raises(ValueError, match=message):
-        jgg.linen.MoE(**(SIZES | options)).init(jax.random.key(0), X)
+        jgg.linen.MoE(**(SIZES | options))
+
+
+def test_weights_that_the_devices_do_not_divide():
+    sharding = jgg.sharding.MoESharding(jax.sharding.AbstractMesh((3,), ("a",)), expert="a")
+    init = sharding.split_init(nn.initializers.ones, "w_gate_up")
+    with pytest.raises(ValueError, match=r"w_gate_up must have a multiple of 3 along axis 0, .* got \[8, 24, 40\]"):
+        init(jax.random.key(0), (8, 24, 40), jnp.float32)
 
 
 def test_x_of_other_features():
