@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jgg.arguments import as_flag, as_int
 from jgg.problem import GroupedGemmProblem
+from jgg.shared_memory import shared_memory
 from jgg.target import Target
 from jgg.warp_specialization import max_columns, why_not
 
@@ -113,7 +114,7 @@ CONFIG_TYPES = {"forward": KernelConfigForward, "dx": KernelConfigDX, "dw": Kern
 def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_specialize: bool = True):
     """A configuration for the product `op`, "forward", "dx" or "dw", of a problem on a device.
 
-    Its reasons, tile by tile, each so that nothing spills or overflows shared memory:
+    Its reasons, tile by tile, each so that nothing spills:
 
     - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
@@ -129,19 +130,48 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
+    - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
-    if _is_ieee_float32(problem):
-        return _choose_ieee_float32(op, problem, target)
-    if may_specialize and why_not(op, problem, target) is None and _fills_specialized_tiles(op, problem):
+    if may_specialize and _fills_specialized_tiles(op, problem):
         gathers = _gathers_in_specialized(op, problem)
         tile = (256, 4) if max_columns(op, problem) == 256 else (128, 6)
-        return dataclasses.replace(
+        specialized = dataclasses.replace(
             specialized_config(op, problem.w_layout, *tile),
             fuse_gather=gathers,
             band=2 if gathers and op != "dw" else 8,
         )
-    if op == "dw":
-        return _choose_dw(problem, target)
+        if can_run(op, problem, target, specialized):
+            return specialized
+    if _is_ieee_float32(problem):
+        config = _choose_ieee_float32(op, problem, target)
+    else:
+        config = _choose_dw(problem, target) if op == "dw" else _choose_by_rows(op, problem, target)
+    return _fitted(op, problem, target, config)
+
+
+def can_run(op: str, problem: GroupedGemmProblem, target: Target, config) -> bool:
+    """Whether a device has the instructions, registers and shared memory for a product's kernel with a configuration."""
+    if config.warp_specialized:
+        columns = getattr(config, f"block_{output_axes(op, problem.w_layout)[1]}")
+        if why_not(op, problem, target) is not None or columns > max_columns(op, problem):
+            return False
+    return shared_memory(op, problem, target, config) <= target.shared_memory
+
+
+def _fitted(op, problem, target, config):
+    """The configuration with tiles half as wide, and only then with fewer stages, while it takes too much memory."""
+    rows, columns, _ = (f"block_{axis}" for axis in output_axes(op, problem.w_layout))
+    while not can_run(op, problem, target, config) and config.num_stages > 1:
+        widest = max(columns, rows, key=lambda block: getattr(config, block))
+        shrunk = {widest: getattr(config, widest) // 2}
+        if getattr(config, widest) <= 64:
+            shrunk = {"num_stages": config.num_stages - 1}
+        config = dataclasses.replace(config, **shrunk)
+    return config
+
+
+def _choose_by_rows(op, problem, target):
+    """Of the forward or the dX kernel."""
     if op == "forward":
         features, columns, reduced = problem.out_features, "n", "k"
         fusing = {"fuse_gather": not target.has_tma or _is_narrow(features), "fuse_scatter": not target.has_tma}

@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.config import CONFIG_TYPES, can_run, heuristic_config
 from jgg.files import cache_folder, locked, replace_text
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.target import Target
@@ -103,16 +103,16 @@ def _made_of(kind, values, most):
 
 
 def choose_config(op: str, problem: GroupedGemmProblem, target: Target, given=None):
-    """A configuration that can run: the one given, else the nearest tuned one, else the heuristic's.
+    """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
-    Files are read at trace time.
+    The heuristic also chooses in place of a given one for the warp-specialised kernel where that cannot run. Files are
+    read at trace time.
     """
-    config = given or _tuned_config(op, problem, target)
-    if config is None or not config.warp_specialized:
-        return config or heuristic_config(op, problem, target)
-    reason = why_not(op, problem, target)
+    if given is None:
+        return _tuned_config(op, problem, target) or heuristic_config(op, problem, target)
+    reason = why_not(op, problem, target) if given.warp_specialized else None
     if reason is None:
-        return config
+        return given
     _logger.info("The warp-specialised kernel is not used for this %s: %s", op, reason)
     return heuristic_config(op, problem, target)
 
@@ -127,9 +127,9 @@ def _tuned_config(op, problem, target):
 def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
     """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
 
-    An entry must be for the same product with the same options, compute capability and size of dtype, and none of K, N
-    and rows per expert may be more than twice the other's. One for the other layout of w serves too, as if it were half
-    a doubling further away; dW's tiles are turned with dw.
+    An entry must be for the same product with the same options, compute capability and size of dtype, none of K, N and
+    rows per expert may be more than twice the other's, and its configuration must be one that can run. One for the
+    other layout of w serves too, as if it were half a doubling further away; dW's tiles are turned with dw.
     """
     for path in (user_file(), *shipped_files()):
         near = [
@@ -140,8 +140,10 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
             and _options(op, entry.problem) == _options(op, problem)
             and max(_distances(entry.problem, problem)[:3]) <= 1
         ]
-        if near:
-            return in_layout(problem.w_layout, min(near, key=functools.partial(_remoteness, problem, target)))
+        for entry in sorted(near, key=functools.partial(_remoteness, problem, target)):
+            entry = in_layout(problem.w_layout, entry)
+            if can_run(op, problem, target, entry.config):
+                return entry
     return None
 
 

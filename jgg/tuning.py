@@ -17,6 +17,7 @@ from jgg.config import has_rows_for_specialized, heuristic_config, output_axes, 
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.shared_memory import shared_memory
 from jgg.target import Target, current_target, device_target
 from jgg.tuned_configs import Entry, merge, parse, user_file
 from jgg.warp_specialization import why_not
@@ -205,12 +206,12 @@ def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[An
 def _is_sensible(op, problem, config, base, target):
     """Whether a tile fits shared memory and registers, is no wider than its axis and no taller than the groups."""
     axes = output_axes(op, problem.w_layout)
-    rows, columns, step = (getattr(config, f"block_{axis}") for axis in axes)
+    rows, columns = (getattr(config, f"block_{axis}") for axis in axes[:2])
     features = {"k": problem.in_features, "n": problem.out_features, "m": base.block_m}
     fits_axes = all(size <= max(128, features[axis]) for axis, size in zip(axes[:2], (rows, columns), strict=True))
     if op != "dw" and rows > base.block_m * 2:  # the heuristic's tiles are as tall as the groups have rows
         return False
-    memory = config.num_stages * (rows + columns) * step * problem.dtype.itemsize * config.programs_per_sm
+    memory = config.programs_per_sm * shared_memory(op, problem, target, config)
     accumulators = rows * columns // (32 * config.num_warps)
     return fits_axes and memory <= target.shared_memory and accumulators <= 128
 

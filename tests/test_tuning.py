@@ -12,7 +12,7 @@ import pytest
 import jgg
 from jgg import tuned_configs, tuning
 from jgg.cli import main
-from jgg.config import CONFIG_TYPES, heuristic_config
+from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
 from jgg.implementations import kernels
 from jgg.measuring.workloads import gemm, load_layers
 from jgg.schedule import group_bounds
@@ -138,6 +138,29 @@ def test_the_nearest_entry_is_used(own_file):
     assert [chosen(gemm(**SIZES | {"in_features": k})).band for k in (1024, 1120, 1600, 2048, 4096)] == [
         11, 11, 12, 13, 13,
     ]  # fmt: skip
+
+
+def test_an_entry_that_does_not_fit_is_passed_over(own_file):
+    """Tiles of [128, 256] with four stages fit with a result of 16 bits alone: one of 32 takes 327,712 bytes."""
+    wide = jgg.KernelConfigForward(block_n=256, band=3)
+    tuned_configs.merge(own_file, entry(config=wide))
+    far = jgg.KernelConfigForward(band=5)
+    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), far))
+    assert chosen() == wide
+    float32 = dataclasses.replace(PROBLEM, out_dtype=jnp.dtype("float32"))
+    assert chosen(float32) == far
+    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), wide))
+    assert chosen(float32) == heuristic_config("forward", float32, HOPPER)
+    given = tuned_configs.choose_config("forward", float32, HOPPER, wide)
+    assert given == wide  # refused where it is compiled, and its memory known
+
+
+def test_an_entry_for_the_warp_specialised_kernel_is_passed_over_where_that_cannot_run(own_file):
+    weighted = gemm(**SIZES, weighted=True)
+    tuned_configs.merge(own_file, entry(weighted, specialized_config("dx", "enk"), op="dx"))
+    far = gemm(**SIZES | {"in_features": 1024}, weighted=True)
+    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigDX(band=3), op="dx"))
+    assert chosen(weighted, op="dx") == jgg.KernelConfigDX(band=3)
 
 
 def test_the_own_file_comes_before_the_shipped_one(own_file):
