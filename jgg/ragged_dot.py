@@ -149,9 +149,8 @@ def checked_arrays(lhs, rhs, group_sizes, group_offset):
     arrays = as_arrays(arrays, may_be_none=("group_offset",))
     for name in ("lhs", "rhs"):
         if arrays[name].dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be one of {dtype_names(DTYPES)}, got {arrays[name].dtype}; jax.lax.ragged_dot takes others."
-            )
+            names, got = dtype_names(DTYPES), arrays[name].dtype
+            raise TypeError(f"{name} must be one of {names}, got {got}; jax.lax.ragged_dot takes others.")
     if group_offset is not None:
         check_integers("group_offset", arrays["group_offset"])
         shape = arrays["group_offset"].shape

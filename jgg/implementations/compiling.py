@@ -28,6 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import AutoLayout
 
 from jgg.files import cache_folder, read_own_text, replace_text, warn_once
+from jgg.target import Target
 
 _logger = logging.getLogger("jgg")
 
@@ -81,6 +82,7 @@ def _correct_jax_triton():
             return kept
 
         ttir, compiled = _once_at_a_time(name, load_or_compile)
+        _check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
         return _launchable(ttir, compiled, gpu_target, options["num_ctas"]), ttir, parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel
@@ -100,6 +102,17 @@ def _once_at_a_time(name, compute):
             with _lock:
                 del _running[name]
     return future.result()
+
+
+def _check_fits(kernel, needed, compute_capability):
+    """Raises ValueError for a kernel that would fail at its launch, as only one of a given configuration can."""
+    available = Target(compute_capability, num_sms=0).shared_memory
+    if needed > available:
+        raise ValueError(
+            f"kernel_config_fwd, kernel_config_bwd_dx and kernel_config_bwd_dw must leave each kernel within the "
+            f"{available} bytes of shared memory of sm_{compute_capability}, got {needed} bytes for {kernel}: "
+            f"ask for smaller blocks or fewer stages."
+        )
 
 
 def _launchable(ttir, compiled, gpu_target, num_ctas):
