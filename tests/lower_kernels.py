@@ -42,12 +42,14 @@ OPTIONS = {
 }
 KERNELS = ("forward_kernel", "backward_dx_kernel", "backward_dw_kernel")
 SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
+SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
 LAYER_KERNELS = (
     "activate_kernel", "activate_backward_kernel",
     "top_k_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
 )  # fmt: skip
 EXPERT_COUNTS = (8, 128, 512, 1024)
-# dtype and precision, and the one whose kernels stand for it: they differ in the type or in repeated instructions
+# dtype and precision, and the one whose kernels stand for those of the same configuration: they differ in the type or
+# in repeated instructions
 MODES = {
     ("bfloat16", None): None,
     ("float16", None): ("bfloat16", None),
@@ -88,20 +90,27 @@ def chosen_configs(target, problem, dtype, precision):
 
 def every_problem():
     """Problems of all kinds that a heuristic might tell apart: (rows of an expert, K, N, layout, options)."""
-    rows = (1, 8, 16, 17, 32, 33, 64, 65, 127, 128, 500, 10_000)
-    features = (17, 64, 96, 128, 136, 256, 512, 513, 4096, 8192, 14_336)
+    rows = (1, 16, 17, 33, 65, 500)
+    features = (17, 64, 128, 136, 513, 4096, 8192)
     return itertools.product(rows, features, features, ("enk", "ekn"), OPTIONS)
 
 
-def problems_to_lower(target, dtype, precision):
-    """Few (problem, products) that together have every configuration, those with most options first."""
+def configs_of_problems(target, dtype, precision):
+    """Those chosen for small problems that together have every configuration, those with most options first."""
     features = ((512, 512), (1024, 1024), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
-    candidates = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
-    configs = {
-        (rows, *sizes, layout, options): chosen_configs(target, (rows, *sizes, layout, options), dtype, precision)
-        for rows, sizes, layout, options in candidates
-    }
+    problems = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
+    problems = [(rows, *sizes, layout, options) for rows, sizes, layout, options in problems]
+    return {problem: chosen_configs(target, problem, dtype, precision) for problem in problems}
+
+
+def problems_to_lower(target, mode):
+    """Few (problem, products) that together have every configuration of a mode, or one and those of no other."""
+    configs = configs_of_problems(target, *mode)
     missing = {config for chosen in configs.values() for config in chosen.values()}
+    if MODES[mode]:
+        others = configs_of_problems(target, *MODES[mode]).values()
+        missing.difference_update(*(chosen.values() for chosen in others))
+        missing.add(next(iter(configs.values()))["forward"])
     while missing:
         problem = max(configs, key=lambda problem: len(missing.intersection(configs[problem].values())))
         yield problem, tuple(op for op, config in configs[problem].items() if config in missing)
@@ -181,19 +190,29 @@ def layer_kernels(compute_capability):
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
 
 
-def leave_out_small_kernels_that_differ_in_sizes_alone():
-    """Of those that copy or add up rows, many are launched beside the products that a problem is here for."""
+def kind(name, launch):
+    """What decides how a kernel is compiled: of sizes, whether rows are aligned and a tile takes more than a step."""
+    constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
+    if name == "hopper_kernel":  # which takes long to compile, and no more memory with a bias or weights
+        of_interest = ("RAGGED_M", "GATHERS", "BLOCK_COLUMNS", "STAGES", "Y_COLUMN_STRIDE")
+        constants = {key: value for key, value in constants.items() if key in of_interest}
+        return repr((name, constants, launch.outputs["y"].dtype.itemsize))
+    aligned = {key: launch.constants[key] % 16 == 0 for key in SIZES if key in launch.constants}
+    has_steps = launch.constants.get("REDUCED", 0) > launch.constants.get("BLOCK_REDUCED", 0)
+    dtypes = {key: array.dtype for key, array in (launch.arrays | launch.result_types).items()}
+    options = [*launch.descriptors], launch.num_warps, launch.num_stages
+    return repr((name, constants, aligned, has_steps, dtypes, options))
+
+
+def leave_out_repeated_kernels():
+    """Compiles one kernel of each kind."""
     call_kernel, seen = triton_implementation.call, set()
 
     def call(compute_capability, name, launch):
-        if name in SMALL_KERNELS:
-            blocks = {key: value for key, value in launch.constants.items() if "COLUMNS" not in key or "BLOCK" in key}
-            is_aligned = launch.constants["COLUMNS"] % 8 == 0
-            dtypes = {key: getattr(value, "dtype", None) for key, value in launch.operands.items()}
-            kind = (name, is_aligned, *blocks.items(), *dtypes.items())
-            if kind in seen:
+        if name in (*KERNELS, *SMALL_KERNELS, "hopper_kernel"):
+            if kind(name, launch) in seen:
                 return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
-            seen.add(kind)
+            seen.add(kind(name, launch))
         return call_kernel(compute_capability, name, launch)
 
     triton_implementation.call = call
@@ -228,11 +247,10 @@ def heuristic_kernels(compute_capability):
     """(what a kernel is for, the function that lowers it) of each configuration of the heuristic."""
     with jgg.target(compute_capability):
         target = current_target()
-    for (dtype, precision), same in MODES.items():
+    for dtype, precision in MODES:
         if compute_capability == 80 and dtype == "float32":
             continue  # the same kernels are compiled for 8.9, where less shared memory must be enough for them
-        problems = list(problems_to_lower(target, dtype, precision))
-        for problem, products in problems[:1] if same else problems:
+        for problem, products in problems_to_lower(target, (dtype, precision)):
             what = [*problem, dtype, precision]
             yield what, functools.partial(lower, compute_capability, problem, dtype, precision, products)
 
@@ -250,7 +268,7 @@ def tuned_kernels(compute_capability, path):
 
 
 def main():
-    leave_out_small_kernels_that_differ_in_sizes_alone()
+    leave_out_repeated_kernels()
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
     files = map(Path, sys.argv[2:])

@@ -93,9 +93,10 @@ def test_every_choice_of_the_heuristic_is_compiled(mode, same, compute_capabilit
 
     compiled = {
         config
-        for problem, products in problems_to_lower(target, *(same or mode))
-        for op, config in chosen_configs(target, problem, *(same or mode)).items()
+        for lowered_mode in (mode, same or mode)
+        for problem, products in problems_to_lower(target, lowered_mode)
+        for op, config in chosen_configs(target, problem, *lowered_mode).items()
         if op in products
     }
     chosen = {config for problem in every_problem() for config in chosen_configs(target, problem, *mode).values()}
-    assert chosen == compiled
+    assert chosen <= compiled

@@ -1,0 +1,86 @@
+"""What is chosen by default fits every GPU: random problems, compiled on a machine with none.
+
+JGG_FIT_CASES=N compiles N problems in place of 40.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lower_defaults import DEVICES, device, random_problem
+
+import jgg
+from jgg import tuned_configs
+from jgg.config import CONFIG_TYPES, can_run, heuristic_config
+from jgg.target import current_target
+
+COUNT = int(os.environ.get("JGG_FIT_CASES", 40))
+
+
+def lowered(compute_capability, count):
+    """The kernels that lower_defaults.py compiled, in a process of its own since it replaces what launches them."""
+    script = Path(__file__).parent / "lower_defaults.py"
+    done = subprocess.run(
+        [sys.executable, script, str(compute_capability), str(count), "0"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "JGG_TUNED": "nonesuch"},
+        capture_output=True,
+        text=True,
+        timeout=max(600, 60 * count),
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def table(rows):
+    return "".join(f"\n{row}" for row in rows)
+
+
+@pytest.mark.parametrize("compute_capability", DEVICES)
+def test_kernels_fit(compute_capability):
+    kernels = lowered(compute_capability, COUNT // len(DEVICES))
+    with jgg.target(compute_capability):
+        limit = current_target().shared_memory
+    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
+    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
+    surprising = [kernel for kernel in kernels if kernel["most"] and kernel["shared_memory"] > kernel["most"]]
+    assert not surprising, f"more than jgg.shared_memory says: {table(surprising)}"
+    assert {"forward_kernel", "backward_dx_kernel", "backward_dw_kernel"} < {kernel["kernel"] for kernel in kernels}
+
+
+@pytest.mark.parametrize("compute_capability", [80, 86, 89, 90, 100, 103, 120])
+def test_every_choice_is_expected_to_fit(compute_capability):
+    rng = random.Random(compute_capability)
+    with device(compute_capability):
+        target = current_target()
+    for _ in range(300):
+        problem = random_problem(rng)
+        for op in CONFIG_TYPES:
+            plain = heuristic_config(op, problem, target, may_specialize=False)
+            for config in (plain, tuned_configs.choose_config(op, problem, target)):
+                assert can_run(op, problem, target, config), (op, problem, config)
+
+
+def test_tuned_configurations_are_expected_to_fit():
+    """As they were measured on the device, they do: none is passed over."""
+    for path in tuned_configs.shipped_files():
+        for entry in tuned_configs.parse(path):
+            with jgg.target(entry.compute_capability):
+                assert can_run(entry.op, entry.problem, current_target(), entry.config), entry
+
+
+def test_a_given_configuration_that_does_not_fit_is_refused():
+    x, w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    config = jgg.KernelConfigForward(num_stages=5)
+
+    def forward(x, w, sizes):
+        return jgg.grouped_gemm(x, w, sizes, kernel_config_fwd=config, implementation="triton")
+
+    with jgg.target(89), pytest.raises(ValueError, match=r"kernel_config_fwd.* 101376 bytes .*sm_89, got 1\d+ bytes"):
+        jax.jit(forward).trace(x, w, sizes).lower(lowering_platforms=("cuda",))
