@@ -150,7 +150,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
 
 
 def can_run(op: str, problem: GroupedGemmProblem, target: Target, config) -> bool:
-    """Whether a device has the instructions, registers and shared memory for a product's kernel with a configuration."""
+    """Whether a device has the instructions, registers and shared memory for a product's kernel of a configuration."""
     if config.warp_specialized:
         columns = getattr(config, f"block_{output_axes(op, problem.w_layout)[1]}")
         if why_not(op, problem, target) is not None or columns > max_columns(op, problem):
