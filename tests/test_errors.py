@@ -224,7 +224,7 @@ PRODUCT_ERRORS = {
     "ragged-dot-array": (
         lambda: jgg.ragged_dot(zeros(8, 5), None, indices(3)),
         TypeError,
-        "rhs must be an array, got NoneType",
+        "rhs must be an array, got None",
     ),
     "ragged-dot-result": (
         lambda: general(preferred_element_type="int32"),
