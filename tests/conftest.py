@@ -1,5 +1,6 @@
-"""Makes implicit promotion of dtypes and ranks an error in every test."""
+"""Makes implicit promotion of dtypes and ranks an error in every test, and names hypothesis's profiles."""
 
+import generated
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +9,7 @@ from jgg.implementations import ahead, triton
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+generated.register_profiles()
 
 
 @pytest.fixture(autouse=True)
