@@ -1,0 +1,132 @@
+"""Trains the demo's model by several implementations, from the same weights and batches: python tools/same_training.py.
+
+Their losses differ by rounding only, which training amplifies: for each implementation the spread over seeds is the
+noise that the difference between implementations is to be compared with. Writes PREFIX.json and PREFIX.png.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+from jgg.cli.demo import Settings, add_arguments
+from jgg.cli.demo_data import held_out_windows, load_corpus
+from jgg.cli.demo_model import LanguageModel
+from jgg.cli.demo_train import TrainState, make_evaluate, make_step
+from jgg.cli.machine import devices, versions
+
+PEAK_RATE = 3e-3
+SMOOTHED = 10  # steps that a point of a curve is the mean of; the final training loss is that of 10 points
+
+
+def train(settings: Settings):
+    """The curve of a run, and its losses at the end, in bits per byte."""
+    corpus = load_corpus()
+    init_key, data_key = jax.random.split(jax.random.key(settings.seed))
+    graphdef, params = nnx.split(LanguageModel(settings, rngs=nnx.Rngs(init_key)))
+    warmup = max(1, min(100, settings.steps // 10))
+    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, warmup, max(settings.steps, warmup + 1)))
+    step = make_step(graphdef, optimizer, settings, data_key)
+    state, text = TrainState(params, optimizer.init(params), jnp.int32(0)), jax.device_put(corpus.train)
+    losses = []
+    for _ in range(settings.steps):
+        state, metrics = step(state, text)
+        losses.append(metrics.bits_per_byte)
+    losses = np.asarray(jax.device_get(losses))
+    held_out = None
+    if settings.implementation != "interpret":  # which would take hours
+        windows = held_out_windows(corpus.held_out, settings.seq, settings.batch)
+        held_out = make_evaluate(graphdef)(state.params, *windows).item()
+    whole = len(losses) // SMOOTHED * SMOOTHED or len(losses)
+    return {
+        "implementation": settings.implementation,
+        "seed": settings.seed,
+        "train": losses[:whole].reshape(-1, min(SMOOTHED, whole)).mean(axis=1).tolist(),
+        "final_train": float(np.mean(losses[-10 * SMOOTHED :])),
+        "final_held_out": held_out,
+    }
+
+
+def compare(runs):
+    """Mean and spread of the final losses of each implementation, and how far those of one seed are apart."""
+    summary = {"implementations": {}, "largest_difference_of_a_seed": {}}
+    for loss in ("final_train", "final_held_out"):
+        by_seed = {}
+        for run in runs:
+            if run[loss] is not None:
+                by_seed.setdefault(run["seed"], []).append(run[loss])
+        differences = [max(losses) - min(losses) for losses in by_seed.values() if len(losses) > 1]
+        summary["largest_difference_of_a_seed"][loss] = max(differences, default=None)
+    for name in dict.fromkeys(run["implementation"] for run in runs):
+        own = [run for run in runs if run["implementation"] == name]
+        summary["implementations"][name] = {
+            loss: {"mean": float(np.mean(values)), "spread": max(values) - min(values)}
+            for loss in ("final_train", "final_held_out")
+            for values in [[run[loss] for run in own if run[loss] is not None]]
+            if values
+        }
+    return summary
+
+
+def plot(runs, title) -> Figure:
+    """The curves, and what those of each seed differ from the first implementation's."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves, differences = figure.subplots(1, 2)
+    figure.suptitle(title)
+    names = list(dict.fromkeys(run["implementation"] for run in runs))
+    first = {run["seed"]: run for run in runs if run["implementation"] == names[0]}
+    for run in runs:
+        place = names.index(run["implementation"])
+        style = {"color": f"C{place}", "linestyle": ("-", "--", ":")[place % 3], "linewidth": 1, "alpha": 0.8}
+        label = run["implementation"] if run["seed"] == min(first) else None
+        losses = run["train"]
+        steps = SMOOTHED * (1 + np.arange(len(losses)))
+        curves.plot(steps, losses, label=label, **style)
+        if place:
+            others = first[run["seed"]]["train"]
+            label = f"{run['implementation']}, seed {run['seed']}"
+            differences.plot(steps, np.subtract(losses, others), label=label, linewidth=1)
+    curves.set(xlabel="step", ylabel="bits per byte", title="training loss of every seed")
+    curves.legend()
+    differences.set(xlabel="step", ylabel="bits per byte", title=f"loss less that of {names[0]} with the same seed")
+    if len(names) > 1:
+        differences.legend()
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def main():
+    """Trains, prints the final losses, and writes both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--implementations", nargs="+", default=["xla", "triton"], help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.set_defaults(steps=2000, out="same-training", quiet=True)
+    options = parser.parse_args()
+    settings = Settings.from_args(options)
+    runs = []
+    for seed, implementation in itertools.product(options.seeds, options.implementations):
+        runs.append(train(dataclasses.replace(settings, seed=seed, implementation=implementation)))
+        print(
+            "{implementation}, seed {seed}: {final_train:.4f}, held out {final_held_out}".format(**runs[-1]), flush=True
+        )
+    summary = compare(runs)
+    print(json.dumps(summary, indent=2))
+    kind = devices()[0].kind
+    content = {"config": dataclasses.asdict(settings), "versions": versions(), "device": kind, **summary, "runs": runs}
+    Path(f"{settings.out}.json").write_text(json.dumps(content, indent=2) + "\n")
+    title = f"{settings.steps} steps, {len(options.seeds)} seeds, {settings.dtype}, {kind}"
+    plot(runs, title).savefig(f"{settings.out}.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()
