@@ -148,6 +148,8 @@ def reference(case, values):
 
     def take(array, at, where):
         """Rows of an array, zero for those that are not read, whatever it holds."""
+        if array.shape[0] == 0:
+            return jnp.zeros((rows, *array.shape[1:]), array.dtype)
         read = array.at[at].get(mode="fill", fill_value=0)
         return jnp.where(where.reshape(-1, *[1] * (array.ndim - 1)), read, 0)
 
