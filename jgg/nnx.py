@@ -100,6 +100,7 @@ class MoE(nnx.Module):
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
             implementation=self.implementation,
         )  # fmt: skip
-        for name, value in metrics._asdict().items():
-            self.sow(nnx.Intermediate, name, value, capture_noop=True)
+        # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
+        for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
+            self.sow(nnx.Intermediate, name, value)
         return y
