@@ -49,7 +49,7 @@ def no_timing(monkeypatch):
 
     monkeypatch.setattr(bench_run, "Reference", Cached)
     monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_: timing.Timing(1e-3, function(arrays)))
+    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: timing.Timing(1e-3, function(arrays)))
 
 
 def by_op(result):
@@ -221,7 +221,7 @@ def test_jgg_is_checked_too(run_bench, monkeypatch):
 
 @pytest.mark.usefixtures("no_timing")
 def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_bench, monkeypatch):
-    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_: timing.Timing(1e-3, 2 * function(arrays)))
+    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: timing.Timing(1e-3, 2 * function(arrays)))
     code, _, result = run_bench(*OWN, "--op=dw", "--peers=none")
     assert code == 1
     assert by_op(result)["dw"]["jgg"]["status"] == "WRONG"
@@ -294,7 +294,7 @@ def fails_in_the_second_row(error):
     """In place of `measure`: the first row is measured, of the second its first product."""
     calls = []
 
-    def measure(function, arrays, *_):
+    def measure(function, arrays, *_, **__):
         calls.append(function)
         if len(calls) == 6:  # the second row's bounds
             raise error
