@@ -1,0 +1,119 @@
+"""Runs the contract's cases under NVIDIA's compute-sanitizer; prints what its tools found, and fails if it is of jgg.
+
+Each tool runs in several processes side by side. What it says of a kernel of XLA or cuBLAS is counted apart.
+"""
+
+import argparse
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+TOOLS = ("memcheck", "initcheck", "racecheck")
+# racecheck follows what a kernel does in shared memory alone, so that others' need not be watched
+OF_TOOL = {"racecheck": ["--kernel-regex", "kns=_kernel"]}
+ENVIRONMENT = {
+    # each array an allocation of its own, so that nothing beside it is memory that may be read
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    "PYTHONUNBUFFERED": "1",
+}
+FINDING = re.compile(r"========= (Error: |Warning: |Invalid |Misaligned |Uninitialized |Race |Barrier |Program hit )")
+KERNEL = re.compile(r"\bat (?:void )?([\w:<>, ]+?)(?:\(|\+0x| in )")
+
+
+def compute_sanitizer():
+    """The tool's path: on PATH, or where CUDA is usually installed."""
+    path = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if path is None:
+        sys.exit("compute-sanitizer is not on PATH nor in /usr/local/cuda/bin; it comes with the CUDA toolkit.")
+    return path
+
+
+def start(tool, number, count, folder):
+    """The process of a tool that runs one part of the cases, and the file that it writes to."""
+    log = folder / f"{tool}-{number}.log"
+    command = [
+        compute_sanitizer(), "--tool", tool, *OF_TOOL.get(tool, []), "--print-limit", "100000",
+        "--report-api-errors", "no", sys.executable, TESTS / "run_contract.py", str(number), str(count),
+    ]  # fmt: skip
+    path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT
+        )
+    return process, log
+
+
+def findings(text):
+    """(case, what was found, kernel) of each finding in what a tool printed."""
+    case, lines = "before the first case", text.splitlines()
+    for index, line in enumerate(lines):
+        if line.startswith("case: "):
+            case = line.removeprefix("case: ")
+        if FINDING.match(line):
+            block = [line]
+            for following in lines[index + 1 :]:
+                if not following.startswith("=========  "):
+                    break
+                block.append(following)
+            kernel = KERNEL.search(" ".join(block))
+            yield case, line.removeprefix("========= "), kernel[1] if kernel else "no kernel"
+
+
+def own_kernels():
+    """The names of jgg's kernels, as in their sources."""
+    sources = (TESTS.parent / "kernels").glob("*.py")
+    return {name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+
+
+def report(tool, logs):
+    """Prints what a tool found; returns whether it ran through and found nothing of jgg's."""
+    texts = [log.read_text(errors="replace") for log in logs]
+    own, found, others = own_kernels(), collections.Counter(), collections.Counter()
+    for case, what, kernel in (finding for text in texts for finding in findings(text)):
+        if kernel in own or kernel == "no kernel":
+            found[kernel, re.sub(r"0x\w+|\d+", "#", what), case.partition(":")[0]] += 1
+        else:
+            others[kernel] += 1
+    cases = sum(text.count("\ncase: ") + text.startswith("case: ") for text in texts)
+    unfinished = [str(log) for log, text in zip(logs, texts, strict=True) if "all cases ran" not in text]
+    print(f"{tool}: {cases} cases, {sum(found.values())} findings of jgg, {sum(others.values())} of other kernels")
+    for (kernel, what, kind), count in found.most_common():
+        print(f"  {count:6d}  {kernel}, {kind}: {what}")
+    for kernel, count in others.most_common(5):
+        print(f"  {count:6d}  not of jgg: {kernel}")
+    for log in unfinished:
+        print(f"  did not run all cases, see {log}; it ends with")
+        print("    " + "\n    ".join(Path(log).read_text(errors="replace").splitlines()[-8:]))
+    return not found and not unfinished
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", default=",".join(TOOLS), help="memcheck, initcheck, racecheck, synccheck")
+    parser.add_argument("--parts", type=int, default=4, help="processes of each tool")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that all may take together")
+    parser.add_argument("--out", type=Path, default=TESTS.parent / "sanitize", help="folder for the logs")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.timeout
+    tools = args.tools.split(",")
+    started = {tool: [start(tool, i, args.parts, args.out) for i in range(args.parts)] for tool in tools}
+    for process, _ in (each for parts in started.values() for each in parts):
+        try:
+            process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    sys.exit(not all([report(tool, [log for _, log in parts]) for tool, parts in started.items()]))
+
+
+if __name__ == "__main__":
+    main()
