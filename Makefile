@@ -6,8 +6,11 @@ endif
 
 BIN := .venv/bin
 ON_CPU := JAX_PLATFORMS=cpu
-# Tests compile more than they compute.
-QUICKLY_COMPILED := XLA_FLAGS=--xla_backend_optimization_level=0
+# Tests compile more than they compute: not optimized, and fusions not through MLIR, which takes twice as long.
+QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 \
+	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true'
+PYTEST_ON_GPU := $(BIN)/pytest -m gpu
+PYTEST_ON_CPU := $(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n logical --maxprocesses 8
 PLATFORM := $(if $(GPU),,$(ON_CPU))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
@@ -22,13 +25,16 @@ $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test lint notebook venv clean
+.PHONY: help demo test test-all test-gpu sanitize lint notebook venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      train a small MoE model and write jgg-demo.png'
-	@echo 'make test      run the tests, with GPU=... those that need a GPU too'
+	@echo 'make test      run the tests that every change needs, with GPU=... those that need a GPU too'
+	@echo 'make test-all  run the thorough tests too, as CI does'
+	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style and formatting'
 	@echo 'make notebook  execute the notebooks in place'
 	@echo 'make venv      install everything for development into .venv'
@@ -41,10 +47,20 @@ help:
 demo: $(DEMO_STAMP)
 	$(PLATFORM) $(BIN)/jgg demo $(ARGS)
 
-# The tests that need no GPU stay on the CPU: two workers would compete for a GPU's memory.
 test: $(DEV_STAMP)
-	$(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
-	$(if $(GPU),$(BIN)/pytest -m gpu $(ARGS))
+	$(PYTEST_ON_CPU) $(ARGS)
+	$(if $(GPU),$(PYTEST_ON_GPU) $(ARGS))
+
+test-all: $(DEV_STAMP)
+	$(PYTEST_ON_CPU) -m 'not gpu' $(ARGS)
+	$(if $(GPU),$(PYTEST_ON_GPU) $(ARGS))
+
+# On the GPU; what needs none runs on the CPU, where it is quicker.
+test-gpu: $(DEV_STAMP)
+	$(PYTEST_ON_GPU) $(ARGS)
+
+sanitize: $(DEV_STAMP)
+	$(BIN)/python tests/sanitize.py $(if $(TOOLS),--tools $(TOOLS)) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -67,5 +83,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json
+	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

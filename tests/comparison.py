@@ -38,7 +38,7 @@ def run(case: Case, data: Data, implementation, *, precision=None, configs=(), j
     arrays = [data.x, data.w, data.topk_weights, data.bias]
     fixed = jax.tree.map(jnp.asarray, (data.group_sizes, data.gather_indices))
     # Donated, these become the memory of the results, so that an element nobody writes is NaN.
-    unwritten = jax.tree.map(lambda array: jnp.full_like(array, np.nan), (data.dy, arrays))
+    unwritten = jax.tree.map(lambda array: jnp.asarray(np.full_like(array, np.nan)), (data.dy, arrays))
     y, gradients = function(unwritten, jax.tree.map(jnp.asarray, arrays), *fixed, jnp.asarray(data.dy))
     return jax.tree.map(np.asarray, [y, *gradients])
 

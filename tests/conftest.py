@@ -1,15 +1,45 @@
-"""Makes implicit promotion of dtypes and ranks an error in every test, and names hypothesis's profiles."""
+"""Makes implicit promotion of dtypes and ranks an error, names hypothesis's profiles, divides tests among workers."""
 
 import generated
 import jax
 import jax.numpy as jnp
 import pytest
+import workers
 
 from jgg.implementations import ahead, triton
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 generated.register_profiles()
+workers.limit_memory()
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Of -n auto, the default: one process, or for tests that need a GPU as many as have room there."""
+    if config.option.numprocesses != "auto":
+        return None
+    expression = config.option.markexpr
+    return workers.num_workers() if "gpu" in expression and "not gpu" not in expression else 0
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return workers.Scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The thorough tests come first, since they take longest; all large ones go to one worker."""
+    items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
+    for item in items:
+        if item.get_closest_marker("large"):
+            item.add_marker(pytest.mark.xdist_group("large"))
+            if not workers.runs_large_tests():
+                item.add_marker(pytest.mark.skip(f"needs a GPU of {workers.LARGE_GPU:.0f} GiB"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session):
+    workers.write_groups(session.items)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from jgg.moe import moe_mlp
 
 IMPLEMENTATIONS = [
     None,
-    "xla",
+    pytest.param("xla", marks=pytest.mark.thorough),
     pytest.param("interpret", marks=pytest.mark.interpret),
     pytest.param("triton", marks=pytest.mark.gpu),
 ]

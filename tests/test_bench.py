@@ -14,6 +14,7 @@ import pytest
 from jgg.cli import bench, bench_report, bench_run, common, main
 from jgg.measuring import peers, timing, workloads
 
+pytestmark = pytest.mark.xdist_group("bench")  # one worker compiles what they share
 OWN = ["--m=24", "--k=8", "--n=6", "--experts=4", "--topk=2", "--dtype=float32"]
 
 

@@ -180,6 +180,7 @@ def gpu_layer(name, **changes):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_temporaries_of_a_training_step():
     """At most pre-activation, its gradient, hidden, its gradient and one array [M, H] are held at once."""
     problem, arrays = gpu_layer("qwen3-30b-a3b")
@@ -190,6 +191,7 @@ def test_temporaries_of_a_training_step():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("tokens", [1, 131_072])
 def test_few_and_many_tokens(tokens):
     problem, arrays = gpu_layer("qwen3-30b-a3b", tokens=tokens, hidden=512, expert_intermediate=128)

@@ -20,6 +20,7 @@ from jgg.cli.demo_data import held_out_windows, load_corpus
 from jgg.cli.demo_model import LanguageModel, measure
 from jgg.cli.machine import Device, Facts, TunedFile, gather
 
+pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
 ROOT = Path(__file__).parent.parent
 
 VERSIONS = {
@@ -236,6 +237,7 @@ def test_demo_learns_and_writes(tmp_path, capsys):
     assert f"Held out: {result['final']['held_out_bits_per_byte']:.3f} bits per byte" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     log = demo_train.Trainer._log

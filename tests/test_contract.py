@@ -23,11 +23,18 @@ from comparison import OUTPUTS, assert_matches, assert_right, oracle_arguments, 
 import jgg
 
 
-def on(implementation, *dtypes_and_precisions):
-    marks = {"interpret": pytest.mark.interpret, "triton": pytest.mark.gpu}
+def on(implementation, *dtypes_and_precisions, marks=()):
+    own_marks = {"interpret": [pytest.mark.interpret], "triton": [pytest.mark.gpu]}.get(implementation, [])
     for dtype, precision in dtypes_and_precisions:
         name = "-".join(filter(None, (implementation or "default", dtype, precision)))
-        yield pytest.param(implementation, dtype, precision, id=name, marks=marks.get(implementation, ()))
+        # one worker compiles, once for all cases that share a program
+        group = [] if implementation == "triton" else [pytest.mark.xdist_group(name)]
+        yield pytest.param(implementation, dtype, precision, id=name, marks=[*own_marks, *group, *marks])
+
+
+def thoroughly_on(implementation, *dtypes_and_precisions):
+    """Of what another implementation or dtype shows at every change, in plain JAX."""
+    return on(implementation, *dtypes_and_precisions, marks=[pytest.mark.thorough])
 
 
 def parametrize(*groups):
@@ -38,11 +45,17 @@ def parametrize(*groups):
 FLOAT32, HIGHEST = ("float32", None), ("float32", "highest")
 FLOAT16, BFLOAT16 = ("float16", None), ("bfloat16", None)
 IN_EVERY_DTYPE = parametrize(
-    on("xla", FLOAT32, FLOAT16, BFLOAT16),
+    on("xla", FLOAT32, BFLOAT16),
+    thoroughly_on("xla", FLOAT16),
     on("interpret", FLOAT32),
     on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16),
 )
-IN_FLOAT32 = parametrize(on("xla", FLOAT32), on(None, FLOAT32), on("interpret", FLOAT32), on("triton", HIGHEST))
+IN_FLOAT32 = parametrize(
+    thoroughly_on("xla", FLOAT32),
+    on(None, FLOAT32),
+    on("interpret", FLOAT32),
+    on("triton", HIGHEST),
+)
 
 
 def named(cases):
@@ -55,7 +68,12 @@ def test_case(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(on("xla", FLOAT32, BFLOAT16), on("interpret", FLOAT16), on("triton", HIGHEST, BFLOAT16))
+@parametrize(
+    on("xla", FLOAT32),
+    thoroughly_on("xla", BFLOAT16),
+    on("interpret", FLOAT16),
+    on("triton", HIGHEST, BFLOAT16),
+)
 @named(CASES_IN_TWO_DTYPES)
 def test_case_of_shapes(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -67,7 +85,12 @@ def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(on("xla", FLOAT32), on(None, BFLOAT16), on("interpret", FLOAT32), on("triton", FLOAT32, BFLOAT16))
+@parametrize(
+    thoroughly_on("xla", FLOAT32),
+    on(None, BFLOAT16),
+    on("interpret", FLOAT32),
+    on("triton", FLOAT32, BFLOAT16),
+)
 @named(OPTIONS_HALVES[0])
 def test_every_option(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -80,7 +103,8 @@ def test_every_option_in_the_other_layout(case, implementation, dtype, precision
 
 
 @parametrize(
-    on("xla", FLOAT32, FLOAT16, BFLOAT16),
+    on("xla", FLOAT32),
+    thoroughly_on("xla", FLOAT16, BFLOAT16),
     on("interpret", FLOAT32),
     on("triton", HIGHEST, FLOAT16, BFLOAT16),
 )
@@ -178,7 +202,7 @@ SMALL = {"weights": (6, 32, 48, (9, 14)), "rows": (3, 24, 40, (200, 7))}
     [
         *(pytest.param("xla", shape, id=f"xla-small-{name}") for name, shape in SMALL.items()),
         *(
-            pytest.param("triton", shape, id=f"triton-large-{name}", marks=pytest.mark.gpu)
+            pytest.param("triton", shape, id=f"triton-large-{name}", marks=[pytest.mark.gpu, pytest.mark.large])
             for name, shape in LARGE.items()
         ),
     ],

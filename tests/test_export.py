@@ -158,6 +158,7 @@ def test_compiled_ahead_of_time(implementation):
     assert_close(list(compiled(*arrays)), list(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
 def test_second_start_finds_the_compiled_program(implementation, tmp_path):
     first, second = (json.loads(run_script("run_second_start.py", tmp_path, implementation)) for _ in range(2))

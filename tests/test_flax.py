@@ -15,6 +15,7 @@ import jgg.nnx
 import jgg.sharding
 from jgg.layers import MoELayer
 
+pytestmark = pytest.mark.xdist_group("flax")  # one worker compiles what they share
 SIZES = {"hidden_features": 20, "num_experts": 8, "topk": 2}
 OPTIONS = {
     "defaults": {},

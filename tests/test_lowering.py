@@ -47,6 +47,7 @@ def assert_fit(kernels, compute_capability):
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
 
 
+@pytest.mark.thorough
 @TARGETS
 def test_kernels_compile_and_fit(compute_capability, tmp_path):
     kernels = lowered(tmp_path, compute_capability)
@@ -65,6 +66,7 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
 def test_tuned_configurations_compile_and_fit(path, tmp_path):
     (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}

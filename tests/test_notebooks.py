@@ -13,6 +13,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # the client asks for an event loop in a way that newer Pythons warn of
 @pytest.mark.filterwarnings("default")

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # One worker builds, once for all tests here.
 pytestmark = pytest.mark.xdist_group("packaging")
+OTHER_FORMS = [pytest.param(form, marks=pytest.mark.thorough) for form in ("wheel_from_sdist", "editable_wheel")]
 
 # Prints, from an interpreter that sees one form of jgg, which modules jgg.kernels has.
 LIST_KERNELS = """
@@ -109,7 +110,7 @@ def editable_wheel(source, tmp_path_factory):
     return wheel
 
 
-@pytest.mark.parametrize("form", ["checkout", "wheel", "wheel_from_sdist", "editable_wheel"])
+@pytest.mark.parametrize("form", ["checkout", "wheel", *OTHER_FORMS])
 def test_every_form_has_the_same_kernels(form, request, source, tmp_path):
     if form == "checkout":
         folder, home = source, source
@@ -132,7 +133,7 @@ def test_every_form_has_the_same_kernels(form, request, source, tmp_path):
         assert top_level is None
 
 
-@pytest.mark.parametrize("form", ["wheel", "wheel_from_sdist"])
+@pytest.mark.parametrize("form", ["wheel", OTHER_FORMS[0]])
 def test_wheel_holds_the_package_and_nothing_else(form, request, source):
     names = wheel_names(request.getfixturevalue(form))
     package = {

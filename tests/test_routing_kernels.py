@@ -102,6 +102,7 @@ def test_under_vmap(implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(8192, 128, 8), (131_072, 512, 10), (1, 256, 8)])
 def test_large_and_small_batches(num_tokens, num_experts, topk):
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))

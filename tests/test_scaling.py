@@ -150,11 +150,12 @@ def test_plan_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_scale_measures_what_the_model_says_is_sent(tmp_path):
     """In a process of its own with two devices: each strategy is right and sends what the model counts."""
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"layers": [dataclasses.asdict(LAYER)]}))
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     command = ["scale", "--shapes", shapes, "--layer", "wide", "--dtype", "float32", "--steps", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "jgg", *map(str, command), "--buffer-factor", "2", "--out", str(tmp_path / "scale")],

@@ -120,6 +120,7 @@ def test_operands_are_split_as_the_weights_are_or_refused():
             assert kept.is_equivalent_to(operands[1].sharding, 3), operands
 
 
+@pytest.mark.thorough
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))
