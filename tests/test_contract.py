@@ -110,9 +110,9 @@ def test_every_option_in_the_other_layout(case, implementation, dtype, precision
 )
 def test_every_pattern_of_empty_groups(implementation, dtype, precision):
     options = {"in_features": 16, "out_features": 12, "biased": True, "weighted": True}
-    for pattern in itertools.product((0, 1), repeat=6):
+    for pattern in itertools.product((0, 1), repeat=5):
         # the shapes stay, so that all patterns share one compiled function
-        sizes = tuple(np.multiply(pattern, (5, 1, 4, 2, 3, 6)).tolist())
+        sizes = tuple(np.multiply(pattern, (5, 1, 4, 2, 6)).tolist())
         name = "pattern-" + "".join(map(str, pattern))
         case = Case(name, sizes, num_rows=24, poison="tail", **options)
         assert_right(case, dtype, implementation, precision=precision)

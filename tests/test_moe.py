@@ -16,6 +16,16 @@ import jgg
 from jgg.activations import ACTIVATIONS, clamped_swiglu
 from jgg.moe import moe_mlp
 
+LAYOUTS = pytest.mark.parametrize(
+    ("biased", "w_layout"),
+    [
+        (False, "enk"),
+        (True, "ekn"),
+        pytest.param(False, "ekn", marks=pytest.mark.thorough),
+        pytest.param(True, "enk", marks=pytest.mark.thorough),
+    ],
+)
+
 
 def assert_close(got, want, tolerance, name):
     if want is None:
@@ -54,8 +64,7 @@ def test_gate_and_up_in_turns(activation, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
-@pytest.mark.parametrize("biased", [False, True])
+@LAYOUTS
 def test_layout_and_bias(biased, w_layout, implementation):
     assert_right(implementation, w_layout=w_layout, biased=biased)
 
@@ -79,8 +88,7 @@ def test_case(case, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
-@pytest.mark.parametrize("biased", [False, True])
+@LAYOUTS
 def test_fewer_rows_than_choices(biased, w_layout, implementation):
     floats, chosen, dy = make(biased=biased, w_layout=w_layout)
     chosen[::3, 1] = chosen[4] = DATA["experts"]  # no such expert
