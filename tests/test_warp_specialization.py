@@ -145,7 +145,9 @@ def test_a_result_of_32_bits_has_tiles_that_fit_the_registers(launched):
     problem = dataclasses.replace(gemm(**GEMM), out_dtype=jnp.dtype("float32"))
     assert why_not("forward", problem, HOPPER) is None
     assert heuristic_config("forward", problem, HOPPER).block_n == 128
-    with pytest.raises(ValueError, match="block_n of forward with warp_specialized and a result in float32 must be 128"):
+    with pytest.raises(
+        ValueError, match="block_n of forward with warp_specialized and a result in float32 must be 128"
+    ):
         lower(preferred_element_type="float32", kernel_config_fwd=specialized_config("forward", "enk"))
 
 
