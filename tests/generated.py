@@ -43,7 +43,8 @@ def examples(count):
 
 def on(implementation, count, fits=lambda number: True):
     """(implementation, number) for the first `count` numbers that fit, or in the thorough profile for more."""
-    marks = {"interpret": pytest.mark.interpret, "triton": pytest.mark.gpu}.get(implementation, ())
+    interpreted = (pytest.mark.interpret, pytest.mark.thorough)
+    marks = {"interpret": interpreted, "triton": pytest.mark.gpu}.get(implementation, ())
     fitting = filter(fits, itertools.count())
     for number in itertools.islice(fitting, 10 * count if _is_thorough() else count):
         yield pytest.param(implementation, number, id=f"{implementation or 'default'}-{number}", marks=marks)

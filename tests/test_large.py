@@ -14,7 +14,7 @@ import pytest
 
 import jgg
 
-GPU = pytest.mark.gpu
+GPU = (pytest.mark.gpu, pytest.mark.large)
 PRODUCTS = {
     # E, K, N, rows; each expert has some rows, the last one most
     "small": (5, 24, 40, 40),
