@@ -198,7 +198,7 @@ def check_group_offset():
 
 def check_out_sharding():
     """ragged_dot of whole arrays with a result that is split over Explicit axes."""
-    mesh = mesh_of(jax.sharding.AxisType.Explicit)
+    mesh = mesh_of(*(EXPLICIT,) * 3)
     x, w, sizes = jnp.ones((4, 6)), jnp.ones((3, 6, 8)), jnp.asarray([1, 0, 2], jnp.int32)
 
     sharding = jax.NamedSharding(mesh, P("a", "b"))

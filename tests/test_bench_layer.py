@@ -106,7 +106,9 @@ def changed(name, change):
     return layer_function
 
 
-@pytest.mark.parametrize("name", ["y", "d w_router", "d w_down"])
+@pytest.mark.parametrize(
+    "name", ["d w_router", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("y", "d w_down"))]
+)
 def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
     wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
     monkeypatch.setattr(bench_layer, "layer_function", wrong_function)
@@ -156,6 +158,7 @@ def test_a_wrong_choice_is_reported(run_bench, monkeypatch):
     assert "WRONG: an expert left out beats one chosen by" in output
 
 
+@pytest.mark.thorough
 def test_bfloat16_stays_within_the_bounds():
     layer = Layer("narrow", tokens=64, hidden=256, expert_intermediate=128, experts=8, topk=4)
     problem = measuring.LayerProblem(layer, "bfloat16", "ekn")

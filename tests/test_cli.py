@@ -215,6 +215,7 @@ def test_command_as_installed_starts_quietly():
 SMALL = ["--steps=20", "--batch=16", "--seq=64", "--hidden=64", "--layers=1", "--experts=4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_learns_and_writes(tmp_path, capsys):
     out = tmp_path / "small"

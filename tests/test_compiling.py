@@ -62,7 +62,9 @@ def products(of_each):
     return [jgg.grouped_gemm(*arrays, implementation="triton") for arrays in of_each]
 
 
-@pytest.mark.parametrize(("sizes", "name"), [(PLAIN, "forward_kernel"), (GLUON, "hopper_kernel")])
+@pytest.mark.parametrize(
+    ("sizes", "name"), [(PLAIN, "forward_kernel"), pytest.param(GLUON, "hopper_kernel", marks=pytest.mark.thorough)]
+)
 def test_is_compiled_once(sizes, name, folder, compiled):
     first = program(sizes)
     (path,) = folder.iterdir()

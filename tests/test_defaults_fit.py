@@ -41,6 +41,7 @@ def table(rows):
     return "".join(f"\n{row}" for row in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute_capability", DEVICES)
 def test_kernels_fit(compute_capability):
     kernels = lowered(compute_capability, COUNT // len(DEVICES))

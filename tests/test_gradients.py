@@ -26,7 +26,9 @@ def expected_gradients(case, data, dy):
     return {name: g for name, g in zip(NAMES, gradients, strict=True) if g is not None}
 
 
-@CASES
+@pytest.mark.parametrize(
+    "case", [PLAIN, pytest.param(WITH_EVERYTHING, marks=pytest.mark.thorough)], ids=lambda case: case.name
+)
 def test_xla_to_second_order(case):
     function, arrays, _ = differentiable(case, "xla")
     check_grads(function, (arrays,), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)

@@ -266,6 +266,7 @@ def test_the_last_product_spares_multiprocessors(launched):
     assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
 
 
+@pytest.mark.thorough
 def test_xla_to_second_order():
     floats, chosen, _ = make(tokens=4, features=6, hidden=4, experts=3)
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), 3)

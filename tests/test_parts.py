@@ -29,7 +29,7 @@ def part_width(monkeypatch):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_width):
     floats, chosen, dy = make(features=80, biased=biased, w_layout=w_layout)
     results = []

@@ -71,7 +71,13 @@ SORTS = {
 
 
 @KERNELS
-@pytest.mark.parametrize(("num_rows", "num_experts", "first", "last"), SORTS.values(), ids=SORTS)
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "first", "last"),
+    [
+        pytest.param(*sizes, id=name, marks=[pytest.mark.thorough] * name.startswith("several steps"))
+        for name, sizes in SORTS.items()
+    ],
+)
 def test_sort(num_rows, num_experts, first, last, implementation):
     experts = np.random.default_rng(num_rows).integers(first, last, num_rows).astype(np.int32)
     assert_sorted(experts, num_experts, implementation)

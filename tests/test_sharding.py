@@ -41,7 +41,7 @@ def printed(process):
     return out
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.thorough), 8])
 def test_every_strategy_on_eight_devices(step):
     assert printed(start("run_sharding.py", step)).splitlines() == [*list(CASES)[::step], "all right"]
 

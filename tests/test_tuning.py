@@ -355,6 +355,7 @@ def test_usage_errors(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_command(tmp_path, capsys):
     """With workers, which are processes of their own; without, the next test."""
