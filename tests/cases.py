@@ -89,9 +89,8 @@ def make_data(case: Case, dtype, seed: int = 0) -> Data:
 
     x = normal(rows // topk if case.permute_x else rows, features[0])
     w = normal(experts, *(features if case.w_layout == "ekn" else features[::-1]), scale=max(features[0], 1) ** -0.5)
-    dy = normal(rows, features[1], scale=max(features[1], 1) ** -0.5)
-    if case.out_dtype is not None:
-        dy = dy.astype(case.out_dtype)
+    dy = rng.standard_normal((rows, features[1])) * max(features[1], 1) ** -0.5
+    dy = dy.astype(dtype if case.out_dtype is None else case.out_dtype)
     topk_weights = None
     if case.weighted:
         topk_weights = rng.uniform(0.5, 1.5, (rows,) if case.flat_weights else (rows // topk, topk))

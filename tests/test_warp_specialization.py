@@ -47,13 +47,24 @@ LARGE_CASES = [
     Case("large-short-steps", (300, 0, 700, 24), None, 72, 136, poison=""),
     Case("large-short-steps-ekn", (300, 0, 700, 24), None, 136, 72, w_layout="ekn"),
     Case("large-poisoned", (300, 2, 700, 24, 100), None, 264, 520, poison="rows"),
+    Case("large-in-float32", out_dtype="float32", **LARGE),
+    Case("large-in-float32-ekn", w_layout="ekn", num_rows=1400, poison="tail", out_dtype="float32", **LARGE),
+    Case("large-in-float32-everything", num_rows=1400, out_dtype="float32", **EVERYTHING, **LARGE),
+    Case("large-in-float32-gathered", permute_x=True, topk=2, gather="random", out_dtype="float32", **LARGE),
+    Case("large-in-float32-gathered-dy", permute_y=True, gather="random", out_dtype="float32", **LARGE),
 ]
+
+
+def columns_of(case):
+    """Of the widest tiles that there are for a case's results."""
+    return 128 if case.out_dtype == "float32" else 256
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES + OPTIONS, ids=lambda case: case.name)
 def test_case(case):
-    assert_right(case, "bfloat16", "triton", configs=specialized_configs(case.w_layout, fuse_gather=True))
+    configs = specialized_configs(case.w_layout, columns_of(case), fuse_gather=True)
+    assert_right(case, "bfloat16", "triton", configs=configs)
 
 
 @pytest.mark.gpu
@@ -62,7 +73,7 @@ def test_case(case):
 )
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 def test_large_case(case, columns, band, dtype, fuse_gather):
-    configs = specialized_configs(case.w_layout, columns, band=band, fuse_gather=fuse_gather)
+    configs = specialized_configs(case.w_layout, min(columns, columns_of(case)), band=band, fuse_gather=fuse_gather)
     assert_right(case, dtype, "triton", configs=configs)
 
 
