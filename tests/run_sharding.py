@@ -7,7 +7,6 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import functools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -124,17 +123,14 @@ def check_interleave():
 
 
 def main():
-    """Every case and check, or of the cases each so many-th."""
     assert jax.device_count() == 8
-    step = int(sys.argv[1])
-    for name in list(CASES)[::step]:
+    for name in CASES:
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
-    checks = [check_weights_are_not_moved, check_explicit_weights_are_refused, check_interleave]
-    if step == 1:
-        checks += [check_flax, *(functools.partial(check_layer, kind) for kind in KINDS)]
-    for check in checks:
+    for check in (check_weights_are_not_moved, check_explicit_weights_are_refused, check_interleave, check_flax):
         check()
+    for kind in KINDS:
+        check_layer(kind)
     print("all right", flush=True)
 
 

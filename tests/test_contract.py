@@ -71,7 +71,7 @@ def test_case(case, implementation, dtype, precision):
 @parametrize(
     on("xla", FLOAT32),
     thoroughly_on("xla", BFLOAT16),
-    on("interpret", FLOAT16),
+    thoroughly_on("interpret", FLOAT16),
     on("triton", HIGHEST, BFLOAT16),
 )
 @named(CASES_IN_TWO_DTYPES)
@@ -87,7 +87,7 @@ def test_case_of_values(case, implementation, dtype, precision):
 
 @parametrize(
     thoroughly_on("xla", FLOAT32),
-    on(None, BFLOAT16),
+    thoroughly_on(None, BFLOAT16),
     on("interpret", FLOAT32),
     on("triton", FLOAT32, BFLOAT16),
 )
@@ -96,7 +96,7 @@ def test_every_option(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(on("xla", FLOAT16), on("interpret", FLOAT16), on("triton", HIGHEST, FLOAT16))
+@parametrize(thoroughly_on("xla", FLOAT16), thoroughly_on("interpret", FLOAT16), on("triton", HIGHEST, FLOAT16))
 @named(OPTIONS_HALVES[1])
 def test_every_option_in_the_other_layout(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -138,7 +138,7 @@ KERNEL_CONFIGS = {
 }
 
 
-@parametrize(on("interpret", FLOAT16), on("triton", FLOAT16))
+@parametrize(thoroughly_on("interpret", FLOAT16), on("triton", FLOAT16))
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 @pytest.mark.parametrize("configs", KERNEL_CONFIGS.values(), ids=KERNEL_CONFIGS.keys())
 def test_kernel_configs(configs, w_layout, implementation, dtype, precision):

@@ -102,6 +102,7 @@ def test_both_layers_compute_what_numpy_does(options):
     close(jax.jit(module.apply)(variables, X), want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_both_layers_have_the_same_gradients(options):
     layer = nnx_layer(**options)

@@ -65,6 +65,7 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
         close(own[key], want, key)
 
 
+@pytest.mark.thorough
 @EVERY_FAMILY
 def test_flax_layers_take_the_parameters(name):
     config, weights, _, data = load(name)

@@ -86,6 +86,7 @@ def table(kernels):
     return "".join(f"\n{kernel}" for kernel in kernels)
 
 
+@pytest.mark.thorough
 @TARGETS
 @pytest.mark.parametrize(("mode", "same"), MODES.items())
 def test_every_choice_of_the_heuristic_is_compiled(mode, same, compute_capability):

@@ -260,6 +260,7 @@ def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
 TINY = {"num_rows": 48, "in_features": 32, "out_features": 48, "num_experts": 3, "dtype": "float32"}
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("op", CONFIG_TYPES)
 def test_search(op, own_file):

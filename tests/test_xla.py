@@ -62,7 +62,7 @@ def test_largest_array_sees_a_dense_operand():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("num_experts", [8, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 @pytest.mark.parametrize(("options", "w_layout"), [("plain", "enk"), ("everything", "ekn")])
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_memory(implementation, options, w_layout, dtype, num_experts, backward):
