@@ -42,11 +42,15 @@ def examples(count):
 
 
 def on(implementation, count, fits=lambda number: True):
-    """(implementation, number) for the first `count` numbers that fit, or in the thorough profile for more."""
-    interpreted = (pytest.mark.interpret, pytest.mark.thorough)
-    marks = {"interpret": interpreted, "triton": pytest.mark.gpu}.get(implementation, ())
+    """(implementation, number) for the first `count` numbers that fit, or in the thorough profile for more.
+
+    The later half of them are thorough tests, and so are all that are interpreted.
+    """
+    marks = {"interpret": (pytest.mark.interpret,), "triton": (pytest.mark.gpu,)}.get(implementation, ())
     fitting = filter(fits, itertools.count())
-    for number in itertools.islice(fitting, 10 * count if _is_thorough() else count):
+    for index, number in enumerate(itertools.islice(fitting, 10 * count if _is_thorough() else count)):
+        if index == -(-count // 2) or (index == 0 and implementation == "interpret"):
+            marks += (pytest.mark.thorough,)
         yield pytest.param(implementation, number, id=f"{implementation or 'default'}-{number}", marks=marks)
 
 

@@ -35,8 +35,8 @@ def parametrize(*params):
 
 
 @parametrize(
-    on("xla", 8),
-    on(None, 4),
+    on("xla", 12),
+    on(None, 6),
     on("interpret", 2, lambda number: runs_in("interpret", number, **SMALL)),
     on("triton", 20),
 )
