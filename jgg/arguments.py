@@ -100,6 +100,12 @@ def dtype_names(dtypes) -> str:
     return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
 
 
+def check(condition, message):
+    """Raises ValueError with the message where the condition does not hold."""
+    if not condition:
+        raise ValueError(message)
+
+
 def check_one_of(name: str, value, choices: Collection[str]):
     """Raises ValueError unless the value is one of several names."""
     if not isinstance(value, str) or value not in choices:

@@ -8,7 +8,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jgg.arguments import as_dtype, as_flag, as_int, check_integers, check_one_of, check_rank, dtype_names
+from jgg.arguments import as_dtype, as_flag, as_int, check, check_integers, check_one_of, check_rank, dtype_names
 from jgg.precision import canonical_precision
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -135,13 +135,13 @@ def check_problem(
     dtype = check_same_dtype(operands)
     check_integers("group_sizes", group_sizes)
     check_rank("group_sizes", group_sizes, "[E]")
-    _check(
+    check(
         not jax.export.is_symbolic_dim(group_sizes.shape[0]),
         f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
     )
     num_experts = group_sizes.shape[0] if w is None else w.shape[0]
     if group_offset is None:
-        _check(
+        check(
             group_sizes.shape[0] == num_experts,
             f"group_sizes must be [E] with E equal to w's {num_experts}, got {list(group_sizes.shape)}.",
         )
@@ -152,7 +152,7 @@ def check_problem(
     if bias is not None:
         check_dtype("bias", bias)
         expected = (num_experts, out_features)
-        _check(bias.shape == expected, f"bias must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
+        check(bias.shape == expected, f"bias must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
     if out_dtype is not None:
         out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
     return GroupedGemmProblem(
@@ -188,13 +188,13 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
         rows["gather_indices"] = gather_indices.shape[0]
     (first, num_rows), *others = rows.items()
     is_known = not jax.export.is_symbolic_dim(num_rows)
-    _check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
     if some_choices:
         return gather_indices.shape[0]
     of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
     for name, count in others:
-        _check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
-    _check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
+        check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
+    check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
     return num_rows
 
 
@@ -205,7 +205,7 @@ def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
     layout = "[E, N, K]" if w_layout == "enk" else "[E, K, N]"
     for name, array, axis, letter in (("x", x, in_axis, "K"), ("dy", dy, out_axis, "N")):
         if array is not None:
-            _check(
+            check(
                 w.shape[axis] == array.shape[1],
                 f"w must be {layout} with {letter} equal to {name}'s {array.shape[1]}, got w {list(w.shape)} "
                 f"(w_layout={w_layout!r}).",
@@ -219,15 +219,10 @@ def _check_topk_weights(topk_weights, num_rows, topk):
     check_dtype("topk_weights", topk_weights)
     shapes = [(num_rows,)] + ([(num_rows // topk, topk)] if num_rows % topk == 0 else [])
     expected = " or ".join(str(list(shape)) for shape in shapes)
-    _check(
+    check(
         topk_weights.shape in shapes,
         f"topk_weights must be [M] or [T, topk], here {expected}, got {list(topk_weights.shape)}.",
     )
-
-
-def _check(condition, message):
-    if not condition:
-        raise ValueError(message)
 
 
 def check_dtype(name: str, array):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg import implementations
-from jgg.arguments import as_arrays, check_integers, check_rank, dtype_names
+from jgg.arguments import as_arrays, check, check_integers, check_rank, dtype_names
 from jgg.grouped_gemm import checked_grouped_gemm
 from jgg.implementations import Operation
 from jgg.implementations.blocks import Rows
@@ -168,9 +168,3 @@ def check_group_sizes(group_sizes, prefix, num_groups):
         num_groups is None or shape[-1] == num_groups,
         f"group_sizes must be [g] with g equal to rhs's {num_groups}, got {list(shape)}.",
     )
-
-
-def check(condition, message):
-    """Raises ValueError with the message where the condition does not hold."""
-    if not condition:
-        raise ValueError(message)

@@ -6,7 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jgg.ragged_dot import check, check_group_sizes, checked_arrays, multiply_rows, result_dtype, split, sum_over_rows
+from jgg.arguments import check
+from jgg.ragged_dot import check_group_sizes, checked_arrays, multiply_rows, result_dtype, split, sum_over_rows
 from jgg.schedule import saturated_int32
 
 

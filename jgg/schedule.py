@@ -132,6 +132,12 @@ def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
     return jnp.where(start <= row, group, num_groups)
 
 
+def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
+    """Whether each row lies from the first group's first to the last group's last, bool [num_rows]."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    return (row >= bounds.starts[0]) & (row < bounds.ends[-1])
+
+
 def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The groups from that with most rows to that with fewest, of equal ones the lower first.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jgg.implementations import parts
 from jgg.implementations.launch import Launch, flat
-from jgg.schedule import inverse_permutation
+from jgg.schedule import between_groups, inverse_permutation
 
 
 def combine(call, rows, positions, topk: int, scales=None, *, y=None, first_column: int = 0, y_columns=None):
@@ -56,9 +56,8 @@ def sum_by_token(call, target, problem, multiply, rows, num_columns, bounds, gat
     Args:
       multiply: (rows, columns) -> that range of the product's columns, [M, columns].
     """
-    row = jnp.arange(len(gather_indices), dtype=jnp.int32)
-    in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
-    positions = inverse_permutation(jnp.where(in_groups, gather_indices, -1), problem.num_positions)
+    named = jnp.where(between_groups(bounds, len(gather_indices)), gather_indices, -1)
+    positions = inverse_permutation(named, problem.num_positions)
     scales = flat(scales)
 
     def add_up(rows, columns, y):

@@ -26,7 +26,7 @@ from jgg.implementations.launch import (
 )
 from jgg.implementations.terms import Terms
 from jgg.problem import GroupedGemmProblem
-from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
+from jgg.schedule import GroupBounds, between_groups, inverse_permutation, tile_schedule
 from jgg.target import Target
 from jgg.tuned_configs import choose_config
 
@@ -200,10 +200,9 @@ def _dx_rows(
     results = call("backward_dx_kernel", launch)
     if x is None:
         return results["dx"], None
-    row = jnp.arange(problem.num_rows, dtype=jnp.int32)
-    in_groups = (row >= bounds.starts[0]) & (row < bounds.ends[-1])
     # the kernel leaves the sums of rows outside every group unwritten
-    return results["dx"], jnp.sum(jnp.where(in_groups, results["row_sums"], 0), axis=0)
+    row_sums = jnp.where(between_groups(bounds, problem.num_rows), results["row_sums"], 0)
+    return results["dx"], jnp.sum(row_sums, axis=0)
 
 
 def _w_block(problem, config):
