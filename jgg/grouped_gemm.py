@@ -39,7 +39,8 @@ def grouped_gemm(
     """Multiplies each expert's rows of `x` by that expert's matrix.
 
     Computes `y[i] = (x[i] @ w[e]^T + bias[e]) * topk_weights[i]` for every row i of each expert e, accumulating in
-    float32. Differentiable in x, w, topk_weights and bias.
+    float32. Differentiable in x, w, topk_weights and bias, to any order; what the kernels compute is differentiated a
+    second time in plain JAX.
 
     Shapes: T tokens, k experts per token, M = T * k routed rows, E experts, K in-features, N out-features. Rows are in
     expert order (sorted by expert, as `sort_by_expert` sorts them) or in token order (row t * k + j is token t's j-th
@@ -67,9 +68,9 @@ def grouped_gemm(
         of which they leave out the second where that is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
-      implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; differentiable forwards and
-        to any order too) or "interpret" (the Triton kernels on the CPU, float32 and float16); by default "triton" where
-        the program is compiled for such a GPU and "xla" elsewhere.
+      implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; in forward mode too) or
+        "interpret" (the Triton kernels on the CPU, float32 and float16); by default "triton" where the program is
+        compiled for such a GPU and "xla" elsewhere.
 
     Returns:
       y [M, N]. Rows past `sum(group_sizes)` are zero, whatever such rows of x hold.
@@ -92,7 +93,7 @@ def grouped_gemm_forward(
     x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False, topk_weights=None, bias=None, *,
     w_layout="enk", precision=None, preferred_element_type=None, kernel_config=None, implementation=None,
 ):  # fmt: skip
-    """The forward product of `grouped_gemm` alone, without a derivative; same arguments, one `kernel_config`."""
+    """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
     _check_config("kernel_config", kernel_config, KernelConfigForward)
     (y,) = _product(
         "forward", kernel_config, implementation, ("x", "w", "bounds", "gather_indices", "topk_weights", "bias"),
@@ -107,7 +108,7 @@ def grouped_gemm_dx(
     dy, w, gather_indices, group_sizes, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
     w_layout="enk", precision=None, kernel_config=None, implementation=None,
 ):  # fmt: skip
-    """The gradient of `grouped_gemm` in x alone, without a derivative of its own.
+    """The gradient of `grouped_gemm` in x alone; its own derivative is plain JAX.
 
     Computes `dx[i] = (dy[i] @ w[e]) * topk_weights[i]` for every row i of each expert e, and with `permute_x` the sum
     of each token's rows.
@@ -134,7 +135,7 @@ def grouped_gemm_dw(
     x, dy, group_sizes, gather_indices=None, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
     w_layout="enk", precision=None, kernel_config=None, implementation=None,
 ):  # fmt: skip
-    """The gradient of `grouped_gemm` in w alone, without a derivative of its own.
+    """The gradient of `grouped_gemm` in w alone; its own derivative is plain JAX.
 
     Computes `dw[e] = sum of topk_weights[i] * dy[i]^T x[i]` over the rows i of each expert e; zero for an expert
     without rows.

@@ -57,7 +57,7 @@ def moe_mlp(
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.
-      w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable forwards and to any order.
+      w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are

@@ -43,10 +43,14 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No thread compiles what a test has traced: it would launch kernels beside those that the test counts."""
+def alone(request, monkeypatch):
+    """No thread compiles what a test has traced: it would launch kernels beside those that the test counts.
+
+    Large tests count none, and their kernels take longest to compile.
+    """
     monkeypatch.setattr(ahead, "_is_to_compile", {})
-    monkeypatch.setattr(ahead, "_num_threads", lambda: 0)
+    if not request.node.get_closest_marker("large"):
+        monkeypatch.setattr(ahead, "_num_threads", lambda: 0)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 TOOLS = ("memcheck", "initcheck", "racecheck")
 # racecheck follows what a kernel does in shared memory alone, so that others' need not be watched
-OF_TOOL = {"racecheck": ["--kernel-regex", "kns=_kernel"]}
+OF_TOOL = {"racecheck": ["--kernel-name", "kns=_kernel"]}
 ENVIRONMENT = {
     # each array an allocation of its own, so that nothing beside it is memory that may be read
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -41,7 +41,8 @@ def start(tool, number, count, folder):
     log = folder / f"{tool}-{number}.log"
     command = [
         compute_sanitizer(), "--tool", tool, *OF_TOOL.get(tool, []), "--print-limit", "100000",
-        "--report-api-errors", "no", sys.executable, TESTS / "run_contract.py", str(number), str(count),
+        "--report-api-errors", "no", "--show-backtrace", "device",
+        sys.executable, TESTS / "run_contract.py", str(number), str(count),
     ]  # fmt: skip
     path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("w") as file:
@@ -98,7 +99,7 @@ def report(tool, logs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=",".join(TOOLS), help="memcheck, initcheck, racecheck, synccheck")
-    parser.add_argument("--parts", type=int, default=4, help="processes of each tool")
+    parser.add_argument("--parts", type=int, default=2, help="processes of each tool; more take more memory")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that all may take together")
     parser.add_argument("--out", type=Path, default=TESTS.parent / "sanitize", help="folder for the logs")
     args = parser.parse_args()
@@ -106,12 +107,13 @@ def main():
     end = time.monotonic() + args.timeout
     tools = args.tools.split(",")
     started = {tool: [start(tool, i, args.parts, args.out) for i in range(args.parts)] for tool in tools}
-    for process, _ in (each for parts in started.values() for each in parts):
+    for process, log in (each for parts in started.values() for each in parts):
         try:
             process.wait(max(0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+        with log.open("a") as file:
+            file.write(f"\nended with status {process.wait()}\n")
     sys.exit(not all([report(tool, [log for _, log in parts]) for tool, parts in started.items()]))
 
 

@@ -46,7 +46,8 @@ def moe_arguments():
 
 def moe(implementation):
     def layer(x, w_gate_up, w_down, logits):
-        return jgg.moe_mlp(x, w_gate_up, w_down, jgg.route(logits, 2), implementation=implementation)
+        routing = jgg.route(logits, 2)
+        return jgg.moe_mlp(x, w_gate_up, w_down, routing, precision="highest", implementation=implementation)
 
     return layer
 
@@ -224,3 +225,42 @@ def test_jacobian_of_the_kernels(implementation):
     assert_close(got, expected)
     with pytest.raises(TypeError, match=r"forward-mode .* custom_vjp"):
         jax.jvp(function, (arrays,), (arrays,))
+
+
+def second_derivative(function, arguments):
+    def slope(*arguments):
+        gradients = jax.grad(lambda *floats: jnp.sum(jnp.sin(function(*floats))), range(len(arguments)))(*arguments)
+        return sum(jnp.sum(jnp.cos(gradient)) for gradient in jax.tree.leaves(gradients))
+
+    return jax.jit(jax.grad(slope, range(len(arguments))))(*arguments)
+
+
+@pytest.mark.parametrize("implementation", [None, TRITON])
+def test_second_order_of_the_kernels(implementation):
+    """Of a product and of a layer: what the kernels compute backwards is differentiated in plain JAX."""
+    (function, arrays, _), (plain, _, _) = (differentiable(WITH_EVERYTHING, name) for name in (implementation, "xla"))
+    assert_close(second_derivative(function, (arrays,)), second_derivative(plain, (arrays,)), 1e-4)
+    got, expected = (second_derivative(moe(name), moe_arguments()) for name in (implementation, "xla"))
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, 1e-4 * np.max(np.abs(other)))
+
+
+@pytest.mark.parametrize("implementation", [None, TRITON])
+def test_derivative_of_a_product_alone(implementation):
+    """Right even where JAX differentiates the product and not the function that has a rule for it."""
+    function, arrays, _ = differentiable(WITH_EVERYTHING, "xla")
+    case, data = WITH_EVERYTHING, make_data(WITH_EVERYTHING, "float32")
+    fixed = {"group_sizes": jnp.asarray(data.group_sizes), "gather_indices": jnp.asarray(data.gather_indices)}
+
+    def product(arrays):
+        return jgg.grouped_gemm_forward(
+            **arrays, **fixed, **case.options, implementation=implementation, precision="highest"
+        )
+
+    def gradients(function):
+        return jax.jit(jax.vmap(jax.grad(lambda arrays: jnp.sum(jnp.sin(function(arrays))))))
+
+    batch = jax.tree.map(lambda a: jnp.stack([a, -a]), arrays)
+    assert_close(gradients(product)(batch), gradients(function)(batch))
+    _, tangent = jax.jvp(product, (arrays,), (arrays,))
+    assert_close(tangent, jax.jvp(function, (arrays,), (arrays,))[1])

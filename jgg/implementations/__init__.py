@@ -11,7 +11,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from jgg.implementations import ahead
 from jgg.implementations.batching import merge_batch
@@ -177,7 +177,21 @@ def _merge_batch(leaves, batched, *, product, implementation, target, problem, c
     return merge_batch(run, product, problem, arrays, batched, dict(options))
 
 
-(_product_on_device, _), _bind = define_partitioned(
+def _differentiate(leaves, tangents, **params):
+    """The results and their tangents, which are computed in plain JAX: derivatives of a derivative."""
+    varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def plain(*some):
+        operands = list(leaves)
+        for index, operand in zip(varied, some, strict=True):
+            operands[index] = operand
+        return _compute(*operands, own="xla", **params | {"implementation": "xla"})
+
+    _, tangents_out = jax.jvp(plain, tuple(leaves[i] for i in varied), tuple(tangents[i] for i in varied))
+    return _bind(*leaves, **params), tangents_out
+
+
+_products, _bind = define_partitioned(
     "grouped_gemm",
     _note_and_type,
     functools.partial(_compute, own="xla"),
@@ -201,4 +215,7 @@ def _lower_noted(operation):
         jax.jit(compute).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
+_product_on_device, _ = _products
 mlir.register_lowering(_product_on_device, _lower_beside_others, platform="cuda")
+for _primitive in _products:
+    ad.primitive_jvps[_primitive] = _differentiate

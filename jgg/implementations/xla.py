@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jgg.implementations import blocks, xla_layer
 from jgg.implementations.blocks import Rows
-from jgg.implementations.multilinear import outer_dot, rows_dot
+from jgg.implementations.multilinear import outer_dot, row_dots, rows_dot
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds
 
@@ -35,22 +35,13 @@ def forward(target, problem, config, x, w, bounds, gather_indices, topk_weights,
 
 def backward_dx(target, problem, config, dy, w, x, bounds, gather_indices, topk_weights):
     """The dX product and the row sums; see `implementations.kernels.backward_dx`."""
-    scales = row_scales(problem, gather_indices, topk_weights)
-    dy, x = Rows(dy, _y_rows(problem, gather_indices)), Rows(x, x_rows(problem, gather_indices))
-    adds = x.at is not None
-    dx = blocks.zeros(problem.x_shape, jnp.float32 if adds else problem.dtype, dy)
-    row_sums = None if x.array is None else blocks.zeros((problem.num_rows,), jnp.float32, dy)
-
-    def body(block, multiply, results):
-        dx, row_sums = results
-        product = multiply(blocks.take(dy, block))
-        if row_sums is not None:
-            row_sums = blocks.put(Rows(row_sums), block, blocks.sum_of_products(product, blocks.take(x, block)))
-        return blocks.put(Rows(dx, x.at), block, blocks.scaled(product, block, scales), adds), row_sums
-
-    transpose_w = problem.w_layout == "ekn"
-    dx, row_sums = blocks.over_blocks(body, (dx, row_sums), dy.count, w, bounds, transpose_w, problem.precision)
-    return [dx.astype(problem.dtype)] + ([] if row_sums is None else [row_sums])
+    dy, x_at = Rows(dy, _y_rows(problem, gather_indices)), x_rows(problem, gather_indices)
+    dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
+    dx = rows_dot(
+        dy, w, bounds, scales=row_scales(problem, gather_indices, topk_weights), write_at=x_at, adds=x_at is not None,
+        shape=problem.x_shape, out_dtype=problem.dtype, **dot,
+    )  # fmt: skip
+    return [dx] if x is None else [dx, row_dots(Rows(x, x_at), dy, w, bounds, **dot)]
 
 
 def backward_dw(target, problem, config, x, dy, bounds, gather_indices, topk_weights, with_bias):
