@@ -11,6 +11,7 @@ from jgg.implementations import ahead, triton
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 generated.register_profiles()
+workers.compile_quickly()
 workers.limit_memory()
 
 

@@ -1,10 +1,13 @@
 """Runs the contract's cases under NVIDIA's compute-sanitizer; prints what its tools found, and fails if it is of jgg.
 
-Each tool runs in several processes side by side. What it says of a kernel of XLA or cuBLAS is counted apart.
+Each tool runs in several processes side by side, after one pass without a tool that compiles what they run. What a tool
+says of a kernel of XLA or cuBLAS is counted apart, and so is what has the line of a kernel's `def`: it is of code that
+Triton adds to ours, such as the bytes by which a warp-specialised kernel's partitions are told what to run.
 """
 
 import argparse
 import collections
+import itertools
 import os
 import re
 import shutil
@@ -23,9 +26,13 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
     "PYTHONUNBUFFERED": "1",
+    # What is compiled under the tools ends some processes: XLA takes it to be slow and fails as it says so.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 FINDING = re.compile(r"========= (Error: |Warning: |Invalid |Misaligned |Uninitialized |Race |Barrier |Program hit )")
-KERNEL = re.compile(r"\bat (?:void )?([\w:<>, ]+?)(?:\(|\+0x| in )")
+KERNEL = re.compile(r"\b(?:at|access at) (?:void )?([\w:<>, ]+?)(?:\(|\+0x| in )")
+LINE = re.compile(r"\b(\w+\.py:\d+)")
 
 
 def compute_sanitizer():
@@ -37,23 +44,35 @@ def compute_sanitizer():
 
 
 def start(tool, number, count, folder):
-    """The process of a tool that runs one part of the cases, and the file that it writes to."""
-    log = folder / f"{tool}-{number}.log"
-    command = [
+    """The process of a tool, or of none, that runs one part of the cases, and the file that it writes to."""
+    log = folder / f"{tool or 'compiling'}-{number}.log"
+    watch = [
         compute_sanitizer(), "--tool", tool, *OF_TOOL.get(tool, []), "--print-limit", "100000",
         "--report-api-errors", "no", "--show-backtrace", "device",
-        sys.executable, TESTS / "run_contract.py", str(number), str(count),
-    ]  # fmt: skip
+    ] if tool else []  # fmt: skip
     path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT
-        )
+            [*watch, sys.executable, TESTS / "run_contract.py", str(number), str(count)],
+            env=environment, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     return process, log
 
 
+def finish(started, end):
+    """Waits for processes until a time, ends those that take longer, and notes in their logs how they ended."""
+    for process, log in started:
+        try:
+            process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        with log.open("a") as file:
+            file.write(f"\nended with status {process.wait()}\n")
+
+
 def findings(text):
-    """(case, what was found, kernel) of each finding in what a tool printed."""
+    """(case, what was found, kernel, lines of source) of each finding in what a tool printed."""
     case, lines = "before the first case", text.splitlines()
     for index, line in enumerate(lines):
         if line.startswith("case: "):
@@ -65,27 +84,32 @@ def findings(text):
                     break
                 block.append(following)
             kernel = KERNEL.search(" ".join(block))
-            yield case, line.removeprefix("========= "), kernel[1] if kernel else "no kernel"
+            lines_of_source = set(LINE.findall(" ".join(block)))
+            yield case, line.removeprefix("========= "), kernel[1] if kernel else "no kernel", lines_of_source
 
 
 def own_kernels():
-    """The names of jgg's kernels, as in their sources."""
-    sources = (TESTS.parent / "kernels").glob("*.py")
-    return {name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    """The name of each of jgg's kernels, and the line of its `def`."""
+    for path in (TESTS.parent / "kernels").glob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if name := re.match(r"def (\w+_kernel)\(", line):
+                yield name[1], f"{path.name}:{number}"
 
 
 def report(tool, logs):
     """Prints what a tool found; returns whether it ran through and found nothing of jgg's."""
     texts = [log.read_text(errors="replace") for log in logs]
-    own, found, others = own_kernels(), collections.Counter(), collections.Counter()
-    for case, what, kernel in (finding for text in texts for finding in findings(text)):
-        if kernel in own or kernel == "no kernel":
-            found[kernel, re.sub(r"0x\w+|\d+", "#", what), case.partition(":")[0]] += 1
+    own, found, others = dict(own_kernels()), collections.Counter(), collections.Counter()
+    for case, what, kernel, lines in (finding for text in texts for finding in findings(text)):
+        if kernel in own and lines == {own[kernel]}:
+            others[f"{kernel}, in code that Triton adds"] += 1
+        elif kernel in own or kernel == "no kernel":
+            found[kernel, re.sub(r"0x\w+", "#", what), case.partition(":")[0]] += 1
         else:
             others[kernel] += 1
     cases = sum(text.count("\ncase: ") + text.startswith("case: ") for text in texts)
     unfinished = [str(log) for log, text in zip(logs, texts, strict=True) if "all cases ran" not in text]
-    print(f"{tool}: {cases} cases, {sum(found.values())} findings of jgg, {sum(others.values())} of other kernels")
+    print(f"{tool}: {cases} cases, {sum(found.values())} findings of jgg, {sum(others.values())} of others")
     for (kernel, what, kind), count in found.most_common():
         print(f"  {count:6d}  {kernel}, {kind}: {what}")
     for kernel, count in others.most_common(5):
@@ -106,14 +130,9 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.timeout
     tools = args.tools.split(",")
+    finish([start(None, i, os.cpu_count() // 2, args.out) for i in range(os.cpu_count() // 2)], end)
     started = {tool: [start(tool, i, args.parts, args.out) for i in range(args.parts)] for tool in tools}
-    for process, log in (each for parts in started.values() for each in parts):
-        try:
-            process.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        with log.open("a") as file:
-            file.write(f"\nended with status {process.wait()}\n")
+    finish(itertools.chain(*started.values()), end)
     sys.exit(not all([report(tool, [log for _, log in parts]) for tool, parts in started.items()]))
 
 

@@ -39,6 +39,11 @@ def num_workers() -> int:
     return int(max(1, min((gpu_memory() - first) / (CONTEXT + ARRAYS), len(os.sched_getaffinity(0)))))
 
 
+def compile_quickly() -> None:
+    """Has XLA compile for a GPU, before JAX starts there, without trying which variant of a product is fastest."""
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
+
+
 def limit_memory() -> None:
     """Gives a worker of several, before JAX starts there, its part of the GPU's memory."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) == 1 or not gpu_memory():
