@@ -29,13 +29,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The thorough tests come first, since they take longest; all large ones go to one worker."""
+    """The thorough tests come first, since they take longest; a large one goes to a worker that has the memory."""
     items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
     for item in items:
-        if item.get_closest_marker("large"):
-            item.add_marker(pytest.mark.xdist_group("large"))
-            if not workers.runs_large_tests():
-                item.add_marker(pytest.mark.skip(f"needs a GPU of {workers.LARGE_GPU:.0f} GiB"))
+        if large := item.get_closest_marker("large"):
+            worker = workers.worker_of_large_test(*large.args)
+            item.add_marker(pytest.mark.xdist_group(worker) if worker else pytest.mark.skip("needs a larger GPU"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,11 @@
 """Runs cases of the contract by the Triton kernels, forward and backward, for a tool that watches them.
 
-Takes the number of this process and how many share the cases. Prints the name of each case before it runs, and compares
-nothing: the tests do.
+Takes the number of this process, how many share the cases, and an expression that is in their names. Prints the name of
+each case before it runs, and compares nothing: the tests do.
 """
 
 import itertools
+import re
 import sys
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from cases import CASES, OPTIONS, OPTIONS_HALVES, make_data
 from comparison import forward_and_backward, small_configs
 from routers import random_logits
-from test_warp_specialization import LARGE_CASES, specialized_configs
+from test_warp_specialization import LARGE_CASES, columns_of, specialized_configs
 
 import jgg
 
@@ -31,7 +32,8 @@ def products():
     for case in OPTIONS_HALVES[1]:
         yield "default", case, "bfloat16", ()
     for case in OPTIONS[::3] + tuple(LARGE_CASES[::2]):
-        yield "warp-specialised", case, "bfloat16", tuple(specialized_configs(case.w_layout, fuse_gather=True))
+        configs = specialized_configs(case.w_layout, columns_of(case), fuse_gather=True)
+        yield "warp-specialised", case, "bfloat16", tuple(configs)
 
 
 def run_product(case, dtype, configs):
@@ -67,8 +69,9 @@ def everything():
 
 
 def main():
-    number, count = map(int, sys.argv[1:])
-    for name, run in itertools.islice(everything(), number, None, count):
+    number, count = map(int, sys.argv[1:3])
+    cases = (case for case in everything() if re.search(sys.argv[3], case[0]))
+    for name, run in itertools.islice(cases, number, None, count):
         print(f"case: {name}", flush=True)
         with np.errstate(all="ignore"):
             run()

@@ -43,7 +43,7 @@ def compute_sanitizer():
     return path
 
 
-def start(tool, number, count, folder):
+def start(tool, cases, number, count, folder):
     """The process of a tool, or of none, that runs one part of the cases, and the file that it writes to."""
     log = folder / f"{tool or 'compiling'}-{number}.log"
     watch = [
@@ -54,7 +54,7 @@ def start(tool, number, count, folder):
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*watch, sys.executable, TESTS / "run_contract.py", str(number), str(count)],
+            [*watch, sys.executable, TESTS / "run_contract.py", str(number), str(count), cases],
             env=environment, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     return process, log
@@ -123,6 +123,7 @@ def report(tool, logs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=",".join(TOOLS), help="memcheck, initcheck, racecheck, synccheck")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="part of the names of the cases to run")
     parser.add_argument("--parts", type=int, default=2, help="processes of each tool; more take more memory")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that all may take together")
     parser.add_argument("--out", type=Path, default=TESTS.parent / "sanitize", help="folder for the logs")
@@ -130,8 +131,9 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.timeout
     tools = args.tools.split(",")
-    finish([start(None, i, os.cpu_count() // 2, args.out) for i in range(os.cpu_count() // 2)], end)
-    started = {tool: [start(tool, i, args.parts, args.out) for i in range(args.parts)] for tool in tools}
+    parts = len(os.sched_getaffinity(0)) // 2
+    finish([start(None, args.cases, i, parts, args.out) for i in range(parts)], end)
+    started = {tool: [start(tool, args.cases, i, args.parts, args.out) for i in range(args.parts)] for tool in tools}
     finish(itertools.chain(*started.values()), end)
     sys.exit(not all([report(tool, [log for _, log in parts]) for tool, parts in started.items()]))
 

@@ -7,7 +7,7 @@ import pytest
 
 import jgg
 
-pytestmark = [pytest.mark.gpu, pytest.mark.large]
+pytestmark = [pytest.mark.gpu, pytest.mark.large(24.0)]
 
 NUM_TOKENS = 1024
 # hidden features, hidden features of an expert, experts (of one device), experts per token

@@ -1,4 +1,4 @@
-"""How tests are divided among workers, and a GPU's memory among those: one of them runs all large tests."""
+"""How tests are divided among workers, and a GPU's memory among those: the first ones run all large tests."""
 
 import functools
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from xdist.scheduler import LoadGroupScheduling
 
-# GiB of a GPU: what CUDA and the compiled kernels take, the arrays of a worker, and of the one that runs large tests
-CONTEXT, ARRAYS, LARGE_ARRAYS = 1.0, 2.0, 56.0
-LARGE_GPU = CONTEXT + LARGE_ARRAYS
-FIRST = "gw0"  # of the workers
+# GiB of a GPU: what CUDA and the compiled kernels take, and the arrays of a worker that runs no large tests
+CONTEXT, ARRAYS = 1.0, 2.0
+# GiB of arrays of the workers that do, gw0 and gw1: what fits of these
+LARGE_ARRAYS = ((56.0, 24.0), (56.0,), (24.0,), ())
 # workers inherit the name from the process that starts them
 _GROUPS = Path(os.environ.setdefault("JGG_TEST_GROUPS", f"{tempfile.gettempdir()}/jgg-test-groups-{os.getpid()}.json"))
 
@@ -28,15 +28,26 @@ def gpu_memory() -> float:
     return min(map(int, done.stdout.split()), default=0) / 1024
 
 
-def runs_large_tests() -> bool:
-    """Whether the GPU has room for a large test."""
-    return gpu_memory() >= LARGE_GPU
+def large_arrays() -> tuple[float, ...]:
+    """GiB of arrays of each worker that runs large tests; there is room for another worker."""
+    return next(sizes for sizes in LARGE_ARRAYS if not sizes or _taken(sizes) + CONTEXT + ARRAYS <= gpu_memory())
+
+
+def _taken(sizes):
+    return sum(CONTEXT + size for size in sizes)
+
+
+def worker_of_large_test(needed: float = LARGE_ARRAYS[0][0]) -> str | None:
+    """The worker with the least memory that has as many GiB for arrays, or None."""
+    enough = [(size, f"gw{number}") for number, size in enumerate(large_arrays()) if size >= needed]
+    return min(enough, default=(0.0, None))[1]
 
 
 def num_workers() -> int:
     """As many as find memory and a CPU each."""
-    first = LARGE_ARRAYS - ARRAYS if runs_large_tests() else 0.0
-    return int(max(1, min((gpu_memory() - first) / (CONTEXT + ARRAYS), len(os.sched_getaffinity(0)))))
+    large = large_arrays()
+    others = (gpu_memory() - _taken(large)) / (CONTEXT + ARRAYS)
+    return int(max(1, min(len(large) + others, len(os.sched_getaffinity(0)))))
 
 
 def compile_quickly() -> None:
@@ -48,9 +59,9 @@ def limit_memory() -> None:
     """Gives a worker of several, before JAX starts there, its part of the GPU's memory."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) == 1 or not gpu_memory():
         return
-    is_first = os.environ["PYTEST_XDIST_WORKER"] == FIRST and runs_large_tests()
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(is_first).lower()  # in one piece
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{(LARGE_ARRAYS if is_first else ARRAYS) / gpu_memory():.4f}"
+    large = dict(enumerate(large_arrays())).get(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(large is not None).lower()  # in one piece
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{(large or ARRAYS) / gpu_memory():.4f}"
 
 
 def write_groups(items) -> None:
@@ -58,21 +69,29 @@ def write_groups(items) -> None:
 
     pytest-xdist 3.8 writes it into the test's id, which pytest 9.2 does not take.
     """
-    if os.environ.get("PYTEST_XDIST_WORKER") == FIRST:
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
         marks = {item.nodeid: item.get_closest_marker("xdist_group") for item in items}
         _GROUPS.write_text(json.dumps({nodeid: mark.args[0] for nodeid, mark in marks.items() if mark}))
 
 
 class Scheduler(LoadGroupScheduling):
-    """Gives a worker all tests of a group, the first worker those of the group that has most: of large tests."""
+    """Gives a worker all tests of a group, and the worker that a group is named after begins with it."""
 
     def schedule(self):
         if self.collection is None:
             self.groups = json.loads(_GROUPS.read_text()) if _GROUPS.exists() else {}
             _GROUPS.unlink(missing_ok=True)
-            first_comes_first = sorted(self.assigned_work.items(), key=lambda item: item[0].gateway.id != FIRST)
-            self.assigned_work = dict(first_comes_first)
+            named_come_first = sorted(self.assigned_work.items(), key=lambda i: i[0].gateway.id not in self._names())
+            self.assigned_work = dict(named_come_first)
         super().schedule()
+
+    def _names(self):
+        return set(self.groups.values())
+
+    def _assign_work_unit(self, node):
+        if node.gateway.id in self.workqueue:
+            self.workqueue.move_to_end(node.gateway.id, last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid):
         return self.groups.get(nodeid, nodeid)
