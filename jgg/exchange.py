@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.implementations import blocks
+from jgg.products import blocks
 from jgg.routing import Routing, sort_by_expert
 from jgg.schedule import inverse_permutation
 from jgg.varying import vary_over, varying_axes

@@ -7,11 +7,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
-from jgg import implementations
 from jgg.arguments import as_arrays, as_int, check_instance, check_integers, check_rank
 from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.implementations import PRODUCTS, Operation, xla
+from jgg.implementations.choice import check_implementation, is_plain_jax
+from jgg.operation import Operation
 from jgg.problem import check_problem
+from jgg.products import plain
+from jgg.products.dbias import DBIAS, Dbias
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
 from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
@@ -96,10 +101,9 @@ def grouped_gemm_forward(
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
     _check_config("kernel_config", kernel_config, KernelConfigForward)
     (y,) = _product(
-        "forward", kernel_config, implementation, ("x", "w", "bounds", "gather_indices", "topk_weights", "bias"),
-        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
-        out_dtype=preferred_element_type,
+        FORWARD, kernel_config, implementation, x=x, w=w, group_sizes=group_sizes, topk=topk,
+        gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights, bias=bias,
+        w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
     )  # fmt: skip
     return y
 
@@ -124,9 +128,9 @@ def grouped_gemm_dx(
     """
     _check_config("kernel_config", kernel_config, KernelConfigDX)
     (dx,) = _product(
-        "backward_dx", kernel_config, implementation, ("dy", "w", "x", "bounds", "gather_indices", "topk_weights"),
-        dy=dy, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+        DX, kernel_config, implementation, dy=dy, w=w, group_sizes=group_sizes, topk=topk,
+        gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights,
+        w_layout=w_layout, precision=precision,
     )  # fmt: skip
     return dx
 
@@ -152,10 +156,9 @@ def grouped_gemm_dw(
     """
     _check_config("kernel_config", kernel_config, KernelConfigDW)
     (dw,) = _product(
-        "backward_dw", kernel_config, implementation, ("x", "dy", "bounds", "gather_indices", "topk_weights"),
-        options={"with_bias": False},
-        x=x, dy=dy, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+        DW, kernel_config, implementation, x=x, dy=dy, group_sizes=group_sizes, topk=topk,
+        gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights,
+        w_layout=w_layout, precision=precision,
     )  # fmt: skip
     return dw
 
@@ -207,7 +210,7 @@ def checked_grouped_gemm(
     topk_weights=None, bias=None, *, w_layout, precision, out_dtype, group_offset=None,
 ):  # fmt: skip
     """y by the differentiable operation, with the arguments checked; for `ragged_dot` too."""
-    implementations.check_implementation(implementation)
+    check_implementation(implementation)
     arrays = as_arrays(
         {
             "x": x, "w": w, "topk_weights": topk_weights, "bias": bias, "group_sizes": group_sizes,
@@ -219,6 +222,7 @@ def checked_grouped_gemm(
         **arrays, topk=topk, permute_x=permute_x, permute_y=permute_y, w_layout=w_layout, precision=precision,
         out_dtype=out_dtype,
     )  # fmt: skip
+    configs = tuple(config for config in configs if config is not None)
     return _apply(Operation(problem, implementation, current_target(), configs), **arrays)
 
 
@@ -229,31 +233,32 @@ def _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gathe
     bounds = _bounds(problem, vary_over(axes, group_sizes), group_offset)
     gather_indices = _indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
-    if problem.is_empty or implementations.is_plain_jax(operation.implementation):
-        return xla.grouped_gemm(problem, x, w, bounds, gather_indices, topk_weights, bias)
-    return _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices)
+    operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
+    if problem.is_empty or is_plain_jax(operation.implementation):
+        return plain.grouped_gemm(problem, *operands)
+    return _differentiable(operation, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices):
-    return operation.run("forward", x, w, bounds, gather_indices, topk_weights, bias)[0]
+def _differentiable(operation: Operation, operands: Forward) -> jax.Array:
+    (y,) = operation.run(FORWARD, operands)
+    return y
 
 
-def _forward(operation, x, w, topk_weights, bias, bounds, gather_indices):
-    y = _differentiable(operation, x, w, topk_weights, bias, bounds, gather_indices)
-    x = checkpoint_name(x, "jgg_x")
-    return y, (x, w, topk_weights, bias, bounds, gather_indices)
+def _forward(operation, operands):
+    y = _differentiable(operation, operands)
+    return y, operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
 
 
-def _backward(operation, residuals, dy):
-    x, w, topk_weights, bias, bounds, gather_indices = residuals
+def _backward(operation, operands, dy):
+    x, w, bounds, gather_indices, topk_weights, bias = operands
     problem = operation.problem
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, *row_sums = operation.run("backward_dx", dy, w, x_if_weighted, bounds, gather_indices, topk_weights)
-    dw, *dbias = operation.run("backward_dw", x, dy, bounds, gather_indices, topk_weights, with_bias=bias is not None)
-    d_topk_weights = None
+    dx, *row_sums = operation.run(DX, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights))
+    (dw,) = operation.run(DW, Dw(x, dy, bounds, gather_indices, topk_weights))
+    d_topk_weights = dbias = None
     if topk_weights is not None:
         (row_sums,) = row_sums
         if bias is not None:
@@ -261,8 +266,10 @@ def _backward(operation, residuals, dy):
         if gather_indices is not None:
             row_sums = row_sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
         d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    dbias = None if bias is None else dbias[0].astype(bias.dtype)
-    return dx, dw, d_topk_weights, dbias, None, None
+    if bias is not None:
+        (dbias,) = operation.run(DBIAS, Dbias(dy, bounds, gather_indices, topk_weights))
+        dbias = dbias.astype(bias.dtype)
+    return (Forward(dx, dw, None, None, d_topk_weights, dbias),)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -279,24 +286,22 @@ def bias_row_sums(problem, dy, bias, bounds, gather_indices):
     return jnp.where(in_group, sums, 0)
 
 
-def _product(product, config, implementation, order, options=None, **arguments):
-    """Checks, then computes one product of the arrays that `order` names."""
-    implementations.check_implementation(implementation)
+def _product(product, config, implementation, **arguments):
+    """Checks the arguments, then computes one product of them."""
+    check_implementation(implementation)
     names = ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE)
     arguments |= as_arrays({name: arguments[name] for name in names if name in arguments}, _MAY_BE_NONE)
     problem = check_problem(**arguments)
-    arrays = {name: arguments.get(name) for name in order if name != "bounds"}
-    configs = tuple(config if product == other else None for other in PRODUCTS)
-    operation = Operation(problem, implementation, current_target(), configs)
-    return _run_product(operation, product, order, tuple((options or {}).items()), arrays, arguments["group_sizes"])
+    operation = Operation(problem, implementation, current_target(), () if config is None else (config,))
+    arrays = {name: arguments[name] for name in ("x", "dy", "w", *_MAY_BE_NONE) if name in arguments}
+    return _run_product(operation, product, arrays, arguments["group_sizes"])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _run_product(operation, product, order, options, arrays, group_sizes):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_product(operation, product, arrays, group_sizes):
     bounds = _bounds(operation.problem, group_sizes)
     arrays = arrays | {"bounds": bounds, "gather_indices": _indices(arrays["gather_indices"])}
-    operands = [arrays[name] for name in order]
-    return operation.run(product, *operands, **dict(options))
+    return operation.run(product, product.operands(**arrays))
 
 
 def _bounds(problem, group_sizes, group_offset=None) -> GroupBounds:

@@ -6,12 +6,19 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg import implementations
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
 from jgg.grouped_gemm import bias_row_sums
-from jgg.implementations import Operation, xla
+from jgg.implementations.choice import check_implementation, is_plain_jax
 from jgg.mlp_problem import mlp_problems
+from jgg.operation import Operation
+from jgg.products import plain
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.combine import COMBINE, Combine
+from jgg.products.dbias import DBIAS, Dbias
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
 from jgg.routing import Routing, as_routing
 from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
 from jgg.target import current_target
@@ -70,7 +77,7 @@ def moe_mlp(
       TypeError: a dtype is unsupported, those of x and the weights differ, or what must be an array, a Routing, an int
         or a flag is none.
     """
-    implementations.check_implementation(implementation)
+    check_implementation(implementation)
     activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
     spare_sms = as_int("spare_sms", spare_sms, least=0)
     if expected_rows is not None:
@@ -87,7 +94,7 @@ def moe_mlp(
     arrays = *arrays.values(), routing.topk_weights
     indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
     axes = varying_axes(*arrays, *indices)
-    is_plain = up.is_empty or down.is_empty or implementations.is_plain_jax(mlp.up.implementation)
+    is_plain = up.is_empty or down.is_empty or is_plain_jax(mlp.up.implementation)
     return _compute(mlp, is_plain, *(vary_over(axes, array) for array in (*arrays, *indices)))
 
 
@@ -160,10 +167,10 @@ def _mlp(mlp, *arrays):
 
 def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     bounds = mlp.bounds(group_sizes)
-    (pre_activation,) = mlp.up.run("forward", x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    (pre_activation,) = mlp.up.run(FORWARD, Forward(x, w_gate_up, bounds, gather_indices, bias=b_gate_up))
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
-    (hidden,) = mlp.up.run("activate", pre_activation, **mlp.activation_options)
-    (y,) = mlp.combined_down.run("forward", hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    (hidden,) = ACTIVATE(mlp.up.how, Activate(pre_activation), **mlp.activation_options)
+    (y,) = mlp.combined_down.run(FORWARD, Forward(hidden, w_down, bounds, gather_indices, topk_weights, b_down))
     x = checkpoint_name(x, "jgg_x")
     residuals = x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices
     return y, residuals
@@ -175,35 +182,35 @@ def _backward(mlp, residuals, dy):
     x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
     bounds = mlp.bounds(group_sizes)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
-    weights = xla.row_scales(mlp.up.problem, gather_indices, topk_weights)
+    weights = plain.row_scales(mlp.up.problem, gather_indices, topk_weights)
 
     dy = dy.astype(x.dtype)
-    (z,) = mlp.transposed_down.run("forward", dy, w_down, bounds, gather_indices, None, None)
+    (z,) = mlp.transposed_down.run(FORWARD, Forward(dy, w_down, bounds, gather_indices))
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
-    d_pre_activation, hidden, d_weights = mlp.up.run(
-        "activate_backward", pre_activation, z, weights, scale_hidden=b_down is None, **mlp.activation_options
+    d_pre_activation, hidden, d_weights = ACTIVATE_BACKWARD(
+        mlp.up.how, ActivateBackward(pre_activation, z, weights), scale_hidden=b_down is None, **mlp.activation_options
     )
     hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        options = {"with_bias": False}
-        (dw_down,) = mlp.transposed_down.run("backward_dw", dy, hidden, bounds, gather_indices, None, **options)
+        (dw_down,) = mlp.transposed_down.run(DW, Dw(dy, hidden, bounds, gather_indices))
         db_down = None
     else:
-        (dy_rows,) = mlp.down.run("combine", dy, xla.x_rows(mlp.up.problem, gather_indices), None, topk=1)
-        dw_down, db_down = mlp.weighted_down.run("backward_dw", hidden, dy_rows, bounds, None, weights, with_bias=True)
+        (dy_rows,) = COMBINE(mlp.down.how, Combine(dy, plain.x_rows(mlp.up.problem, gather_indices)), topk=1)
+        (dw_down,) = mlp.weighted_down.run(DW, Dw(hidden, dy_rows, bounds, topk_weights=weights))
+        (db_down,) = mlp.weighted_down.run(DBIAS, Dbias(dy_rows, bounds, topk_weights=weights))
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
-    (dx,) = mlp.up.run("backward_dx", d_pre_activation, w_gate_up, None, bounds, gather_indices, None)
+    (dx,) = mlp.up.run(DX, Dx(d_pre_activation, w_gate_up, bounds, gather_indices=gather_indices))
     d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    with_bias = b_gate_up is not None
-    dw_gate_up, *db_gate_up = mlp.sparing_up.run(
-        "backward_dw", x, d_pre_activation, bounds, gather_indices, None, with_bias=with_bias
-    )
+    (dw_gate_up,) = mlp.sparing_up.run(DW, Dw(x, d_pre_activation, bounds, gather_indices))
+    db_gate_up = None
+    if b_gate_up is not None:
+        (db_gate_up,) = mlp.sparing_up.run(DBIAS, Dbias(d_pre_activation, bounds, gather_indices))
+        db_gate_up = db_gate_up.astype(b_gate_up.dtype)
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    db_gate_up = db_gate_up[0].astype(b_gate_up.dtype) if with_bias else None
     db_down = None if b_down is None else db_down.astype(b_down.dtype)
     return dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None
 
@@ -219,6 +226,6 @@ def _compute(mlp, is_plain, *arrays):
 def _plain_mlp(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.combined_down.problem
-    pre_activation = xla.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    pre_activation = plain.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
-    return xla.grouped_gemm(down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    return plain.grouped_gemm(down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)

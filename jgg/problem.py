@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.export
@@ -98,6 +98,18 @@ class GroupedGemmProblem:
     def rows_are_aligned(self) -> bool:
         """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
         return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))
+
+    @property
+    def label(self) -> str:
+        """What a profiler shows."""
+        sizes = {"M": self.num_rows, "K": self.in_features, "N": self.out_features, "E": self.num_experts}
+        return ",".join(f"{letter}={size}" for letter, size in sizes.items()) + f",{self.dtype}"
+
+    def of_a_device(self, devices: dict[str, int]) -> Self:
+        """One device's part, of so many that split e, the experts, k, the in-features, and n, the out-features."""
+        names = {"num_experts": "e", "in_features": "k", "out_features": "n"}
+        part = {name: getattr(self, name) // devices.get(letter, 1) for name, letter in names.items()}
+        return dataclasses.replace(self, **part)
 
     @property
     def flops(self) -> int:

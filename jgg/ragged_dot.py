@@ -6,13 +6,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jgg import implementations
 from jgg.arguments import as_arrays, check, check_integers, check_rank, dtype_names
 from jgg.grouped_gemm import checked_grouped_gemm
-from jgg.implementations import Operation
-from jgg.implementations.blocks import Rows
-from jgg.implementations.multilinear import outer_dot
+from jgg.implementations.choice import check_implementation, is_plain_jax
+from jgg.operation import Operation
 from jgg.problem import DTYPES, check_problem
+from jgg.products.blocks import Rows
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.multilinear import outer_dot
 from jgg.schedule import group_bounds
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
@@ -77,7 +80,7 @@ def multiply_rows(lhs, rhs, group_sizes, group_offset, *, w_layout, precision, o
 
 def sum_over_rows(lhs, rhs, group_sizes, *, precision, out_dtype, dtype, implementation):
     """[g, m, n] of lhs [k, m] and rhs [k, n], in a dtype that holds those of the operands and of the result."""
-    implementations.check_implementation(implementation)
+    check_implementation(implementation)
     dtype = _common_dtype(lhs.dtype, rhs.dtype, out_dtype) if dtype is None else dtype
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     checked = check_problem(
@@ -94,14 +97,15 @@ def _outer_products(operation, lhs, rhs, group_sizes):
     axes = varying_axes(lhs, rhs, group_sizes)
     lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
     bounds = group_bounds(group_sizes, problem.num_rows)
-    if problem.is_empty or implementations.is_plain_jax(operation.implementation):
+    if problem.is_empty or is_plain_jax(operation.implementation):
         return outer_dot(Rows(lhs), Rows(rhs), bounds, precision=problem.precision, out_dtype=problem.dtype)
     return _differentiable(operation, lhs, rhs, bounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(operation, lhs, rhs, bounds):
-    return operation.run("backward_dw", lhs, rhs, bounds, None, None, with_bias=False)[0]
+    (out,) = operation.run(DW, Dw(lhs, rhs, bounds))
+    return out
 
 
 def _forward(operation, lhs, rhs, bounds):
@@ -111,8 +115,8 @@ def _forward(operation, lhs, rhs, bounds):
 def _backward(operation, residuals, ct):
     """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
     lhs, rhs, bounds = residuals
-    (d_lhs,) = operation.run("backward_dx", rhs, ct, None, bounds, None, None)
-    (d_rhs,) = operation.run("forward", lhs, ct, bounds, None, None, None)
+    (d_lhs,) = operation.run(DX, Dx(rhs, ct, bounds))
+    (d_rhs,) = operation.run(FORWARD, Forward(lhs, ct, bounds))
     return d_lhs, d_rhs, None
 
 

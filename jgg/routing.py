@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg import implementations
 from jgg.arguments import (
     as_array,
     as_finite,
@@ -19,7 +18,11 @@ from jgg.arguments import (
     check_one_of,
     check_rank,
 )
+from jgg.implementations.choice import How, check_implementation
+from jgg.products.sort import SORT, Sort
+from jgg.products.top_k import TOP_K, TopK
 from jgg.schedule import saturated_int32
+from jgg.target import current_target
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
@@ -96,7 +99,7 @@ def route(
     if selection_bias is not None:
         selection_bias = as_selection_bias(selection_bias, num_experts)
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
-    implementations.check_implementation(implementation)
+    check_implementation(implementation)
     top_k = functools.partial(_top_k, implementation=implementation)
     topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
     topk_weights = _weigh(logits, topk_indices, score, normalize) * scale
@@ -135,7 +138,7 @@ def _choose(logits, topk, score, selection_bias, num_groups, topk_groups, top_k)
 def _top_k(scores, k, implementation):
     """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
     rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
-    (indices,) = implementations.run_routing("top_k", implementation, rows, topk=k)
+    (indices,) = TOP_K(How(implementation, current_target()), TopK(rows), topk=k)
     return indices.reshape(*scores.shape[:-1], k)
 
 
@@ -173,9 +176,10 @@ def sort_by_expert(
     topk_indices = as_array("topk_indices", topk_indices)
     check_integers("topk_indices", topk_indices)
     num_experts = as_int("num_experts", num_experts, least=0)
-    implementations.check_implementation(implementation)
+    check_implementation(implementation)
     experts = saturated_int32(topk_indices.reshape(-1))
-    group_sizes, gather_indices = implementations.run_routing("sort", implementation, experts, num_experts=num_experts)
+    how = How(implementation, current_target())
+    group_sizes, gather_indices = SORT(how, Sort(experts), num_experts=num_experts)
     return group_sizes, gather_indices
 
 

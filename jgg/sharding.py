@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
 from jgg.exchange import EXCHANGES, Placement
-from jgg.implementations import check_implementation
+from jgg.implementations.choice import check_implementation
 from jgg.mlp_problem import check_choices, check_mlp
 from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision

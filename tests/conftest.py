@@ -58,8 +58,8 @@ def launched(monkeypatch):
     """(name, Launch) of each kernel that would be launched; none is compiled."""
     launches = []
 
-    def call(compute_capability, name, launch):
-        launches.append((name, launch))
+    def call(compute_capability, kernel, launch):
+        launches.append((kernel.__name__, launch))
         return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
 
     monkeypatch.setattr(triton, "call", call)

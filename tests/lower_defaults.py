@@ -17,8 +17,9 @@ from lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
 import jgg
 from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.implementations import ahead, compiling, kernels, weight_gradient
+from jgg.implementations import ahead, compiling
 from jgg.measuring.workloads import gemm, load_layers, operands
+from jgg.products import dw, dx, forward
 from jgg.shared_memory import shared_memory
 from jgg.target import _context, current_target
 from jgg.tuned_configs import choose_config
@@ -58,7 +59,7 @@ def lower(problem, configs):
     floats = {name: arrays[name] for name in ("x", "w", "topk_weights", "bias") if name in arrays}
     fixed = {name: arrays[name] for name in ("group_sizes", "gather_indices") if name in arrays}
 
-    def forward(floats, fixed):
+    def product(floats, fixed):
         return jgg.grouped_gemm(
             **floats, **fixed, **configs, topk=problem.topk, permute_x=problem.permute_x, permute_y=problem.permute_y,
             w_layout=problem.w_layout, precision=problem.precision, preferred_element_type=problem.out_dtype,
@@ -66,10 +67,10 @@ def lower(problem, configs):
         )  # fmt: skip
 
     def forward_and_backward(floats, fixed, dy):
-        y, vjp = jax.vjp(lambda floats: forward(floats, fixed), floats)
+        y, vjp = jax.vjp(lambda floats: product(floats, fixed), floats)
         return y, vjp(dy)
 
-    dy = jax.eval_shape(forward, floats, fixed)
+    dy = jax.eval_shape(product, floats, fixed)
     jax.jit(forward_and_backward).trace(floats, fixed, dy).lower(lowering_platforms=("cuda",))
 
 
@@ -87,7 +88,7 @@ def print_kernels():
         most = None if kernel in SMALL_KERNELS else product["most"]
         print(json.dumps(product | {"kernel": kernel, "shared_memory": needed, "most": most}), flush=True)
 
-    kernels.choose_config = weight_gradient.choose_config = choose
+    forward.choose_config = dx.choose_config = dw.choose_config = choose
     compiling._check_fits = note
     ahead._num_threads = lambda: 0  # what is compiled is of the product that was chosen for last
 

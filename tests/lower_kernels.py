@@ -25,11 +25,12 @@ import jgg
 from jgg import tuned_configs
 from jgg.activations import ACTIVATIONS
 from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.implementations import Operation
 from jgg.implementations import triton as triton_implementation
+from jgg.implementations.choice import How
 from jgg.measuring.timing import product
-from jgg.measuring.workloads import gemm, operands
+from jgg.measuring.workloads import operands
 from jgg.problem import check_problem
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.target import current_target
 
 EXPERTS = 4
@@ -158,13 +159,13 @@ def lower_activation(compute_capability, name, interleaved, features, dtype):
     activation = ACTIVATIONS[name]
     rows = 1000
     with jgg.target(compute_capability):
-        problem = gemm(num_rows=rows, in_features=features, out_features=features, num_experts=EXPERTS, dtype=dtype)
-        run = functools.partial(
-            Operation(problem, "triton", current_target()).run, activation=activation, interleaved=interleaved
-        )
+        how, options = How("triton", current_target()), {"activation": activation, "interleaved": interleaved}
 
         def forward_and_backward(pre, z, weights):
-            return run("activate", pre), run("activate_backward", pre, z, weights, scale_hidden=True)
+            backward = ActivateBackward(pre, z, weights)
+            return ACTIVATE(how, Activate(pre), **options), ACTIVATE_BACKWARD(
+                how, backward, scale_hidden=True, **options
+            )
 
         shapes = [
             ((rows, features * (1 + activation.is_gated)), dtype),
@@ -208,12 +209,13 @@ def leave_out_repeated_kernels():
     """Compiles one kernel of each kind."""
     call_kernel, seen = triton_implementation.call, set()
 
-    def call(compute_capability, name, launch):
+    def call(compute_capability, kernel, launch):
+        name = kernel.__name__
         if name in (*KERNELS, *SMALL_KERNELS, "hopper_kernel"):
             if kind(name, launch) in seen:
                 return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
             seen.add(kind(name, launch))
-        return call_kernel(compute_capability, name, launch)
+        return call_kernel(compute_capability, kernel, launch)
 
     triton_implementation.call = call
 

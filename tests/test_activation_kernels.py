@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
-from jgg.implementations import Operation
-from jgg.measuring.workloads import gemm
+from jgg.implementations.choice import How
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.target import current_target
 
 KERNELS = pytest.mark.parametrize(
@@ -21,12 +21,11 @@ OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
 
 def run(activation, pre, z, weights, implementation, interleaved=False, scale_hidden=True):
     """hidden, and d pre, hidden and row sums of the backward pass."""
-    problem = gemm(num_rows=pre.shape[0], in_features=1, out_features=1, num_experts=1, dtype=pre.dtype)
-    operation = Operation(problem, implementation, current_target())
-    options = {"activation": activation, "interleaved": interleaved}
+    how, options = How(implementation, current_target()), {"activation": activation, "interleaved": interleaved}
+    backward = ActivateBackward(pre, z, weights)
     return [
-        *operation.run("activate", pre, **options),
-        *operation.run("activate_backward", pre, z, weights, scale_hidden=scale_hidden, **options),
+        *ACTIVATE(how, Activate(pre), **options),
+        *ACTIVATE_BACKWARD(how, backward, scale_hidden=scale_hidden, **options),
     ]
 
 

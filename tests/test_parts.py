@@ -8,8 +8,8 @@ from moe_oracle import DATA, make
 from moe_runs import IMPLEMENTATIONS, run
 
 import jgg
-from jgg.implementations import parts
 from jgg.moe import moe_mlp
+from jgg.products import parts
 
 FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
 

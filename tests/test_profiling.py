@@ -12,7 +12,7 @@ M, K, N, E = 64, 32, 48, 4
 SHAPES = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((M, K), (E, N, K), (M, N))]
 SIZES = jnp.array([10, 20, 4, 30])
 FLOPS, BYTES = 2 * M * K * N, 2 * (M * K + E * N * K + M * N)
-PASSES = ("forward", "backward_dx", "backward_dw")
+PASSES = ("forward", "dx", "dw")
 
 
 def forward_and_backward(x, w, dy, implementation=None):
@@ -51,9 +51,9 @@ def test_kernels_of_the_layer_have_names():
         f"jgg.forward{up}",
         f"jgg.forward{down}",
         f"{backward}forward{transposed}",
-        f"{backward}backward_dw{transposed}",
-        f"{backward}backward_dx{up}",
-        f"{backward}backward_dw{up}",
+        f"{backward}dw{transposed}",
+        f"{backward}dx{up}",
+        f"{backward}dw{up}",
     ):
         assert name in places
 

@@ -9,8 +9,10 @@ import pytest
 from routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 
 import jgg
-from jgg import implementations
-from jgg.implementations.layer_kernels import MAX_COLUMNS
+from jgg.implementations.choice import How
+from jgg.products.launch import MAX_EXPERTS
+from jgg.products.top_k import TOP_K, TopK
+from jgg.target import current_target
 
 KERNELS = pytest.mark.parametrize(
     "implementation",
@@ -36,7 +38,8 @@ def test_equal_infinite_and_bad_scores_have_the_order_of_xla(num_experts, implem
     special = [-np.inf, np.inf, np.nan, -np.float32(np.nan), -0.0, 0.0, 1e-30, -1e-30, 3.4e38, -3.4e38, 1.0, -1.0]
     scores = jnp.asarray(rng.choice(np.array(special, np.float32), (33, num_experts)))
     topk = min(num_experts, 9)
-    got, want = (implementations.run_routing("top_k", name, scores, topk=topk)[0] for name in (implementation, "xla"))
+    hows = [How(name, current_target()) for name in (implementation, "xla")]
+    got, want = (TOP_K(how, TopK(scores), topk=topk)[0] for how in hows)
     np.testing.assert_array_equal(got, want)
 
 
@@ -65,8 +68,8 @@ SORTS = {
     "rows of no expert": (700, 20, -5, 40),
     "no row of any expert": (70, 20, 20, 40),
     "more experts than a power of two": (300, 130, 0, 130),
-    "as many experts as fit": (300, MAX_COLUMNS, 0, MAX_COLUMNS),
-    "more experts than fit": (300, MAX_COLUMNS + 1, 0, MAX_COLUMNS + 1),
+    "as many experts as fit": (300, MAX_EXPERTS, 0, MAX_EXPERTS),
+    "more experts than fit": (300, MAX_EXPERTS + 1, 0, MAX_EXPERTS + 1),
 }
 
 

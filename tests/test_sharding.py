@@ -15,7 +15,7 @@ import pytest
 from sharded_cases import CASES, assert_case_is_right, make
 
 import jgg
-from jgg.implementations.partitioning import WAY_OUT, Axes, split_letters
+from jgg.products.partitioning import WAY_OUT, Axes, split_letters
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

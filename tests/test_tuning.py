@@ -13,8 +13,9 @@ import jgg
 from jgg import tuned_configs, tuning
 from jgg.cli import main
 from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
-from jgg.implementations import kernels
+from jgg.implementations.choice import Launcher
 from jgg.measuring.workloads import gemm, load_layers
+from jgg.products.forward import FORWARD, Forward
 from jgg.schedule import group_bounds
 from jgg.target import Target
 
@@ -62,7 +63,7 @@ def test_without_a_file_the_heuristic_chooses():
 def test_the_kernel_gets_the_tuned_configuration(own_file):
     launches = []
 
-    def call(name, launch):
+    def call(kernel, launch):
         launches.append(launch)
         return {key: jnp.zeros(out.shape, out.dtype) for key, out in launch.outputs.items()}
 
@@ -70,10 +71,11 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
     x, w = jnp.ones(problem.x_shape, problem.dtype), jnp.ones(problem.w_shape, problem.dtype)
     bounds = group_bounds(jnp.full(4, 16), 64)
     for expected in (heuristic_config("forward", problem, HOPPER).band, 3):
-        kernels.forward(call, HOPPER, problem, None, x, w, bounds, None, None, None)
+        FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem)
         assert launches[-1].constants["BAND"] == expected
         tuned_configs.merge(own_file, entry(problem))
-    kernels.forward(call, HOPPER, problem, jgg.KernelConfigForward(band=5), x, w, bounds, None, None, None)
+    given = Launcher(call, HOPPER, jgg.KernelConfigForward(band=5))
+    FORWARD.launch(given, Forward(x, w, bounds), problem=problem)
     assert launches[-1].constants["BAND"] == 5
 
 

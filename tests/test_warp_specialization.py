@@ -13,9 +13,9 @@ from comparison import assert_right, forward_and_backward
 import jgg
 from jgg import warp_specialization
 from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
-from jgg.implementations import hopper
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
+from jgg.products import warp_specialized
 from jgg.target import Target
 from jgg.warp_specialization import why_not
 
@@ -242,7 +242,7 @@ def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
 @pytest.mark.parametrize(("features", "is_sorted"), [(512, True), (4096, False)])
 def test_dw_takes_the_largest_groups_first_where_there_are_few_tiles(features, is_sorted, launched, monkeypatch):
     calls = []
-    monkeypatch.setattr(hopper, "largest_first", lambda bounds: calls.append(bounds) or 3 * (bounds.starts,))
+    monkeypatch.setattr(warp_specialized, "largest_first", lambda bounds: calls.append(bounds) or 3 * (bounds.starts,))
     x, dy = (jax.ShapeDtypeStruct((8192, features), "bfloat16") for _ in range(2))
 
     def dw(x, dy, sizes):

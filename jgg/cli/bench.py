@@ -11,8 +11,8 @@ from typing import Self
 
 import jax
 
-from jgg import implementations
 from jgg.cli.common import INTERRUPTED, UsageError, check_implementation, check_out, import_with_extra, positive_int
+from jgg.implementations import choice
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
 from jgg.measuring.workloads import GROUPS, Layer, gemm, load_layers
@@ -195,7 +195,7 @@ def add_arguments(parser):
     parser.add_argument("--dtype", choices=DTYPES, help="of the operands (bfloat16 on a GPU, float32 elsewhere)")
     parser.add_argument(
         "--implementation",
-        choices=implementations.NAMES,
+        choices=choice.NAMES,
         help="of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of operands and group sizes (%(default)s)")

@@ -5,7 +5,7 @@ import importlib
 import math
 from pathlib import Path
 
-from jgg import implementations
+from jgg.implementations import choice
 from jgg.target import device_target
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
@@ -43,7 +43,7 @@ def check_implementation(name: str | None):
     if name == "triton" and device_target() is None:
         raise UsageError("--implementation triton needs a GPU that JAX can use: see jgg info")
     try:
-        implementations.check_implementation(name)
+        choice.check_implementation(name)
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
 

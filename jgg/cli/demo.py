@@ -9,7 +9,6 @@ from typing import Self
 
 import jax
 
-from jgg import implementations
 from jgg.cli.common import (
     INTERRUPTED,
     UsageError,
@@ -19,6 +18,7 @@ from jgg.cli.common import (
     positive_float,
     positive_int,
 )
+from jgg.implementations import choice
 
 HEAD_DIM = 64
 
@@ -80,7 +80,7 @@ def add_arguments(parser):
     parser.add_argument("--out", default="jgg-demo", metavar="PREFIX", help="of the files written (%(default)s)")
     parser.add_argument(
         "--implementation",
-        choices=implementations.NAMES,
+        choices=choice.NAMES,
         help="of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
     )
     parser.add_argument(

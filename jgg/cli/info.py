@@ -8,7 +8,7 @@ import json
 import re
 
 from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
-from jgg.implementations import MIN_COMPUTE_CAPABILITY
+from jgg.target import MIN_COMPUTE_CAPABILITY
 
 # As in pyproject.toml, which a checkout that is not installed cannot be asked for.
 REQUIREMENTS = {

@@ -9,75 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.implementations import combining, kernels, layer_kernels, weight_gradient
 from jgg.implementations.language import LANGUAGE
-from jgg.implementations.launch import Launch
-from jgg.implementations.triton import GLUON_KERNELS, MODULES, load_kernel
+from jgg.products.launch import Launch
 from jgg.target import Target
 from jgg.varying import vary_over, varying_axes
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
-_TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
+TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
 _PACKAGE = "jgg.interpreted_kernels"
 
 
-def forward(target, problem, config, *arrays, **options):
-    """See `implementations.kernels.forward`."""
-    return kernels.forward(_call_for(problem), _TARGET, problem, config, *arrays, **options)
-
-
-def backward_dx(target, problem, config, *arrays, **options):
-    """See `implementations.kernels.backward_dx`."""
-    return kernels.backward_dx(_call_for(problem), _TARGET, problem, config, *arrays, **options)
-
-
-def backward_dw(target, problem, config, *arrays, **options):
-    """See `implementations.weight_gradient.backward_dw`."""
-    return weight_gradient.backward_dw(_call_for(problem), _TARGET, problem, config, *arrays, **options)
-
-
-def combine(target, problem, config, rows, positions, scales, topk):
-    """See `implementations.combining.combine`."""
-    return [combining.combine(_call_for(problem), rows, positions, topk, scales)]
-
-
-def activate(target, problem, config, *arrays, **options):
-    """See `implementations.layer_kernels.activate`."""
-    return layer_kernels.activate(_call_for(problem), *arrays, **options)
-
-
-def activate_backward(target, problem, config, *arrays, **options):
-    """See `implementations.layer_kernels.activate_backward`."""
-    return layer_kernels.activate_backward(_call_for(problem), *arrays, **options)
-
-
-def top_k(target, problem, config, scores, topk):
-    """See `implementations.layer_kernels.top_k`."""
-    return layer_kernels.top_k(call, scores, topk)
-
-
-def sort(target, problem, config, experts, num_experts):
-    """See `implementations.layer_kernels.sort`."""
-    return layer_kernels.sort(call, experts, num_experts)
-
-
-def _call_for(problem):
-    if jnp.dtype(jnp.bfloat16) in (problem.dtype, problem.out_dtype):
+def call(kernel, launch: Launch) -> dict[str, jax.Array]:
+    """Interprets a kernel of `jgg.kernels` in a host callback; under `vmap`, once for each batch element."""
+    arrays = launch.arrays
+    if any(array.dtype == jnp.bfloat16 for array in (*arrays.values(), *launch.result_types.values())):
         raise TypeError(
             "implementation='interpret' takes float32 and float16, got bfloat16, which Triton's interpreter gets wrong."
         )
-    return call
-
-
-def call(name: str, launch: Launch) -> dict[str, jax.Array]:
-    """Interprets a kernel in a host callback; under `vmap`, once for each batch element."""
-    arrays = launch.arrays
     constant = {key: value for key, value in launch.operands.items() if key not in arrays}
 
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    _load_package()
-    kernel = load_kernel(name, _PACKAGE)
+    kernel = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
 
     def run(arrays):
@@ -102,8 +55,18 @@ def _unwritten(dtype):
 
 
 @functools.cache
-def _load_package():
-    """Imports a second copy of the kernels whose `triton.jit` makes interpreted functions."""
+def _interpreted(kernel):
+    """The function of that name in a second copy of the kernels, whose `triton.jit` makes interpreted functions."""
+    import triton
+
+    module = f"{_package().__name__}.{kernel.__module__.rpartition('.')[2]}"
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        return getattr(importlib.import_module(module), kernel.__name__)
+
+
+@functools.cache
+def _package():
     import triton
 
     origin = importlib.util.find_spec("jgg.kernels")
@@ -116,8 +79,7 @@ def _load_package():
         spec.loader.exec_module(package)
         # by this one the interpreter adds up whole arrays, by a function of our own element after element
         importlib.import_module(f"{_PACKAGE}.tiles").add = triton.language.standard._sum_combine
-        for name in MODULES.keys() - GLUON_KERNELS:  # which have no interpreter
-            load_kernel(name, _PACKAGE)
+    return package
 
 
 class _HostTensor:

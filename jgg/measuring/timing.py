@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
-from jgg.implementations import Operation
 from jgg.measuring.workloads import operands
+from jgg.operation import Operation
 from jgg.problem import GroupedGemmProblem
+from jgg.products.dx import DX, Dx
 from jgg.schedule import group_bounds
 from jgg.target import current_target
 
@@ -46,9 +47,9 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
             y_options = {"bias": arrays.get("bias"), "preferred_element_type": problem.out_dtype}
             return grouped_gemm_forward(arrays["x"], arrays["w"], sizes, **shared, **y_options, **options)
         if op == "dx" and problem.has_topk_weights:  # as training computes it, with the gradient of the weights
-            operation = Operation(problem, implementation, current_target(), (None, config, None))
+            operation = Operation(problem, implementation, current_target(), (config,))
             bounds = group_bounds(sizes, problem.num_rows)
-            return operation.run("backward_dx", arrays["dy"], arrays["w"], arrays["x"], bounds, *shared.values())[0]
+            return operation.run(DX, Dx(arrays["dy"], arrays["w"], bounds, arrays["x"], **shared))[0]
         if op == "dx":
             return grouped_gemm_dx(arrays["dy"], arrays["w"], group_sizes=sizes, **shared, **options)
         return grouped_gemm_dw(arrays["x"], arrays["dy"], sizes, **shared, **options)

@@ -15,6 +15,8 @@ PRECISIONS = {  # of float32, by what Triton calls them
     jax.lax.Precision.HIGHEST: "ieee",
 }
 
+MAX_EXPERTS = 1024  # of a row that a program of the router's kernels holds at once
+
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 
 
@@ -140,6 +142,16 @@ def w_by_tma(target: Target, w: jax.Array) -> bool:
     return _tma_can(target, w.dtype, w.shape[2])
 
 
+def w_block(problem: GroupedGemmProblem, config) -> tuple[int, int]:
+    """The block of w that a tile's step takes."""
+    return (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
+
+
 def flat(topk_weights: jax.Array | None) -> jax.Array | None:
     """topk_weights as [M]."""
     return None if topk_weights is None else topk_weights.reshape(-1)
+
+
+def power_of_2(count: int) -> int:
+    """The least power of two that is at least count and 16."""
+    return max(16, 1 << (count - 1).bit_length())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 
 from jgg.varying import vary_over, varying_axes
 
@@ -15,6 +15,9 @@ def define_primitive(
     name: str,
     out_types: Callable,
     compute: Callable,
+    *,
+    jvp: Callable,
+    transpose: Callable | None = None,
     merge_batch: Callable | None = None,
 ):
     """A primitive with several results, and the function that binds it.
@@ -23,6 +26,8 @@ def define_primitive(
       name: as it shows in a jaxpr.
       out_types: (*operand types, **parameters) -> (shape, dtype) of each result; parameters are hashable.
       compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
+      jvp: (operands, tangents, **parameters) -> results and their tangents.
+      transpose: (cotangents, *operands, **parameters) -> that of each operand, of those in which it is linear.
       merge_batch: (operands, which of them have a leading batch axis, **parameters) -> results with that axis, or None
         for them to be computed in a loop.
     """
@@ -57,6 +62,9 @@ def define_primitive(
     primitive.def_abstract_eval(types)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
     return primitive, bind
 

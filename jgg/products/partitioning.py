@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jgg.implementations.primitive import define_primitive
+from jgg.products.blocks import Rows
+from jgg.products.primitive import define_primitive
+from jgg.schedule import GroupBounds
 
 ROWS, WHOLE = ".", "_"
 WAY_OUT = (
@@ -48,20 +49,57 @@ class Axes(NamedTuple):
     by_callback: bool = False
 
 
+class Letters(NamedTuple):
+    """The letters of the axes of a NamedTuple of operands, each an array, GroupBounds, Rows or None.
+
+    Attributes:
+      operands: by name, those of an array or of the array of Rows; None for an array whose axes are all of rows.
+      results, summed: as in Axes.
+    """
+
+    operands: dict[str, str | None]
+    results: tuple[str, ...]
+    summed: tuple[str, ...]
+
+    def axes(self, operands: NamedTuple, localize: Callable, by_callback: bool = False) -> Axes:
+        """The Axes of the arrays in those operands, of which one named bias is added to a product."""
+        letters, added = [], None
+        for name, part in operands._asdict().items():
+            if name == "bias" and part is not None:
+                added = len(letters)
+            letters += _letters_of(part, self.operands.get(name))
+        return Axes(tuple(letters), self.results, self.summed, localize, added, by_callback)
+
+
+def _letters_of(part, letters):
+    """Those of each array of an operand."""
+    if part is None:
+        return []
+    if isinstance(part, GroupBounds):
+        return ["e"] * len(part)
+    if isinstance(part, Rows):
+        return [letters] if part.at is None else [letters, ROWS]
+    return [ROWS * part.ndim if letters is None else letters]
+
+
 def define_partitioned(
     name: str,
     out_types: Callable,
     compute: Callable,
     axes_of: Callable[..., Axes],
+    *,
+    jvp: Callable,
+    transpose: Callable | None = None,
     merge_batch: Callable | None = None,
 ):
-    """Two primitives, of one device and of one or several, and a function that binds the right one.
+    """A primitive of one device, and a function that binds it or one of any number of devices.
 
     Args:
-      name, out_types, compute, merge_batch: as in `define_primitive`.
+      name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
       axes_of: (*operands, **parameters) -> Axes.
     """
-    on_device, bind_on_device = define_primitive(f"{name}_on_device", out_types, compute, merge_batch)
+    rules = {"jvp": jvp, "transpose": transpose, "merge_batch": merge_batch}
+    on_device, bind_on_device = define_primitive(f"{name}_on_device", out_types, compute, **rules)
 
     def compute_anywhere(*operands, **params):
         axes = axes_of(*operands, **params)
@@ -71,9 +109,11 @@ def define_partitioned(
         axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
         return _partitioned(bind_on_device, params, axes)(*operands)
 
-    anywhere, bind_anywhere = define_primitive(name, out_types, compute_anywhere, merge_batch)
-    # JAX has no public name for this; custom_partitioning says the same of itself, but too late, in the lowering
-    dispatch.prim_requires_devices_during_lowering.add(anywhere)
+    def without_needs_devices(rule):
+        return rule and (lambda *args, needs_devices, **params: rule(*args, **params))
+
+    rules = {kind: without_needs_devices(rule) for kind, rule in rules.items()}
+    _, bind_anywhere = define_primitive(name, *map(without_needs_devices, (out_types, compute_anywhere)), **rules)
 
     def bind(*operands, **params):
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -85,9 +125,19 @@ def define_partitioned(
                 raise ValueError(
                     f"An array {list(operand.shape)} is split over Explicit axes of the mesh, as {spec}. {WAY_OUT}"
                 )
-        return bind_anywhere(*operands, **params)
+        return bind_anywhere(*operands, needs_devices=_needs_devices(), **params)
 
-    return (on_device, anywhere), bind
+    return on_device, bind
+
+
+@functools.cache
+def _needs_devices():
+    """A parameter that has JAX lower a primitive for certain devices: a program with custom_partitioning in it.
+
+    The primitive's own lowering calls that too, but JAX looks for it before, in the parameters.
+    """
+    identity = _partitioned(lambda x: (x,), {}, Axes(("",), ("",), ("",), lambda params, devices: params))
+    return jax.make_jaxpr(identity)(jnp.float32(0))
 
 
 def _partitioned(bind, params, axes):

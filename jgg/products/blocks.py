@@ -36,15 +36,6 @@ def guarded(indices, num_rows):
     return jnp.where((indices >= 0) & (indices < num_rows), indices, _NO_ROW)
 
 
-def combine(rows, positions, scales, topk):
-    """The weighted sum of each token's rows; see `implementations.combining.combine`."""
-    terms = rows.at[guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
-    if scales is not None:
-        terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
-    terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
-    return jnp.sum(terms, axis=1).astype(rows.dtype)
-
-
 class Block(NamedTuple):
     """A loop step: rows from `first_row` on, of which `own` [rows] tells those of `group`."""
 

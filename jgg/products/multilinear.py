@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jgg.implementations import blocks
-from jgg.implementations.blocks import Block, Rows
-from jgg.implementations.partitioning import ROWS, Axes, define_partitioned
+from jgg.products import blocks
+from jgg.products.blocks import Block, Rows
+from jgg.products.partitioning import Letters, define_partitioned
 from jgg.schedule import GroupBounds
 
 
@@ -184,8 +184,7 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
       out_type: (operands, **parameters) -> shape and dtype of the result.
       compute: (operands, **parameters) -> the result.
       transpose: (cotangent, operands of which one array is undefined, **parameters) -> cotangent of that array.
-      letters: (**parameters) -> those of the operands by name, of the result, and of what it is summed over, as in
-        `partitioning.Axes`.
+      letters: (**parameters) -> Letters, by which it is split over devices.
       dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) that leave out
         what is constant, where the result is not linear without.
     """
@@ -218,27 +217,12 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
         return [result if leaf is undefined else None for leaf in leaves]
 
     def axes(*leaves, structure, **params):
-        of_operands, of_result, summed = letters(**params)
-        operands = structure.unflatten(leaves)._asdict()
-        present = [name for name, part in operands.items() for _ in jax.tree.leaves(part)]
-        each = [letter for name, part in operands.items() for letter in _letters_of(part, of_operands[name])]
-        added = present.index("bias") if "bias" in present else None
-        return Axes(tuple(each), (of_result,), (summed,), _localize, added)
+        return letters(**params).axes(structure.unflatten(leaves), _localize)
 
-    primitives, bind = define_partitioned(name, on_leaves(out_type), on_leaves(compute), axes)
-    for primitive in primitives:
-        ad.primitive_jvps[primitive] = jvp
-        ad.primitive_transposes[primitive] = transpose_leaves
+    _, bind = define_partitioned(
+        name, on_leaves(out_type), on_leaves(compute), axes, jvp=jvp, transpose=transpose_leaves
+    )  # fmt: skip
     return bind_operands
-
-
-def _letters_of(part, letters):
-    """Those of each array of an operand."""
-    if part is None:
-        return []
-    if isinstance(part, GroupBounds):
-        return ["e"] * len(part)
-    return [letters, ROWS] if isinstance(part, Rows) and part.at is not None else [letters]
 
 
 def _localize(params, devices):
@@ -249,20 +233,18 @@ def _localize(params, devices):
     return params | {"shape": (rows, columns // devices.get("c", 1))}
 
 
-def _product_letters(transpose_w, **_):
-    """Of rows [M, R], w and the product's C columns."""
+def _rows_dot_letters(transpose_w, **_):
     w = "ecr" if transpose_w else "erc"
-    rows = {"rows": ".r", "w": w, "bounds": "", "scales": ".", "bias": "ec", "write_at": "."}
-    return rows, ".c", "er"
+    rows = {"rows": ".r", "w": w, "scales": ".", "bias": "ec", "write_at": "."}
+    return Letters(rows, (".c",), ("er",))
 
 
-def _outer_letters(**_):
-    return {"left": ".p", "right": ".q", "bounds": "", "scales": "."}, "epq", ""
+def _outer_dot_letters(**_):
+    return Letters({"left": ".p", "right": ".q", "scales": "."}, ("epq",), ("",))
 
 
 def _row_dots_letters(transpose_w, **_):
-    w = "ecr" if transpose_w else "erc"
-    return {"left": ".c", "right": ".r", "w": w, "bounds": ""}, ".", "erc"
+    return Letters({"left": ".c", "right": ".r", "w": "ecr" if transpose_w else "erc"}, (".",), ("erc",))
 
 
 _rows_dot = _multilinear(
@@ -270,7 +252,7 @@ _rows_dot = _multilinear(
     lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
     _compute_rows_dot,
     _transpose_rows_dot,
-    _product_letters,
+    _rows_dot_letters,
     _dependent_part,
 )
 _outer_dot = _multilinear(
@@ -281,7 +263,7 @@ _outer_dot = _multilinear(
     ),
     _compute_outer_dot,
     _transpose_outer_dot,
-    _outer_letters,
+    _outer_dot_letters,
 )
 _row_dots = _multilinear(
     "grouped_row_dots",

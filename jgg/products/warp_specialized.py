@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jgg.config import output_axes
-from jgg.implementations import parts
-from jgg.implementations.launch import Launch, bounded_rows, matrices, matrix, tile_operands
-from jgg.implementations.terms import Terms
+from jgg.implementations.choice import Launcher
 from jgg.problem import GroupedGemmProblem
+from jgg.products import parts
+from jgg.products.launch import Launch, bounded_rows, matrices, matrix, tile_operands
+from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
-from jgg.target import Target
 from jgg.warp_specialization import max_columns
 
 _CTAS = 2  # of a cluster
@@ -22,9 +22,8 @@ _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgr
 
 
 def multiply_rows(
-    call, op: str, target: Target, problem: GroupedGemmProblem, config,
-    terms: Terms, w, bounds: GroupBounds, gather_indices=None, topk_weights=None, bias=None, gathers=False,
-    first_column=0,
+    launcher: Launcher, op: str, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
+    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int,
 ):  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
@@ -32,6 +31,9 @@ def multiply_rows(
       terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
       first_column: of w, whose columns from here on the problem's are.
     """
+    from jgg.kernels.hopper import hopper_kernel
+
+    config = launcher.config
     block_columns, step = _blocks(op, problem, config)
     dtype = problem.out_dtype if op == "forward" else problem.dtype
     features = {"n": problem.out_features, "k": problem.in_features}
@@ -75,14 +77,14 @@ def multiply_rows(
             "Y_COLUMN_STRIDE": 1,
             **_constants(config, block_columns, step),
         },
-        **_options(target, problem, config, tiles),
+        **_options(launcher.target, problem, tiles),
     )
-    return call("hopper_kernel", launch)["y"]
+    return launcher.run(hopper_kernel, launch)["y"]
 
 
 def multiply_row_blocks(
-    call, target: Target, problem: GroupedGemmProblem, config, x, dy: Terms, bounds: GroupBounds, gather_indices=None,
-    dw=None, first_feature=0,
+    launcher: Launcher, problem: GroupedGemmProblem, x, dy: Terms, bounds: GroupBounds, gather_indices=None, *,
+    dw=None, first_feature: int = 0,
 ):  # fmt: skip
     """dW in the shape and layout of w.
 
@@ -92,6 +94,9 @@ def multiply_row_blocks(
         parts.STEP: the gradient of those alone is written.
       dw: what to write it into, or None for a new array.
     """
+    from jgg.kernels.hopper import hopper_kernel
+
+    config, target = launcher.config, launcher.target
     block_columns, step = _blocks("dw", problem, config)
     left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
     gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
@@ -137,9 +142,9 @@ def multiply_row_blocks(
             "Y_COLUMN_STRIDE": w_columns if is_turned else 1,
             **_constants(config, block_columns, step),
         },
-        **_options(target, problem, config, problem.num_experts * tiles),
+        **_options(target, problem, problem.num_experts * tiles),
     )
-    return call("hopper_kernel", launch)["y"]
+    return launcher.run(hopper_kernel, launch)["y"]
 
 
 def _blocks(op, problem, config):
@@ -169,7 +174,7 @@ def _constants(config, block_columns, step):
     }
 
 
-def _options(target, problem, config, tiles):
+def _options(target, problem, tiles):
     return {
         "grid": (max(1, min(tiles, target.num_sms // _CTAS)),),
         "num_warps": 4,  # of the partition that Triton starts with; there are two more

@@ -1,0 +1,144 @@
+"""Rows in another order, or added up by token."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.implementations.choice import How, Launcher
+from jgg.problem import MAX_ROWS
+from jgg.products import parts, vmap
+from jgg.products.blocks import guarded
+from jgg.products.launch import Launch, flat
+from jgg.products.partitioning import Letters
+from jgg.products.product import Product
+from jgg.schedule import between_groups, inverse_permutation
+
+
+class Combine(NamedTuple):
+    """What is added up.
+
+    Attributes:
+      rows: [M, N].
+      positions: int32 [T * topk], a token's rows; one outside [0, M) adds nothing. With topk 1 this gathers rows.
+      scales: float [T * topk] in any shape, or None for 1.
+    """
+
+    rows: jax.Array
+    positions: jax.Array
+    scales: jax.Array | None = None
+
+
+def _result_types(operands, topk):
+    return [((operands.positions.shape[0] // topk, operands.rows.shape[1]), operands.rows.dtype)]
+
+
+def _plain(operands, topk):
+    rows, positions, scales = operands
+    terms = rows.at[guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
+    if scales is not None:
+        terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
+    terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
+    return [jnp.sum(terms, axis=1).astype(rows.dtype)]
+
+
+def _launch(launcher, operands, topk):
+    return [combine(launcher, operands.rows, operands.positions, topk, operands.scales)]
+
+
+def _merge_batch(how: How, operands, batched, topk):
+    rows, positions, scales = operands
+    size = vmap.batch_size(operands, batched)
+    positions = vmap.for_each(positions, batched.positions, size)
+    if size * max(positions.shape[1], rows.shape[-2]) > MAX_ROWS:
+        return None
+    if batched.rows:
+        positions, rows = vmap.offset(positions, rows.shape[1]), vmap.flat(rows)
+    scales = flat(vmap.for_each(scales, batched.scales, size))
+    (y,) = COMBINE(how, Combine(rows, positions.reshape(-1), scales), topk=topk)
+    return [y.reshape(size, -1, y.shape[1])]
+
+
+COMBINE = Product(
+    "combine",
+    Combine,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    letters=lambda operands, topk: Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",)),
+    merge_batch=_merge_batch,
+)
+"""The weighted sum of each token's rows, in float32: [y [T, N] in the dtype of rows]. Its parameter is topk."""
+
+
+def gather(how: How, topk: int):
+    """The function of rows and positions to the rows at positions // topk, by a kernel."""
+
+    def gathered(rows, positions):
+        (result,) = COMBINE(how._replace(config=None), Combine(rows, positions // topk), topk=1)
+        return result
+
+    return gathered
+
+
+def combine(
+    launcher: Launcher, rows, positions, topk: int, scales=None, *, y=None, first_column: int = 0, y_columns=None
+) -> jax.Array:
+    """COMBINE by its kernel.
+
+    Args:
+      y: what to write the sums into, from `first_column` on; or None for an array of y_columns, by default N, that has
+        nothing but the sums.
+    """
+    from jgg.kernels.combine import combine_kernel
+
+    num_tokens, columns = len(positions) // topk, rows.shape[1]
+    if y is None:
+        y = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
+    block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
+    launch = Launch(
+        operands={
+            "rows": rows,
+            "positions": positions,
+            "scales": flat(scales),
+            "num_tokens": num_tokens,
+            "num_rows": rows.shape[0],
+            "first_column": first_column,
+        },
+        outputs={"y": y},
+        constants={
+            "COLUMNS": columns,
+            "Y_COLUMNS": y.shape[1],
+            "TOPK": topk,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLUMNS": block_columns,
+        },
+        grid=(math.ceil(num_tokens / block_rows), math.ceil(columns / block_columns)),
+        flops=rows.size,
+        bytes_accessed=(rows.size + num_tokens * columns) * rows.dtype.itemsize,
+    )
+    return launcher.run(combine_kernel, launch)["y"]
+
+
+def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bounds, gather_indices, scales=None):
+    """The sums of each token's rows of a product, [T, columns], a part of the columns after the other.
+
+    Rows before the first group and past the last add nothing, whatever their scales are.
+
+    Args:
+      multiply: (rows, columns) -> that range of the product's columns, [M, columns].
+    """
+    named = jnp.where(between_groups(bounds, len(gather_indices)), gather_indices, -1)
+    positions = inverse_permutation(named, problem.num_positions)
+    scales = flat(scales)
+
+    def add_up(rows, columns, y):
+        products = multiply(rows, columns)
+        return combine(
+            launcher, products, positions, problem.topk, scales, y=y, first_column=columns.start, y_columns=num_columns
+        )  # fmt: skip
+
+    return parts.one_after_the_other(
+        rows, num_columns, parts.summed_width(launcher.target, problem, num_columns), add_up
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The gradient of a bias: dbias[e] = sum of topk_weights[i] * dy[i] over the rows i of each expert e."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.implementations.choice import How, Launcher
+from jgg.problem import GroupedGemmProblem
+from jgg.products import blocks, plain, vmap
+from jgg.products.blocks import Rows
+from jgg.products.dw import row_scales
+from jgg.products.launch import Launch
+from jgg.products.multilinear import outer_dot
+from jgg.products.partitioning import Letters
+from jgg.products.product import Product
+from jgg.schedule import GroupBounds
+
+
+class Dbias(NamedTuple):
+    """Arrays as `grouped_gemm_dw` has them, and bounds: the rows of each group."""
+
+    dy: jax.Array
+    bounds: GroupBounds
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+
+
+def _plain(operands: Dbias, problem: GroupedGemmProblem):
+    dy, bounds, gather_indices, topk_weights = operands
+    dy = Rows(dy, plain.y_rows(problem, gather_indices))
+    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    options = {"scales": scales, "precision": problem.precision, "out_dtype": jnp.float32}
+    return [outer_dot(blocks.ones(dy), dy, bounds, **options)[:, 0]]
+
+
+def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
+    from jgg.kernels.group_sums import group_sums_kernel
+
+    rows, bounds, gather_indices, topk_weights = operands
+    num_rows, columns = rows.shape
+    block_columns = min(128, max(16, 1 << (columns - 1).bit_length()))
+    num_groups = len(bounds.starts)
+    launch = Launch(
+        operands={
+            "rows": rows,
+            "positions": gather_indices if problem.permute_y else None,
+            "scales": row_scales(topk_weights, gather_indices),
+            "group_starts": bounds.starts,
+            "group_ends": bounds.ends,
+            "num_rows": num_rows,
+        },
+        outputs={"sums": jax.ShapeDtypeStruct((num_groups, columns), jnp.float32)},
+        constants={"COLUMNS": columns, "BLOCK_ROWS": 64, "BLOCK_COLUMNS": block_columns},
+        grid=(num_groups, math.ceil(columns / block_columns)),
+        flops=rows.size,
+        bytes_accessed=rows.size * rows.dtype.itemsize,
+    )
+    return [launcher.run(group_sums_kernel, launch)["sums"]]
+
+
+def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem):
+    batch = vmap.Batch.of(problem, operands, batched, "dy")
+    return batch and batch.split(vmap.more_groups(DBIAS, how, batch, operands, batched, ("dy",)))
+
+
+def _letters(operands: Dbias, problem: GroupedGemmProblem):
+    return Letters({"dy": ".n", "gather_indices": ".", "topk_weights": None}, ("en",), ("",))
+
+
+DBIAS = Product(
+    "dbias",
+    Dbias,
+    result_types=lambda operands, problem: [((problem.num_experts, problem.out_features), jnp.float32)],
+    plain=_plain,
+    launch=_launch,
+    letters=_letters,
+    merge_batch=_merge_batch,
+)
+"""[dbias [E, N] in float32]; its parameter is the problem."""

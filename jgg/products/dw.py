@@ -1,0 +1,155 @@
+"""dW: dw[e] = sum of topk_weights[i] * dy[i]^T x[i] over the rows i of each expert e."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.config import KernelConfigDW
+from jgg.implementations.choice import How, Launcher
+from jgg.problem import GroupedGemmProblem
+from jgg.products import parts, plain, vmap, warp_specialized
+from jgg.products.blocks import Rows
+from jgg.products.combine import combine
+from jgg.products.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
+from jgg.products.multilinear import outer_dot
+from jgg.products.partitioning import Letters
+from jgg.products.product import Product
+from jgg.products.terms import Terms
+from jgg.schedule import GroupBounds
+from jgg.tuned_configs import choose_config
+
+
+class Dw(NamedTuple):
+    """Arrays as `grouped_gemm_dw` has them, and bounds: the rows of each group.
+
+    dy may be of another dtype than a 16-bit x, of which the kernels then multiply two terms.
+    """
+
+    x: jax.Array
+    dy: jax.Array
+    bounds: GroupBounds
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+
+
+def _plain(operands: Dw, problem: GroupedGemmProblem):
+    x, dy, bounds, gather_indices, topk_weights = operands
+    x, dy = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
+    left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
+    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    return [outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)]
+
+
+def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
+    x, dy, bounds, gather_indices, topk_weights = operands
+    config = choose_config("dw", problem, launcher.target, launcher.config)
+    launcher, target = launcher._replace(config=config), launcher.target
+    scales = row_scales(topk_weights, gather_indices)
+    copies_x = problem.permute_x and not config.fuse_gather
+    if copies_x:
+        problem = dataclasses.replace(problem, permute_x=False)
+    gathers_dy = config.fuse_gather and not (config.warp_specialized and problem.permute_x)  # which gathers one of them
+    if scales is not None or (problem.permute_y and not gathers_dy):
+        positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
+        dy = combine(launcher, dy, positions, 1, scales)
+        problem = dataclasses.replace(problem, permute_y=False)
+    dy = Terms.of(dy, problem.dtype)
+    if config.warp_specialized:
+        multiply = _multiply_copies if copies_x else warp_specialized.multiply_row_blocks
+        return [multiply(launcher, problem, x, dy, bounds, gather_indices)]
+    from jgg.kernels.backward_dw import backward_dw_kernel
+
+    if copies_x:
+        x = combine(launcher, x, gather_indices // problem.topk, 1)
+    x_side = {
+        "": problem.in_features,
+        "GATHER": problem.topk if problem.permute_x else 0,
+        "TMA": config.use_tma_load_x and x_by_tma(target, problem),
+        "BLOCK": config.block_k,
+    }
+    dy_side = {
+        "": problem.out_features,
+        "GATHER": int(problem.permute_y),
+        "TMA": config.use_tma_load_dy and dy_by_tma(target, problem),
+        "BLOCK": config.block_n,
+    }
+    dy_is_left = problem.w_layout == "enk"
+    sides = {"LEFT": dy_side, "RIGHT": x_side} if dy_is_left else {"LEFT": x_side, "RIGHT": dy_side}
+    tiles = problem.num_experts * math.prod(math.ceil(side[""] / side["BLOCK"]) for side in sides.values())
+    descriptors = {
+        side.lower(): bounded_rows(values[""], (config.block_m, values["BLOCK"]))
+        for side, values in sides.items()
+        if values["TMA"]
+    }
+    launch = Launch(
+        operands={
+            "left": dy.rows if dy_is_left else x,
+            "right": x if dy_is_left else dy.rows,
+            "gather_indices": gather_indices,
+            "num_terms": dy.count,
+            "scale": dy.scale,
+            "group_starts": bounds.starts,
+            "group_ends": bounds.ends,
+            "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
+            "num_groups": problem.num_experts,
+        },
+        descriptors=descriptors,
+        outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
+        constants={
+            **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
+            "LEFT_HAS_TERMS": dy.count is not None and dy_is_left,
+            "PRECISION": PRECISIONS[problem.precision],
+            "BAND": config.band,
+            "BLOCK_ROWS": config.block_m,
+        },
+        **launch_options(target, problem, config, tiles),
+    )
+    return [launcher.run(backward_dw_kernel, launch)["dw"]]
+
+
+def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
+    """dW of x in token order, which is copied in expert order a part of its features after the other."""
+    tokens = gather_indices // problem.topk
+
+    def multiply(x, features, dw):
+        rows = combine(launcher, x[:, features.start : features.stop], tokens, 1)
+        return warp_specialized.multiply_row_blocks(
+            launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
+        )  # fmt: skip
+
+    return parts.one_after_the_other(x, problem.in_features, parts.copied_width(problem), multiply)
+
+
+def row_scales(topk_weights, gather_indices):
+    """The weight of each row in expert order, zero for a bad index; or None."""
+    if topk_weights is None or gather_indices is None:
+        return flat(topk_weights)
+    at = jnp.where(gather_indices < 0, len(gather_indices), gather_indices)
+    return flat(topk_weights).at[at].get(mode="fill", fill_value=0)
+
+
+def _merge_batch(how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem):
+    batch = vmap.Batch.of(problem, operands, batched, "x", "dy")
+    return batch and batch.split(vmap.more_groups(DW, how, batch, operands, batched, ("x", "dy")))
+
+
+def _letters(operands: Dw, problem: GroupedGemmProblem):
+    rows = {"x": ".k", "dy": ".n", "gather_indices": ".", "topk_weights": None}
+    return Letters(rows, (problem.w_layout,), ("",))
+
+
+DW = Product(
+    "dw",
+    Dw,
+    result_types=lambda operands, problem: [(problem.w_shape, problem.dtype)],
+    plain=_plain,
+    launch=_launch,
+    letters=_letters,
+    merge_batch=_merge_batch,
+    config_type=KernelConfigDW,
+)
+"""[dw in the shape, layout and dtype of w]; its parameter is the problem."""

@@ -1,0 +1,183 @@
+"""The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.config import KernelConfigForward
+from jgg.implementations.choice import How, Launcher
+from jgg.problem import GroupedGemmProblem
+from jgg.products import plain, vmap, warp_specialized
+from jgg.products.combine import combine, gather, sum_by_token
+from jgg.products.launch import (
+    PRECISIONS,
+    Launch,
+    flat,
+    launch_options,
+    matrices,
+    matrix,
+    tile_operands,
+    w_block,
+    w_by_tma,
+    x_by_tma,
+)
+from jgg.products.partitioning import Letters
+from jgg.products.product import Product
+from jgg.products.terms import Terms
+from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
+from jgg.tuned_configs import choose_config
+
+
+class Forward(NamedTuple):
+    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group."""
+
+    x: jax.Array
+    w: jax.Array
+    bounds: GroupBounds
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+def _plain(operands: Forward, problem: GroupedGemmProblem):
+    return [plain.grouped_gemm(problem, *operands)]
+
+
+def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
+    """With combine_y the product is made a part of its columns after the other, each added up by token."""
+    x, w, bounds, gather_indices, topk_weights, bias = operands
+    product = problem
+    if problem.combine_y:
+        product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
+    launcher = launcher._replace(config=choose_config("forward", product, launcher.target, launcher.config))
+    if product.permute_x and not launcher.config.fuse_gather:
+        x = combine(launcher, x, gather_indices // product.topk, 1)
+        product = dataclasses.replace(product, permute_x=False)
+    if not problem.combine_y:
+        return [_multiply_rows(launcher, operands._replace(x=x), product)]
+    read_at = gather_indices if product.permute_x else None
+
+    def multiply(x, columns):
+        part = dataclasses.replace(product, out_features=len(columns))
+        own_bias = None if bias is None else bias[:, columns.start : columns.stop]
+        return _multiply_rows(launcher, Forward(x, w, bounds, read_at, None, own_bias), part, columns.start)
+
+    return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
+
+
+def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0):
+    """y [M, N], of w's columns from the first on."""
+    x, w, bounds, gather_indices, topk_weights, bias = operands
+    config, target = launcher.config, launcher.target
+    scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
+    if scatter_after:
+        problem = dataclasses.replace(problem, permute_y=False)
+    if config.warp_specialized:
+        y = warp_specialized.multiply_rows(
+            launcher, "forward", problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
+            gathers=problem.permute_x, first_column=first_column,
+        )  # fmt: skip
+        return combine(launcher, y, inverse_permutation(gather_indices), 1) if scatter_after else y
+    from jgg.kernels.forward import forward_kernel
+
+    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
+    column_tiles = math.ceil(problem.out_features / config.block_n)
+    tma_x = config.use_tma_load_x and x_by_tma(target, problem)
+    tma_w = config.use_tma_load_w and w_by_tma(target, w)
+    descriptors = {
+        **({"x": matrix(x.shape, (config.block_m, config.block_k))} if tma_x else {}),
+        **({"w": matrices(w.shape, w_block(problem, config))} if tma_w else {}),
+    }
+    launch = Launch(
+        operands={
+            "x": x,
+            "w": w,
+            "bias": bias,
+            "topk_weights": flat(topk_weights),
+            "gather_indices": gather_indices,
+            **tile_operands(bounds, schedule),
+            "num_rows": problem.num_rows,
+            "num_positions": problem.num_positions,
+            "first_column": first_column,
+        },
+        descriptors=descriptors,
+        outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
+        constants={
+            "REDUCED": problem.in_features,
+            "COLUMNS": problem.out_features,
+            "W_COLUMNS": w.shape[1 if problem.w_layout == "enk" else 2],
+            "TOPK": problem.topk,
+            "REDUCED_IS_MINOR": problem.w_layout == "enk",
+            "GATHER": problem.permute_x,
+            "SCATTER": problem.permute_y,
+            "PRECISION": PRECISIONS[problem.precision],
+            "TMA_X": tma_x,
+            "TMA_W": tma_w,
+            "BAND": config.band,
+            "BLOCK_ROWS": config.block_m,
+            "BLOCK_REDUCED": config.block_k,
+            "BLOCK_COLUMNS": config.block_n,
+        },
+        **launch_options(target, problem, config, len(schedule.group) * column_tiles),
+    )
+    y = launcher.run(forward_kernel, launch)["y"]
+    return combine(launcher, y, inverse_permutation(gather_indices), 1) if scatter_after else y
+
+
+def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
+    batch = vmap.Batch.of(problem, operands, batched, "x")
+    if batch is None or (batched.bias and not batched.w):
+        return None
+    return (_more_groups if batched.w else _more_rows)(how, batch, operands, batched)
+
+
+def _more_groups(how, batch, operands, batched):
+    (y,) = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
+    if batch.problem.combine_y:
+        return batch.split([y])
+    written = batch.in_group
+    if batch.problem.permute_y:
+        positions = batch.positions_in_groups()
+        at = jnp.where(positions < 0, len(positions), positions)
+        written = jnp.zeros_like(written).at[at].set(True, mode="drop")
+    return batch.split([vmap.where_rows(written, y)])
+
+
+def _more_rows(how, batch, operands, batched):
+    problem = batch.problem
+    bounds, _, row_at = batch.merged_order()
+    writes_permuted = problem.permute_y or problem.combine_y
+    topk = problem.topk if problem.permute_x else 1
+    rows = vmap.flat(operands.x)
+    x, write, in_place = batch.read_in_order(problem.permute_x, writes_permuted, row_at, rows, gather(how, topk))
+    all_rows = dataclasses.replace(
+        batch.all_rows(),
+        topk=problem.topk if problem.permute_x or problem.combine_y else 1,
+        permute_x=in_place,
+        permute_y=not problem.combine_y,
+    )
+    weights = batch.topk_weights if writes_permuted else batch.row_weights()
+    return batch.split(
+        FORWARD(how, Forward(x, operands.w, bounds, write, weights, operands.bias), problem=all_rows)
+    )  # fmt: skip
+
+
+def _letters(operands: Forward, problem: GroupedGemmProblem):
+    rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
+    return Letters(rows, (".n",), ("ek",))
+
+
+FORWARD = Product(
+    "forward",
+    Forward,
+    result_types=lambda operands, problem: [(problem.y_shape, problem.out_dtype)],
+    plain=_plain,
+    launch=_launch,
+    letters=_letters,
+    merge_batch=_merge_batch,
+    config_type=KernelConfigForward,
+)
+"""[y of `problem.y_shape`]; its parameter is the problem."""

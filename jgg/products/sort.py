@@ -1,0 +1,82 @@
+"""Choices of experts sorted by expert, as `jgg.sort_by_expert`."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.implementations.choice import Launcher
+from jgg.products.launch import MAX_EXPERTS, Launch, power_of_2
+from jgg.products.partitioning import ROWS, WHOLE, Letters
+from jgg.products.product import Product
+
+_MAX_PROGRAMS = 512  # one program adds up what they counted
+_ELEMENTS = 8192  # of a program's block, rows times experts
+
+
+class Sort(NamedTuple):
+    """int32 [M]."""
+
+    experts: jax.Array
+
+
+def _plain(operands, num_experts):
+    (experts,) = operands
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+    gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    return [jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop"), gather_indices]
+
+
+def _launch(launcher: Launcher, operands: Sort, num_experts: int):
+    (experts,) = operands
+    if not 0 < num_experts <= MAX_EXPERTS:
+        return _plain(operands, num_experts)
+    from jgg.kernels.routing import count_experts_kernel, place_rows_kernel, sum_counts_kernel
+
+    num_rows = len(experts)
+    block_experts = power_of_2(num_experts)
+    block_rows = min(256, _ELEMENTS // block_experts)
+    steps = math.ceil(num_rows / (_MAX_PROGRAMS * block_rows))
+    programs = math.ceil(num_rows / (steps * block_rows))
+    blocks = {"NUM_EXPERTS": num_experts, "STEPS": steps, "BLOCK_ROWS": block_rows, "BLOCK_EXPERTS": block_experts}
+    per_program = jax.ShapeDtypeStruct((programs, num_experts), jnp.int32)
+    per_expert = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+    counted = Launch(
+        operands={"experts": experts, "num_rows": num_rows},
+        outputs={"counts": per_program},
+        constants=blocks,
+        grid=(programs,),
+        num_warps=8,  # with 4 they spill registers
+        bytes_accessed=4 * (num_rows + per_program.size),
+    )
+    counts = launcher.run(count_experts_kernel, counted)["counts"]
+    summed = Launch(
+        operands={"counts": counts, "num_programs": programs},
+        outputs={"rows_before": per_program, "group_sizes": per_expert},
+        constants={"NUM_EXPERTS": num_experts, "BLOCK_PROGRAMS": power_of_2(programs), "BLOCK_EXPERTS": 16},
+        grid=(math.ceil(num_experts / 16),),
+        num_warps=8,
+        bytes_accessed=8 * per_program.size,
+    )
+    sums = launcher.run(sum_counts_kernel, summed)
+    placed = Launch(
+        operands={"experts": experts, **sums, "num_rows": num_rows},
+        outputs={"gather_indices": jax.ShapeDtypeStruct((num_rows,), jnp.int32)},
+        constants=blocks,
+        grid=(programs,),
+        num_warps=8,
+        bytes_accessed=4 * (2 * num_rows + per_program.size),
+    )
+    return [sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"]]
+
+
+SORT = Product(
+    "sort",
+    Sort,
+    result_types=lambda operands, num_experts: [((num_experts,), jnp.int32), (operands.experts.shape, jnp.int32)],
+    plain=_plain,
+    launch=_launch,
+    letters=lambda operands, num_experts: Letters({"experts": ROWS}, (WHOLE, ROWS), ("", "")),
+)
+"""[int32 [E] rows of each expert, int32 [M] the row at each place in expert order]; its parameter is E."""
