@@ -3,7 +3,7 @@
 from triton.experimental.gluon import language
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jgg.implementations.launch import Tma
+from jgg.products.launch import Tma
 
 
 def shared_layout(tma: Tma, dtype) -> NVMMASharedLayout:
