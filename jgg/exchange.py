@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.products import blocks
+from jgg.products.combine import COMBINE, Combine
 from jgg.routing import Routing, sort_by_expert
 from jgg.schedule import inverse_permutation
 from jgg.varying import vary_over, varying_axes
@@ -176,7 +176,8 @@ def take_tokens(topk, tokens, positions):
 def sum_choices(shape, rows, positions):
     """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
     num_tokens, topk = shape
-    return blocks.combine(rows, inverse_permutation(positions, num_tokens * topk), None, topk)
+    (sums,) = COMBINE.plain(Combine(rows, inverse_permutation(positions, num_tokens * topk)), topk=topk)
+    return sums
 
 
 # Each is the other's transpose. Derived by JAX they would scatter and add rows, which is slow on a GPU.
