@@ -1,14 +1,65 @@
-"""Both main loops for sm_90 in Gluon: warp-specialised, in clusters of two multiprocessors.
+"""The kernel of forward, dX and dW for sm_90, in Gluon: warp-specialised, in clusters of two multiprocessors.
 
-Each of the two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS] of left @ right, with left the rows
-of x or dy (ragged M) or, for dW, their columns (ragged K). One warp loads blocks by TMA, or four do where rows of left
-have to be gathered, while two warpgroups multiply 64 rows each. The two tiles have the same columns; where they are of
-one group too, the block of the right operand is loaded once for both. Warpgroups whose rows lie past the group's end
-rest. A warpgroup keeps a finished tile in registers and stores it in four parts in the course of its next one, so that
-the tensor cores do not wait for stores.
+It computes left @ right. With RAGGED_M (forward, dX), left is rows of x or dy and right the weights of their group;
+without (dW), left and right are columns of x and dy, whose rows of one group are the reduced axis. Each of a cluster's
+two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS]. The two tiles have the same columns; where they
+are of one group too, which is always so without RAGGED_M, a block of right is loaded once for both.
+
+Roles. A CTA has three warpgroups, of 128 threads:
+
+    multiply_tiles, twice   each multiplies 64 rows of the tile and stores them
+    load_blocks             one warp loads blocks by TMA; four do where rows of left have to be gathered, which TMA
+                            cannot: those come by cp.async
+
+A warpgroup whose rows all lie past the end (of the group, or of left's columns) skips the tile: it only hands back the
+blocks.
+
+Pipelines. Between them lies a ring of STAGES stages in shared memory (`Ring`). A stage holds the blocks of one step of
+BLOCK_REDUCED along the reduced axis: one of left for each multiplying warpgroup, and one of right for both. It has
+three barriers:
+
+    barrier      arrivals     of whom                                                   who waits
+    full         2, or 3      the CTA's loading warp, which says how many bytes TMA     the multiplying warpgroups
+                 if GATHERS   will bring; CTA 0's loading warp; if the kernel
+                              GATHERS, the CTA's loading warps when the rows are there
+    empty        2            the CTA's multiplying warpgroups, done with the stage     the CTA's loading warps
+    both_empty   2 a CTA      those of both CTAs, at one barrier that lies in CTA 0     CTA 0's loading warps
+
+CTA 0 waits for both CTAs because it loads the shared block of right into the memory of both. It arrives at full of both
+because CTA 1 must not run ahead of that wait: while their tiles are of two groups, CTA 1 loads all it needs by itself,
+and could get a ring's length ahead and arrive at both_empty twice for one turn of CTA 0.
+
+Timeline of a tile with 8 steps and 4 stages, from left to right; ' marks the next tile:
+
+    multiply_tiles begins the product of step    0   1   2   3   4   5   6   7
+        hands back the stage of step                     0   1   2   3   4   5   6,7
+        stores a part of the tile before             0       1       2       3
+        looks up where the next tile is                      x
+        finishes: scale, bias, weights, rounding                                 x
+    load_blocks then loads step                          4   5   6   7   0'  1'  2',3'
+
+When a product begins, the one before it may still run, and the one before that is done, so that its stage is handed
+back. A finished tile stays in registers; its four parts are stored at even distances in the course of the next tile, so
+that the tensor cores do not wait for stores. Loading warps that gather ask for the rows of a step, then wait for those
+of LAG steps before and announce them at full.
+
+Registers. The three warpgroups begin with 168 a thread, 64,512 of the multiprocessor's 65,536, and then exchange them
+in eights: 8 less for each of the two that multiply is 16 more for the one that loads. A thread that multiplies holds
+128 of the float32 sums of a [64, 256] half tile and 64 of the finished one in 16 bits, 192 together (64 and 64 with 128
+columns and a result in float32). What the loading warps have to hold decides the rest:
+
+    multiply   load
+    240        24     coordinates of blocks, for TMA
+    232        40     the rows to gather for a tile and their addresses; or which term of an operand a step is of
+    224        56     both; or gathers of dW, of other rows at each step, with the next step's indices read ahead
+
+Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
+KB in 4 stages, and as much in 6 stages with 128 columns. A part to be stored goes through shared memory too, so that
+neighbouring threads store neighbouring elements, 8 KB of each warpgroup. With the barriers that is 213,096 bytes of the
+232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
-between the two.
+between the two. What was tried with this kernel, and how fast each was, is in docs/trials.md.
 """
 
 from triton.experimental import gluon
@@ -179,8 +230,8 @@ class Ring:
 
     Attributes:
       left: two blocks a stage, one for each warpgroup. right: one, the same in both CTAs.
-      full: barriers of loaded stages, at which CTA 0's loading warp arrives too. empty: of stages that this CTA's
-        warpgroups have multiplied; both_empty: that both CTAs' have, for which only CTA 0 waits.
+      full: barriers of loaded stages. empty: of stages that this CTA's warpgroups have multiplied; both_empty: that
+        both CTAs' have. The module's docstring says who arrives and who waits.
     """
 
     left: gl.shared_memory_descriptor
@@ -212,10 +263,35 @@ class Ring:
         mbarrier.arrive(self.both_empty.index(stage), pred=pred)
 
     @gluon.jit
+    def begin(self, stage, phase, LEFT_BYTES: gl.constexpr, RIGHT_BYTES: gl.constexpr, has_second):
+        """Waits until a stage is empty, tells its full barrier the bytes that TMA will bring, and returns that."""
+        self.await_empty(stage, phase)
+        full = self.full.index(stage)
+        # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
+        mbarrier.arrive(full, from_cta=0)
+        mbarrier.expect(full, RIGHT_BYTES + 2 * LEFT_BYTES, pred=has_second)
+        mbarrier.expect(full, RIGHT_BYTES + LEFT_BYTES, pred=has_second == 0)
+        return full
+
+    @gluon.jit
     def announce(self, stage, pred):
         """Tells the warpgroups that the rows gathered for a stage are there."""
         fence_async_shared()
         mbarrier.arrive(self.full.index(stage), pred=pred)
+
+    @gluon.jit
+    def announce_earlier(self, stage, begun):
+        """Ends a step's gathers, the step of that number, and announces those of LAG steps before."""
+        async_copy.commit_group()
+        async_copy.wait_group(LAG)
+        self.announce(self.before(stage, LAG), begun >= LAG)
+
+    @gluon.jit
+    def announce_last(self, stage, begun):
+        """The gathers that are still to be announced when all steps have begun; stage is the one after them."""
+        async_copy.wait_group(0)
+        for earlier in gl.static_range(LAG):
+            self.announce(self.before(stage, LAG - earlier), begun >= LAG - earlier)
 
 
 @gluon.jit
@@ -239,7 +315,7 @@ def make_ring(work, left, right, STAGES: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(stage), count=3 if work.GATHERS else 2)
         mbarrier.init(ring.empty.index(stage), count=2)
-        mbarrier.init(ring.both_empty.index(stage), count=2)
+        mbarrier.init(ring.both_empty.index(stage), count=2)  # of each CTA: 4 in all
     fence_async_shared()
     return ring
 
@@ -276,91 +352,124 @@ class Gather:
 
 
 @gluon.jit
-def load_blocks(
+def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
+    split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [split])
+    WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
+    return Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
+
+
+@gluon.jit
+def load_for_rows(
     work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
     TOPK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
+    """Loads the blocks of all tiles, with RAGGED_M: of the tile's rows, and of its group's matrix."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
     LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
     stage = 0
     phase = 1
     begun = 0
     if work.GATHERS:
-        split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [split])
-        WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
-        gather = Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
+        gather = make_gather(work, left, gather_indices, num_positions, TOPK)
     next_tile = work.at(gl.program_id(0))
-    if work.GATHERS and not work.RAGGED_M:
-        indices = gather.load_indices(next_tile.start, next_tile.end, work.BLOCK_REDUCED)
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         tile = next_tile
         next_tile = work.at(index + gl.num_programs(0))
-        if work.RAGGED_M:
-            group = work.group(tile.item)
-            is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
+        group = work.group(tile.item)
+        is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
         first, last = work.left_range(tile)
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
-        if work.GATHERS and work.RAGGED_M:
+        if work.GATHERS:
             sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
             second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
+        for step in range(work.steps(tile)):
+            full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
+            right_block = ring.right.index(stage)
+            left_block = ring.left.index(2 * stage)
+            second_block = ring.left.index(2 * stage + 1)
+            reduced, left_term = work.at_step(tile, step)
+            column = first_column + tile.column
+            place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+            tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
+            tma.async_load(right, place, full, right_block, pred=is_shared == 0)
+            if work.GATHERS:
+                gather.load(left_block, sources, left_term, reduced)
+                gather.load(second_block, second_sources, left_term, reduced)
+                ring.announce_earlier(stage, begun)
+                begun += 1
+            else:
+                tma.async_load(left, [first + left_term, reduced], full, left_block)
+                tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
+            stage, phase = ring.next(stage, phase)
+    if work.GATHERS:
+        ring.announce_last(stage, begun)
+
+
+@gluon.jit
+def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK: gl.constexpr):
+    """Loads the blocks of all tiles, without RAGGED_M: both of the rows of the tile's group."""
+    RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
+    LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
+    stage = 0
+    phase = 1
+    begun = 0
+    next_tile = work.at(gl.program_id(0))
+    if work.GATHERS:
+        gather = make_gather(work, left, gather_indices, num_positions, TOPK)
+        indices = gather.load_indices(next_tile.start, next_tile.end, work.BLOCK_REDUCED)
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
+        tile = next_tile
+        next_tile = work.at(index + gl.num_programs(0))
+        first, last = work.left_range(tile)
+        has_second = first + WARPGROUP_ROWS < last
+        first = work.row_of_tensor(first)
+        second = first + WARPGROUP_ROWS
         steps = work.steps(tile)
         for step in range(steps):
-            ring.await_empty(stage, phase)
-            full = ring.full.index(stage)
-            # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
-            mbarrier.arrive(full, from_cta=0)
-            mbarrier.expect(full, RIGHT_BYTES + 2 * LEFT_BYTES, pred=has_second)
-            mbarrier.expect(full, RIGHT_BYTES + LEFT_BYTES, pred=has_second == 0)
+            full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
             right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
             reduced, term = work.at_step(tile, step)
             left_term = term if work.HAS_TERMS == "left" else 0
             right_term = term if work.HAS_TERMS == "right" else 0
-            if work.RAGGED_M:
-                column = first_column + tile.column
-                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
-                tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
-                tma.async_load(right, place, full, right_block, pred=is_shared == 0)
-                if work.GATHERS:
-                    gather.load(left_block, sources, left_term, reduced)
-                    gather.load(second_block, second_sources, left_term, reduced)
-                else:
-                    tma.async_load(left, [first + left_term, reduced], full, left_block)
-                    tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
-            else:
-                end = tile.end
-                row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
-                place = [ROW_LIMIT, end + right_term, row, tile.column]
-                tma.async_load(right, place, full, right_block, multicast=True)
-                if work.GATHERS:
-                    sources = gather.sources(indices)
-                    # the next step's, before this step's rows are asked for
-                    is_last = step == steps - 1
-                    next_reduced, _ = work.at_step(tile, step + 1)
-                    next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
-                    next_end = gl.where(is_last, next_tile.end, end)
-                    indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
-                    gather.load(left_block, sources, left_term, first)
-                    gather.load(second_block, sources, left_term, second)
-                else:
-                    end += left_term
-                    tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
-                    tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
+            end = tile.end
+            row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
+            tma.async_load(right, [ROW_LIMIT, end + right_term, row, tile.column], full, right_block, multicast=True)
             if work.GATHERS:
-                async_copy.commit_group()
-                async_copy.wait_group(LAG)
-                ring.announce(ring.before(stage, LAG), begun >= LAG)
+                sources = gather.sources(indices)
+                # the next step's, before this step's rows are asked for
+                is_last = step == steps - 1
+                next_reduced, _ = work.at_step(tile, step + 1)
+                next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
+                next_end = gl.where(is_last, next_tile.end, end)
+                indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
+                gather.load(left_block, sources, left_term, first)
+                gather.load(second_block, sources, left_term, second)
+                ring.announce_earlier(stage, begun)
                 begun += 1
+            else:
+                end += left_term
+                tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
+                tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
     if work.GATHERS:
-        async_copy.wait_group(0)
-        for earlier in gl.static_range(LAG):
-            ring.announce(ring.before(stage, LAG - earlier), begun >= LAG - earlier)
+        ring.announce_last(stage, begun)
+
+
+@gluon.jit
+def load_blocks(
+    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
+):  # fmt: skip
+    """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
+    if work.RAGGED_M:
+        load_for_rows(work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK)
+    else:
+        load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK)
 
 
 @gluon.aggregate
@@ -608,7 +717,7 @@ def hopper_kernel(
             ),
         ],
         [4, 4 if GATHERS else 1],
-        # registers of a thread that multiplies and of one that loads; more of the latter where it has more to compute
+        # registers of a thread that multiplies and of one that loads
         [224, 56]
         if GATHERS and (HAS_TERMS != "" or not RAGGED_M)
         else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
