@@ -116,7 +116,7 @@ class Work:
       cta: which of the cluster's two this is.
       y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
       terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
-        or "right"; "" for neither. The steps of a tile run over the terms, one after the other.
+        or "right" (only without RAGGED_M); "" for neither. The steps of a tile run over the terms, one after the other.
     """
 
     groups: gl.tensor
@@ -254,6 +254,7 @@ class Ring:
 
     @gluon.jit
     def await_empty(self, stage, phase):
+        """At the second barrier only CTA 0 waits."""
         mbarrier.wait(self.empty.index(stage), phase)
         mbarrier.wait(self.both_empty.index(stage), phase)
 
@@ -281,14 +282,14 @@ class Ring:
 
     @gluon.jit
     def announce_earlier(self, stage, begun):
-        """Ends a step's gathers, the step of that number, and announces those of LAG steps before."""
+        """Closes the gathers of this step, before which so many have begun, and announces those of LAG steps before."""
         async_copy.commit_group()
         async_copy.wait_group(LAG)
         self.announce(self.before(stage, LAG), begun >= LAG)
 
     @gluon.jit
     def announce_last(self, stage, begun):
-        """The gathers that are still to be announced when all steps have begun; stage is the one after them."""
+        """Announces the gathers of the last LAG steps, once all have begun; the stage is the one after them."""
         async_copy.wait_group(0)
         for earlier in gl.static_range(LAG):
             self.announce(self.before(stage, LAG - earlier), begun >= LAG - earlier)
