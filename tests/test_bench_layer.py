@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgg.cli import bench_layer, bench_run, main
-from jgg.cli.common import number
+from jgg.cli.console import number
 from jgg.measuring import layer as measuring
 from jgg.measuring.timing import Timing
 from jgg.measuring.workloads import Layer, load_layers

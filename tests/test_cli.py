@@ -15,9 +15,10 @@ import pytest
 from flax import nnx
 
 import jgg
-from jgg.cli import common, demo, demo_train, info, main
-from jgg.cli.demo_data import held_out_windows, load_corpus
-from jgg.cli.demo_model import LanguageModel, measure
+from jgg.cli import demo, info, main, options
+from jgg.cli.demo import train
+from jgg.cli.demo.data import held_out_windows, load_corpus
+from jgg.cli.demo.model import LanguageModel, measure
 from jgg.cli.machine import Device, Facts, TunedFile, gather
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
@@ -176,7 +177,7 @@ def test_info_knows_the_requirements():
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(common, "device_target", lambda: None)
+    monkeypatch.setattr(options, "device_target", lambda: None)
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
@@ -188,7 +189,7 @@ def test_without_a_package_the_demo_says_what_installs_it():
 import sys
 sys.modules["flax"] = None  # so that its import fails
 from jgg.cli import main
-assert not {"matplotlib", "optax", "tqdm"} & sys.modules.keys()
+assert not {"matplotlib", "optax", "rich"} & sys.modules.keys()
 sys.exit(main(["demo"]))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -241,14 +242,14 @@ def test_demo_learns_and_writes(tmp_path, capsys):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    log = demo_train.Trainer._log
+    log = train.Trainer._log
 
     def interrupt(trainer, step, *arguments):
         if step > 10:
             raise KeyboardInterrupt
         log(trainer, step, *arguments)
 
-    monkeypatch.setattr(demo_train.Trainer, "_log", interrupt)
+    monkeypatch.setattr(train.Trainer, "_log", interrupt)
     out = tmp_path / "interrupted"
     assert main(["demo", *SMALL, "--quiet", "--out", str(out)]) == 130
     result = json.loads(out.with_suffix(".json").read_text())
@@ -298,7 +299,7 @@ def test_held_out_windows_predict_every_byte_once():
 def test_evaluation_is_the_mean_over_all_held_out_bytes(small_model):
     graphdef, params, measure_windows = small_model
     text = np.random.default_rng(0).integers(0, 256, 38, dtype=np.uint8)
-    value = demo_train.make_evaluate(graphdef)(params, *held_out_windows(text, seq=16, batch=2))
+    value = train.make_evaluate(graphdef)(params, *held_out_windows(text, seq=16, batch=2))
     padded = np.pad(text, (0, 11))
     bits = [measure_windows(padded[[range(i, i + 17)] * 2]).bits[0] for i in (0, 16, 32)]
     np.testing.assert_allclose(value, np.concatenate(bits)[:37].mean(), rtol=1e-5)
@@ -325,7 +326,7 @@ def test_implementation_is_read_off_the_program():
             traced = jax.jit(product).trace(jnp.ones((64, 32)), jnp.ones((4, 32, 32)), sizes)
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
-    assert demo_train.implementation_in(program("cpu")) == "xla"
-    assert demo_train.implementation_in(program("cuda")) == "triton"
-    assert demo_train.implementation_in(program("cuda", "xla")) == "xla"
-    assert demo_train.implementation_in(program("cpu", "interpret")) == "interpret"
+    assert train.implementation_in(program("cpu")) == "xla"
+    assert train.implementation_in(program("cuda")) == "triton"
+    assert train.implementation_in(program("cuda", "xla")) == "xla"
+    assert train.implementation_in(program("cpu", "interpret")) == "interpret"

@@ -94,7 +94,7 @@ def test_plan_prints_and_plots(tmp_path, capsys):
 
 # what is wrong: (arguments, message)
 REFUSED = {
-    "no such layer": (["--layer", "gpt"], "--layer must be one of"),
+    "no such layer": (["--layer", "gpt"], "--layer must be of"),
     "three devices": (["--devices", "3"], "must be powers of two, got 3"),
     "no link": (["--link-gbps", "0"], "must be greater than 0"),
     "no folder": (["--out", "nowhere/plan"], "which is no folder"),
@@ -116,7 +116,7 @@ def test_scale_leaves_what_is_slow_to_who_asks_for_it(options, processes, names,
     chosen = []
     monkeypatch.setattr("jax.device_count", lambda: 2)
     monkeypatch.setattr("jax.process_count", lambda: processes)
-    monkeypatch.setattr("jgg.cli.scale_run.run_all", lambda layer, strategies, *_: chosen.extend(strategies) or 0)
+    monkeypatch.setattr("jgg.cli.scale.run_all", lambda layer, strategies, *_: chosen.extend(strategies) or 0)
     assert main(["scale", *options]) == 0
     assert [str(strategy) for strategy in chosen] == ["one device", *names]
 
@@ -124,17 +124,20 @@ def test_scale_leaves_what_is_slow_to_who_asks_for_it(options, processes, names,
 def test_scale_refuses_a_strategy_that_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["scale", "--strategy", "data,experts"])
-    assert "must be of data, fsdp, all_gather, ragged_all_to_all, tensor, got 'experts'" in capsys.readouterr().err
+    assert (
+        "--strategy must be of data, fsdp, all_gather, ragged_all_to_all, tensor; got 'experts'"
+        in capsys.readouterr().err
+    )
 
 
 def test_scale_splits_as_the_layer_can_be():
-    assert [str(s) for s in scaling.strategies(4, LAYER, 1.5, ("tensor", "all_gather"))] == [
+    assert [str(s) for s in scaling.choose_strategies(LAYER, 4, 1.5, ("tensor", "all_gather"))] == [
         "tensor 4",
         "expert 4 by all_gather",
         "expert 2 by all_gather, data 2",
     ]
     odd = dataclasses.replace(LAYER, experts=6, expert_intermediate=66)
-    assert [str(s) for s in scaling.strategies(4, odd, 1.5)] == [
+    assert [str(s) for s in scaling.choose_strategies(odd, 4, 1.5)] == [
         "data 4",
         "fsdp 4",
         "expert 2 by all_gather, data 2",

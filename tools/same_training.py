@@ -18,9 +18,9 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from jgg.cli.demo import Settings, add_arguments
-from jgg.cli.demo_data import held_out_windows, load_corpus
-from jgg.cli.demo_model import LanguageModel
-from jgg.cli.demo_train import TrainState, make_evaluate, make_step
+from jgg.cli.demo.data import held_out_windows, load_corpus
+from jgg.cli.demo.model import LanguageModel
+from jgg.cli.demo.train import TrainState, make_evaluate, make_step
 from jgg.cli.machine import devices, versions
 
 PEAK_RATE = 3e-3

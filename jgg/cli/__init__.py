@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import jgg
-from jgg.cli.common import INTERRUPTED, UsageError
+from jgg.cli.options import INTERRUPTED, UsageError
 
 # A command is a module of jgg.cli with add_arguments(parser), run(args) -> exit code and a docstring
 # whose first line is its help. Every command line imports it, so what needs packages of an extra

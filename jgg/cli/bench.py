@@ -11,22 +11,15 @@ from typing import Self
 
 import jax
 
-from jgg.cli.common import INTERRUPTED, UsageError, check_implementation, check_out, import_with_extra, positive_int
-from jgg.implementations import choice
+from jgg.cli import options
+from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
-from jgg.measuring.workloads import GROUPS, Layer, gemm, load_layers
-from jgg.problem import W_LAYOUTS, GroupedGemmProblem
+from jgg.measuring.workloads import GROUPS, Layer, gemm
+from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
 LAYER = "layer"
-DTYPES = ("bfloat16", "float16", "float32")
-_SIZES = {
-    "m": "routed rows of one GEMM of your own",
-    "k": "its in-features",
-    "n": "its out-features",
-    "experts": "its experts",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +52,23 @@ class Settings:
 
         Raises: UsageError: options that do not fit together or do not fit this machine.
         """
-        has_gpu = jax.default_backend() == "gpu"
-        sizes = _sizes(args)
-        is_default = not (sizes or args.layer or args.shapes)
+        sizes = options.sizes(args)
+        layers = () if sizes else options.layers(args)
+        scaled_down = jax.default_backend() != "gpu" and not (sizes or args.layer or args.shapes)
+        ops = options.names("--op", args.op.replace("fwd", "forward"), (*OPS, LAYER))
         peers = {"all": ",".join(PEERS), "none": ""}.get(args.peers, args.peers)
-        settings = cls(
-            layers=() if sizes else _default_layers(has_gpu) if is_default else _layers(args),
+        options.check_implementation(args.implementation)
+        if sizes and LAYER in ops and sizes["out_features"] % 2:
+            raise UsageError(f"--n must be even with --op layer: gate and up, got {sizes['out_features']}")
+        return cls(
+            layers=tuple(map(_scaled_down, layers[:2])) if scaled_down else layers,
             sizes=sizes,
-            scaled_down=is_default and not has_gpu,
-            ops=_names("--op", args.op.replace("fwd", "forward"), (*OPS, LAYER)),
-            peers=_names("--peers", peers, PEERS) if peers else (),
-            dtype=args.dtype or ("bfloat16" if has_gpu else "float32"),
+            scaled_down=scaled_down,
+            ops=ops,
+            peers=options.names("--peers", peers, PEERS) if peers else (),
+            dtype=args.dtype or options.default_dtype(),
             **{name: getattr(args, name) for name in ("groups", "w_layout", "implementation", "seed", "out", "quiet")},
         )
-        settings._check()
-        return settings
-
-    def _check(self):
-        check_out(self.out)
-        check_implementation(self.implementation)
-        if self.sizes and LAYER in self.ops and self.sizes["out_features"] % 2:
-            raise UsageError(f"--n must be even with --op layer: gate and up, got {self.sizes['out_features']}")
 
     @property
     def gemm_ops(self) -> tuple[str, ...]:
@@ -100,56 +89,10 @@ class Settings:
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:
         """What is to be measured, by the names of layer and GEMM."""
-        options = {"dtype": self.dtype, "w_layout": self.w_layout, "permute_x": op == "gather"}
+        how = {"dtype": self.dtype, "w_layout": self.w_layout, "permute_x": op == "gather"}
         if self.sizes:
-            return {("own", "gemm"): gemm(**self.sizes, **options)}
-        return {
-            (layer.name, name): problem for layer in self.layers for name, problem in layer.gemms(**options).items()
-        }
-
-
-def _sizes(args):
-    """The sizes of one GEMM, or None where no option gives any."""
-    given = [name for name in (*_SIZES, "topk") if getattr(args, name) is not None]
-    if not given:
-        return None
-    for other in ("layer", "shapes"):
-        if getattr(args, other):
-            raise UsageError(f"--{given[0]} must be given without --{other}, got both")
-    missing = [f"--{name}" for name in _SIZES if name not in given]
-    if missing:
-        together = "--m, --k, --n and --experts must be given together"
-        raise UsageError(f"{together}, got --{given[0]} and no {', '.join(missing)}")
-    topk = args.topk or 1
-    if args.m % topk:
-        raise UsageError(f"--m must be a multiple of --topk {topk}, got {args.m}")
-    if topk > args.experts:
-        raise UsageError(f"--topk must be at most --experts {args.experts}, got {topk}")
-    return {
-        "num_rows": args.m, "in_features": args.k, "out_features": args.n, "num_experts": args.experts, "topk": topk,
-    }  # fmt: skip
-
-
-def _layers(args):
-    """The layers that are named, or all of a file."""
-    if args.layer and args.shapes:
-        raise UsageError("--layer must be given without --shapes, got both")
-    if args.shapes:
-        try:
-            layers = tuple(load_layers(args.shapes).values())
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--shapes must name a file of layers: {error}") from error
-        if not layers:
-            raise UsageError(f"--shapes must name a file of layers, got none in {args.shapes}")
-        return layers
-    known = load_layers()
-    return tuple(known[name] for name in _names("--layer", ",".join(args.layer), known))
-
-
-def _default_layers(has_gpu):
-    """All known layers, or without a GPU small ones like the first two."""
-    layers = tuple(load_layers().values())
-    return layers if has_gpu else tuple(map(_scaled_down, layers[:2]))
+            return {("own", "gemm"): gemm(**self.sizes, **how)}
+        return {(layer.name, name): problem for layer in self.layers for name, problem in layer.gemms(**how).items()}
 
 
 def _scaled_down(layer):
@@ -163,59 +106,31 @@ def _scaled_down(layer):
     )
 
 
-def _names(option, text, known):
-    """The names in a comma list, each once; all must be known."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            raise UsageError(f"{option} must be of {', '.join(known)}; got {name!r}")
-    return names
-
-
 def add_arguments(parser):
     """Declares the options of `jgg bench`."""
-    parser.add_argument("--layer", action="append", metavar="NAME", help="a known MoE layer; repeat for more (all)")
-    parser.add_argument("--shapes", metavar="FILE", help="JSON file of layers, of the form of jgg/layers.json")
-    for name, meaning in _SIZES.items():
-        parser.add_argument(f"--{name}", type=positive_int, help=meaning)
-    parser.add_argument("--topk", type=positive_int, help="its experts per token (1)")
-    parser.add_argument(
-        "--op",
-        default=",".join(OPS),
-        metavar="LIST",
-        help="comma list; gather: x in token order; layer: whole layers, router included (%(default)s)",
+    options.add_shared(parser, *options.PRODUCTS)
+    what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
+    parser.add_argument("--op", default=",".join(OPS), metavar="LIST", help=what)
+    what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
+    parser.add_argument("--peers", default="all", metavar="LIST", help=what)
+    what = "how rows are spread, but for layers (%(default)s)"
+    parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
+    options.add_shared(
+        parser, "dtype", "implementation", "seed", "quiet", w_layout={"default": "enk"}, out={"default": "jgg-bench"}
     )
-    parser.add_argument(
-        "--peers", default="all", metavar="LIST", help=f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
-    )
-    parser.add_argument(
-        "--groups", choices=GROUPS, default="uneven", help="how rows are spread, but for layers (%(default)s)"
-    )
-    parser.add_argument("--w-layout", choices=W_LAYOUTS, default="enk", help="of the weights (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the operands (bfloat16 on a GPU, float32 elsewhere)")
-    parser.add_argument(
-        "--implementation",
-        choices=choice.NAMES,
-        help="of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of operands and group sizes (%(default)s)")
-    parser.add_argument("--out", default="jgg-bench", metavar="PREFIX", help="of the files written (%(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def run(args) -> int:
     """Measures and reports; returns 0, 1 after a wrong or failed product, or 130 after an interrupt."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers that use torch need memory too
-    bench_run = import_with_extra("jgg.cli.bench_run", "bench")
-    bench_report = import_with_extra("jgg.cli.bench_report", "bench")
-    settings = Settings.from_args(args)
+    plots = options.import_with_extra("jgg.cli.plots", "bench")
+    from jgg.cli import bench_report, bench_run
 
-    result = bench_run.run(settings, keep=bench_report.write_json)
+    result = bench_run.run(Settings.from_args(args), keep=bench_report.write_json)
     if not (result.rows or result.layers):  # interrupted before anything was measured
         raise KeyboardInterrupt
-    paths = bench_report.write(result)
-    print(bench_report.text(result))
-    print("Wrote " + " and ".join(map(str, paths)))
+    bench_report.show(result)
+    print(f"Wrote {plots.write_bench(result)} and {bench_report.write_json(result)}")
     if result.interrupted:
         return INTERRUPTED
     return 0 if result.is_right else 1

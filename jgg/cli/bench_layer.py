@@ -2,11 +2,11 @@
 
 import dataclasses
 import statistics
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jgg.cli.bench import Settings
 from jgg.measuring.layer import (
     FORWARD,
     PASSES,
@@ -25,6 +25,7 @@ from jgg.measuring.workloads import operands
 from jgg.problem import GroupedGemmProblem
 
 CHOICE_ERROR = 1e-5  # relative to the largest logit: float32 sums of products of 16-bit numbers, in another order
+STEPS = 2 + len(PASSES)  # of measuring a layer: its memory and its routing besides
 _DENSE_OPS = {FORWARD: ("forward",)}  # else all three
 
 
@@ -57,12 +58,13 @@ class LayerRow:
     def tflops(self, which: str) -> float | None:
         """TF/s of the experts' products in a pass; None where it is not right."""
         measurement = self.passes.get(which)
-        seconds = measurement and measurement.seconds
-        return seconds and self.problem.flops(which) / seconds / 1e12
+        return self._speed(which, measurement and measurement.seconds)
 
     def dense_tflops(self, which: str) -> float | None:
         """TF/s of the dense products."""
-        seconds = self.dense_seconds.get(which)
+        return self._speed(which, self.dense_seconds.get(which))
+
+    def _speed(self, which, seconds):
         return seconds and self.problem.flops(which) / seconds / 1e12
 
     def percent_of_dense(self, which: str) -> float | None:
@@ -71,18 +73,13 @@ class LayerRow:
         return 100 * own / dense if own and dense else None
 
 
-def steps(settings: Settings, peers: list[str]) -> int:
-    """How often `measure_layer` calls `advance`, for all layers together."""
-    return len(settings.layer_problems) * (2 + len(PASSES) + (DENSE in peers))
-
-
-def measure_layer(row: LayerRow, seed: int, with_dense: bool, advance) -> None:
-    """Fills in the measurements of a layer; advance(what) tells of each step begun."""
-    problem, name = row.problem, row.problem.layer.name
+def measure_layer(row: LayerRow, seed: int, with_dense: bool, tell: Callable) -> None:
+    """Fills in the measurements of a layer; tell(what, 1) is called STEPS times, and once more with dense products."""
+    problem = row.problem
     arrays = problem.operands(seed)
 
     def attempt(what, function):
-        advance(f"{name} {what}")
+        tell(f"{problem.layer.name} {what}", 1)
         try:
             return function()
         except Exception as error:  # such as too little memory: report it and go on
@@ -91,8 +88,7 @@ def measure_layer(row: LayerRow, seed: int, with_dense: bool, advance) -> None:
 
     row.memory = attempt("memory", lambda: measure_memory(problem, arrays))  # first, while little else is held
     for which in PASSES:
-        advance(f"{name} {which}")
-        row.passes[which] = _measure_pass(problem, which, arrays)
+        row.passes[which] = attempt(which, lambda which=which: _measure_pass(problem, which, arrays))
     attempt("route + sort", lambda: _measure_routing(row, arrays))
     if with_dense:
         attempt("dense", lambda: row.dense_seconds.update(_dense_seconds(problem, seed)))

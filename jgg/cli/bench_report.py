@@ -1,33 +1,47 @@
-"""Reports a run of `jgg bench`: a table for the terminal, a JSON file and a plot."""
+"""Reports a run of `jgg bench`: tables for the terminal and a JSON file."""
 
 import dataclasses
-import functools
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
-
-from jgg.cli import bench_layer_report
-from jgg.cli.bench_run import BOUNDS, JGG, Result, Row
-from jgg.cli.common import number
+from jgg.cli.bench_layer import LayerRow
+from jgg.cli.bench_run import BOUNDS, Result, Row
+from jgg.cli.console import number, print_table
 from jgg.cli.machine import devices, origin
 from jgg.files import replace_text
-from jgg.measuring.measurement import DENSE, RIGHT, UNSUPPORTED
+from jgg.measuring.layer import PASSES
+from jgg.measuring.measurement import DENSE, JGG, RIGHT, UNSUPPORTED
 
-_MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
+_TEXTS = ("GEMM", "M, K, N, E", "layer", "T, H, I, E, k", "op", "pass", "peer", "smallest of")  # columns that are words
 
 
-def text(result: Result) -> str:
-    """Everything that is printed: conditions, table, what was not right, ratios."""
-    parts = [header(result), table(result), *_not_right(result), ratios_text(result)]
+def show(result: Result) -> None:
+    """Prints conditions, tables, what was not right, and ratios."""
+    print(header(result))
+    if result.rows:
+        others = [*BOUNDS.values(), *result.peers]
+        headings = ["GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others]
+        print_table(headings, [_cells(row, others) for row in result.rows], _TEXTS)
+    for line in _not_right(result):
+        print(line)
+    compared = [
+        (op, peer, f"{each['geometric_mean']:.3f}", f"{each['smallest']:.3f}", each["smallest_of"], each["gemms"])
+        for op, by_peer in _ratios(result).items()
+        for peer, each in by_peer.items()
+    ]
+    if compared:
+        print("jgg's speed over each peer's:")
+        print_table(("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs"), compared, _TEXTS)
     if result.layers:
-        parts += [_aligned(bench_layer_report.lines(result.layers)), *bench_layer_report.notes(result.layers)]
+        headings = ("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", "dense")
+        print_table(headings, [_layer_cells(row, which) for row in result.layers for which in row.passes], _TEXTS)
+    for row in result.layers:
+        print(*_layer_notes(row), sep="\n")
     if result.interrupted:
-        parts.append("Interrupted: not everything was measured")
-    return "\n".join(filter(None, parts))
+        print("Interrupted: not everything was measured")
 
 
 def header(result: Result) -> str:
@@ -35,7 +49,7 @@ def header(result: Result) -> str:
     settings = result.settings
     lines = [
         f"{devices()[0].kind}, {settings.dtype}, {settings.groups} groups, w {settings.w_layout},"
-        f" implementation {settings.implementation or 'by default'}"
+        f" implementation {settings.implementation or 'by default'}; speeds without a unit are TF/s"
     ]
     if settings.scaled_down:
         lines.append("scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts")
@@ -45,47 +59,25 @@ def header(result: Result) -> str:
     return "\n".join(lines)
 
 
-def table(result: Result) -> str:
-    """A line for each product of each GEMM; speeds without a unit are TF/s."""
-    if not result.rows:
-        return ""
-    others = [*BOUNDS.values(), *result.peers]
-    lines = [["GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others]]
-    for row in result.rows:
-        problem, measurement = row.problem, row.measurements.get(JGG)
-        sizes = (problem.num_rows, problem.in_features, problem.out_features, problem.num_experts)
-        lines.append([f"{row.layer} {row.gemm}", ", ".join(map(str, sizes)), row.op, *_own_cells(row, measurement)])
-        lines[-1] += [_cell(row.measurements.get(name), row.tflops(name)) for name in others]
-    return _aligned(lines)
-
-
-def _aligned(lines):
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_line(cells, widths) for cells in lines)
-
-
-def _line(cells, widths):
-    """Text to the left, numbers to the right."""
-    texts = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
-    return "  ".join(texts + numbers)
-
-
-def _own_cells(row, measurement):
-    values = _numbers(row, JGG)
-    percent = values["percent_of_dense"]
-    return [
-        _cell(measurement, values["milliseconds"]),
-        number(values["tflops"]),
-        number(values["gbytes_per_second"]),
-        "-" if percent is None else f"{percent:.1f}",
-    ]
+def _cells(row, others):
+    problem, values = row.problem, _numbers(row, JGG)
+    sizes = (problem.num_rows, problem.in_features, problem.out_features, problem.num_experts)
+    return (
+        f"{row.layer} {row.gemm}", ", ".join(map(str, sizes)), row.op,
+        _cell(row.measurements.get(JGG), values["milliseconds"]), number(values["tflops"]),
+        number(values["gbytes_per_second"]), _percent(values["percent_of_dense"]),
+        *(_cell(row.measurements.get(name), row.tflops(name)) for name in others),
+    )  # fmt: skip
 
 
 def _cell(measurement, value):
     if measurement is None or measurement.status == UNSUPPORTED:
         return "-"
     return number(value) if measurement.status == RIGHT else measurement.status
+
+
+def _percent(value):
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _not_right(result):
@@ -116,26 +108,46 @@ def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
     return found
 
 
-def ratios_text(result: Result) -> str:
-    """A line for each op and peer."""
-    lines = [
-        f"  {op:8} / {name:10} {numbers['geometric_mean']:.3f}, smallest {numbers['smallest']:.3f}"
-        f" ({numbers['smallest_of']}), {numbers['gemms']} GEMMs"
-        for op, by_name in _ratios(result).items()
-        for name, numbers in by_name.items()
-    ]
-    return "\n".join(["jgg's speed over each peer's, geometric mean over GEMMs:", *lines] if lines else [])
-
-
 def _ratios(result):
     return ratios(result.rows, result.settings.ops, sorted(result.peers, key=lambda name: name != DENSE))
 
 
-def write(result: Result) -> list[Path]:
-    """Writes the JSON file and the plot, and returns their paths."""
-    path = Path(f"{result.settings.out}.png")
-    plot(result).savefig(path, dpi=120)
-    return [path, write_json(result)]
+def _layer_cells(row, which):
+    layer, measurement = row.problem.layer, row.passes[which]
+    sizes = layer.tokens, layer.hidden, layer.expert_intermediate, layer.experts, layer.topk
+    milliseconds = measurement.seconds and measurement.seconds * 1e3
+    return (
+        layer.name, ", ".join(map(str, sizes)), which, _cell(measurement, milliseconds), number(row.tflops(which)),
+        _percent(row.percent_of_dense(which)), number(row.dense_tflops(which)),
+    )  # fmt: skip
+
+
+def _layer_notes(row: LayerRow) -> Iterator[str]:
+    """A line on the layer's routing, one on its memory, and one for whatever was not right."""
+    name = row.problem.layer.name
+    if row.route_seconds is not None:
+        fewest, median, most = row.group_sizes
+        yield (
+            f"{name}: routing and sorting {number(row.route_seconds * 1e6)} us;"
+            f" rows of an expert {fewest} to {most}, median {median}"
+        )
+    if row.memory is not None:
+        memory, limit = row.memory, row.problem.memory_limit
+        peak = "" if memory.peak_in_use is None else f"; in use at most {_megabytes(memory.peak_in_use)}"
+        yield (
+            f"{name}: forward + backward takes {_megabytes(memory.total)} (arguments {_megabytes(memory.arguments)},"
+            f" results {_megabytes(memory.results)}, temporaries {_megabytes(memory.temporaries)}{peak}),"
+            f" {100 * memory.total / limit:.0f}% of the {_megabytes(limit)} aimed at"
+        )
+    for what, reason in row.failures.items():
+        yield f"{name} {what}: failed: {reason}"
+    for which, measurement in row.passes.items():
+        if measurement.status != RIGHT:
+            yield f"{name} {which}: {measurement}" + (f" ({measurement.variant})" if measurement.variant else "")
+
+
+def _megabytes(count):
+    return f"{number(count / 1e6)} MB"
 
 
 def write_json(result: Result) -> Path:
@@ -153,21 +165,16 @@ def as_json(result: Result) -> dict:
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
         "rows": [_row_as_json(row) for row in result.rows],
-        "layers": [bench_layer_report.as_json(row) for row in result.layers],
+        "layers": [_layer_as_json(row) for row in result.layers],
     }
 
 
 def _row_as_json(row):
     problem = row.problem
+    sizes = ("num_rows", "in_features", "out_features", "num_experts", "topk")
     return {
-        "layer": row.layer,
-        "gemm": row.gemm,
-        "op": row.op,
-        "num_rows": problem.num_rows,
-        "in_features": problem.in_features,
-        "out_features": problem.out_features,
-        "num_experts": problem.num_experts,
-        "topk": problem.topk,
+        **{name: getattr(row, name) for name in ("layer", "gemm", "op")},
+        **{name: getattr(problem, name) for name in sizes},
         "dtype": problem.dtype.name,
         "flops": problem.flops,
         "bytes": problem.bytes_accessed,
@@ -177,6 +184,17 @@ def _row_as_json(row):
             for name, measurement in row.measurements.items()
         },
     }
+
+
+def _layer_as_json(row):
+    numbers = {
+        "flops": row.problem.flops,
+        "tflops": row.tflops,
+        "dense_tflops": row.dense_tflops,
+        "percent_of_dense": row.percent_of_dense,
+    }
+    by_pass = {name: {which: value(which) for which in PASSES} for name, value in numbers.items()}
+    return dataclasses.asdict(row) | by_pass | {"memory_limit": row.problem.memory_limit}
 
 
 def _numbers(row, name):
@@ -196,57 +214,3 @@ def _finite(values):
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
-
-
-def plot(result: Result) -> Figure:
-    """Draws the speeds of each op and of whole layers as bars, and jgg's products under the roofs of this device."""
-    ops = [op for op in result.settings.gemm_ops if any(row.op == op for row in result.rows)]
-    panels = [
-        *((3, functools.partial(_plot_op, result, op)) for op in ops),
-        *([(3, lambda axes: bench_layer_report.plot_bars(axes, result.layers))] if result.layers else []),
-        *([(5, functools.partial(_plot_roofline, result=result))] if ops else []),
-    ]
-    heights = [height for height, _ in panels]
-    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
-    figure.suptitle(f"jgg bench: {devices()[0].kind}, {result.settings.dtype}, {result.settings.groups} groups")
-    all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (_, draw) in zip(all_axes, panels, strict=True):
-        draw(axes)
-    if ops:
-        all_axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
-
-
-def _plot_op(result, op, axes):
-    _plot_bars(axes, op, [row for row in result.rows if row.op == op], [JGG, *result.peers])
-
-
-def _plot_bars(axes, op, rows, names):
-    """A group of bars for each GEMM, one for each name."""
-    positions, width = np.arange(len(rows)), 0.8 / len(names)
-    for i, name in enumerate(names):
-        speeds = [row.tflops(name) or 0 for row in rows]
-        axes.bar(positions + (i - (len(names) - 1) / 2) * width, speeds, width, label=name, color=f"C{i}")
-    labels = [f"{row.layer}\n{row.gemm}" for row in rows]
-    axes.set_xticks(positions, labels, fontsize="small", rotation=30 if len(rows) > 6 else 0)
-    axes.set(ylabel="TF/s", title=op)
-    axes.grid(axis="y", alpha=0.3)
-
-
-def _plot_roofline(axes, result):
-    """Each product's FLOPs per byte and speed, below a copy's bandwidth and the fastest dense product."""
-    intensities = [row.problem.flops / row.problem.bytes_accessed for row in result.rows]
-    for op, marker in _MARKERS.items():
-        points = [(i, row.tflops(JGG)) for i, row in zip(intensities, result.rows, strict=True) if row.op == op]
-        points = [point for point in points if point[1]]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker, label=f"jgg {op}")
-    span = np.array([min(intensities) / 2, max(intensities) * 2])
-    if result.copy_bandwidth:
-        axes.plot(span, span * result.copy_bandwidth / 1e12, "k--", label="copy's bandwidth")
-    dense = [row.tflops(DENSE) for row in result.rows if row.tflops(DENSE)]
-    if dense:
-        axes.axhline(max(dense), color="k", linestyle=":", label="fastest dense product")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of x, w and y", ylabel="TF/s", title="roofline")
-    axes.legend()
-    axes.grid(alpha=0.3, which="both")

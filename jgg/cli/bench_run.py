@@ -6,17 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from jgg.cli.bench import Settings
-from jgg.cli.bench_layer import LayerRow, measure_layer, steps
-from jgg.measuring.measurement import DENSE, FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement
+from jgg.cli.bench_layer import STEPS, LayerRow, measure_layer
+from jgg.cli.console import progress
+from jgg.measuring.measurement import DENSE, FAILED, JGG, RIGHT, UNSUPPORTED, WRONG, Measurement
 from jgg.measuring.peers import PEERS, JaxProduct, Unsupported, first_line
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import group_sizes, operands
 from jgg.problem import GroupedGemmProblem
 
-JGG = "jgg"
 BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it
 
 
@@ -85,8 +84,7 @@ def run(settings: Settings, keep: Callable[[Result], Any] = lambda result: None)
     result = Result(settings)
     try:
         for name in settings.peers:
-            reason = PEERS[name].unavailable()
-            if reason is None:
+            if (reason := PEERS[name].unavailable()) is None:
                 result.peers.append(name)
             else:
                 result.skipped[name] = reason
@@ -111,33 +109,28 @@ def copy_bandwidth() -> float:
 
 def _measure_rows(result, keep):
     settings = result.settings
-    if not settings.gemm_ops:
-        return
     problems = {op: settings.problems(op) for op in settings.gemm_ops}
     plan = _plan(settings.groups, result.peers)
-    gemms = list(problems[settings.gemm_ops[0]])
-    steps = len(gemms) * len(settings.gemm_ops) * sum(map(len, plan.values()))
-    with tqdm(total=steps, disable=settings.quiet, unit="product") as progress:
-        for layer, gemm in gemms:
-            for op in settings.gemm_ops:
-                row = Row(layer, gemm, op, problems[op][layer, gemm])
-                result.rows.append(row)
-                _measure_row(row, settings, plan, progress)
-                keep(result)
+    rows = [
+        Row(layer, gemm, op, problems[op][layer, gemm])
+        for layer, gemm in settings.problems("forward")
+        for op in settings.gemm_ops
+    ]
+    with progress(len(rows) * sum(map(len, plan.values())), settings.quiet or not rows) as tell:
+        for row in rows:
+            result.rows.append(row)
+            _measure_row(row, settings, plan, tell)
+            keep(result)
 
 
 def _measure_layers(result, keep):
-    settings = result.settings
-    with tqdm(total=steps(settings, result.peers), disable=settings.quiet, unit="step") as progress:
-
-        def advance(what):
-            progress.set_description(what, refresh=True)
-            progress.update()
-
-        for problem in settings.layer_problems:
+    settings, with_dense = result.settings, DENSE in result.peers
+    problems = settings.layer_problems
+    with progress(len(problems) * (STEPS + with_dense), settings.quiet or not problems) as tell:
+        for problem in problems:
             row = LayerRow(problem)
             result.layers.append(row)
-            measure_layer(row, settings.seed, DENSE in result.peers, advance)
+            measure_layer(row, settings.seed, with_dense, tell)
             keep(result)
 
 
@@ -149,14 +142,14 @@ def _plan(groups, peers) -> dict[str, list[str]]:
     return plan
 
 
-def _measure_row(row, settings, plan, progress):
+def _measure_row(row, settings, plan, tell):
     """Fills in the measurements; operands and references are freed before it returns."""
     op = "forward" if row.op == "gather" else row.op
     arrays = operands(row.problem, settings.groups, settings.seed)
     for groups, names in plan.items():
         sizes = group_sizes(groups, row.problem.num_rows, row.problem.num_experts, settings.seed)
         arrays["group_sizes"] = jnp.asarray(sizes)
-        measured = _measure_all(op, row, names, arrays, settings.implementation, progress)
+        measured = _measure_all(op, row, names, arrays, settings.implementation, tell)
         for name, measurement in measured:
             labels = [name]
             if name == JGG:
@@ -165,14 +158,15 @@ def _measure_row(row, settings, plan, progress):
             row.measurements.update(dict.fromkeys(labels, measurement))
 
 
-def _measure_all(op, row, names, arrays, implementation, progress):
+def _measure_all(op, row, names, arrays, implementation, tell):
     """Yields each name with its measurement, all against one reference."""
     try:
         reference = Reference.of(op, row.problem, arrays)
     except Exception as error:  # such as too little memory: report it and go on
         reference, reason = None, f"no reference: {first_line(error)}"
     for name in names:
-        progress.set_description(f"{row.layer} {row.gemm} {row.op} {name}", refresh=True)
+        what = f"{row.layer} {row.gemm} {row.op} {name}"
+        tell(what)
         if reference is None:
             yield name, Measurement(FAILED, reason=reason)
         elif name == JGG:
@@ -180,7 +174,7 @@ def _measure_all(op, row, names, arrays, implementation, progress):
             yield name, measure_best(lambda own=own: [own], reference)
         else:
             yield name, measure_best(lambda name=name: PEERS[name].prepare(op, row.problem, arrays), reference)
-        progress.update()
+        tell(what, 1)
 
 
 def measure_best(prepare: Callable, reference: Reference) -> Measurement:

@@ -5,20 +5,24 @@ writes PREFIX.png, efficiency over devices.
 """
 
 import argparse
+import dataclasses
 
-from jgg.cli.common import UsageError, check_out, import_with_extra, positive_float, positive_int
-from jgg.measuring.cost_model import Cluster
-from jgg.measuring.workloads import load_layers
+from jgg.cli import options
+from jgg.cli.console import number, print_table
+from jgg.cli.options import positive_float, positive_int
+from jgg.measuring.cost_model import Cluster, best, strategies
+
+_HEADINGS = (
+    "devices", "strategy", "link MB", "network MB", "exchange / minimum", "GFLOP", "memory GB", "ms", "efficiency",
+)  # fmt: skip
 
 
 def add_arguments(parser):
     """Declares the options of `jgg plan`."""
     cluster = Cluster(1)
-    parser.add_argument("--layer", default="qwen3-30b-a3b", metavar="NAME", help="a known MoE layer (%(default)s)")
-    parser.add_argument("--tokens", type=positive_int, help="of each device (the layer's own)")
-    parser.add_argument(
-        "--devices", type=_counts, default="8,64,512,4096", metavar="LIST", help="comma list (%(default)s)"
-    )
+    options.add_shared(parser, "shapes", "tokens", layer=options.ONE_LAYER)
+    what = "comma list of powers of two (%(default)s)"
+    parser.add_argument("--devices", type=_counts, default="8,64,512,4096", metavar="LIST", help=what)
     parser.add_argument("--node-size", type=positive_int, default=cluster.node_size, help="devices (%(default)s)")
     for name, value, meaning in (
         ("link-gbps", cluster.link / 1e9, "gigabytes a second that a device sends inside its node"),
@@ -28,7 +32,7 @@ def add_arguments(parser):
     ):
         parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
     parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
-    parser.add_argument("--out", default="jgg-plan", metavar="PREFIX", help="of the file written (%(default)s)")
+    options.add_shared(parser, out={"default": "jgg-plan"})
 
 
 def _counts(text):
@@ -42,15 +46,32 @@ def _counts(text):
 
 def run(args) -> int:
     """Prints the table and writes the plot; returns 0."""
-    layers = load_layers()
-    if args.layer not in layers:
-        raise UsageError(f"--layer must be one of {', '.join(layers)}; got {args.layer!r}")
-    check_out(args.out)
-    report = import_with_extra("jgg.cli.plan_report", "bench")
-    layer = report.with_tokens(layers[args.layer], args.tokens)
+    layer = options.one_layer(args)
+    plots = options.import_with_extra("jgg.cli.plots", "bench")
     cluster = Cluster(
         1, args.node_size, args.link_gbps * 1e9, args.network_gbps * 1e9, args.tflops * 1e12, args.memory_gb * 1e9
     )
-    print(report.text(layer, cluster, args.devices, args.top))
-    print(f"Wrote {report.write(layer, cluster, args.devices, args.out)}")
+    print(f"A model, not a measurement. {layer}; forward and backward, bfloat16.")
+    print(
+        f"Nodes of {cluster.node_size}, {args.link_gbps:g} GB/s inside, {args.network_gbps:g} GB/s between them,"
+        f" {args.tflops:g} TFLOP/s, {args.memory_gb:g} GB."
+    )
+    rows = []
+    for count in args.devices:
+        found = _fastest(layer, dataclasses.replace(cluster, devices=count))[: args.top]
+        rows += [_cells(*pair) for pair in found] or [(count, "none fits", *["-"] * (len(_HEADINGS) - 2))]
+    print_table(_HEADINGS, rows, texts=("strategy",))
+    counts = [2**i for i in range(1, max(args.devices).bit_length())]
+    clusters = [dataclasses.replace(cluster, devices=count) for count in counts]
+    print(f"Wrote {plots.write_plan(layer, clusters, args.out)}")
     return 0
+
+
+def _fastest(layer, cluster):
+    return best(layer, cluster, strategies(layer, cluster))
+
+
+def _cells(strategy, cost):
+    sent = cost.exchange / cost.minimum if cost.minimum else None
+    numbers = (*(each / 1e6 for each in cost.traffic), sent, cost.flops / 1e9, cost.memory / 1e9, cost.seconds * 1e3)
+    return (strategy.devices, strategy, *map(number, numbers), f"{cost.efficiency:.2f}")

@@ -4,67 +4,93 @@ Forward and backward, router included, by strategies of jgg.sharding. Prints tok
 device and the bytes that devices send, and writes PREFIX.json.
 """
 
-import argparse
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 
-from jgg.cli.common import UsageError, check_out, import_with_extra, positive_float, positive_int
-from jgg.measuring.scaling import STRATEGIES
-from jgg.measuring.workloads import Layer, load_layers
+from jgg.cli import options
+from jgg.cli.console import print_table, progress
+from jgg.cli.machine import devices, origin
+from jgg.cli.options import UsageError, positive_float, positive_int
+from jgg.files import replace_text
+from jgg.measuring import scaling
+from jgg.measuring.cost_model import FAMILIES, Strategy
+from jgg.measuring.workloads import Layer
 
-DTYPES = ("bfloat16", "float32")
+MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
 SLOW_IN_A_PROCESS = "ragged_all_to_all"  # 50 times slower than over a network: docs/scaling.md
+_HEADINGS = (
+    "devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow", "error",
+)  # fmt: skip
 
 
 def add_arguments(parser):
     """Declares the options of `jgg scale`."""
-    parser.add_argument("--layer", default="qwen3-30b-a3b", metavar="NAME", help="a known MoE layer (%(default)s)")
-    parser.add_argument("--shapes", metavar="FILE", help="JSON file of layers, of the form of jgg/layers.json")
-    parser.add_argument("--tokens", type=positive_int, help="of each device (the layer's own)")
+    options.add_shared(parser, "shapes", "tokens", layer=options.ONE_LAYER)
     parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
     parser.add_argument(
         "--strategy",
-        type=_strategies,
         metavar="NAME,...",
-        help=f"of {', '.join(STRATEGIES)} (all; of one process's devices all but {SLOW_IN_A_PROCESS}, slow there)",
+        help=f"of {', '.join(FAMILIES)} (all; of one process's devices all but {SLOW_IN_A_PROCESS}, slow there)",
     )
-    parser.add_argument(
-        "--buffer-factor", type=positive_float, default=1.25, help="of the experts' devices (%(default)s)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation (%(default)s)")
+    what = "of the experts' devices (%(default)s)"
+    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
     parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
-    parser.add_argument("--out", default="jgg-scale", metavar="PREFIX", help="of the file written (%(default)s)")
-
-
-def _strategies(text):
-    """Argument type: a comma list of STRATEGIES."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {name!r}")
-    return names
+    options.add_shared(
+        parser,
+        dtype={"choices": MAX_ERROR, "default": "bfloat16", "help": "of the computation (%(default)s)"},
+        out={"default": "jgg-scale"},
+    )
 
 
 def run(args) -> int:
     """Measures and reports; returns 0, or 1 where a result was wrong."""
-    check_out(args.out)
-    layer = _layer(args)
-    scale_run = import_with_extra("jgg.cli.scale_run", "bench")
-    visible = jax.device_count()
-    if args.devices is not None and args.devices > visible:
-        raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {args.devices}")
-    names = args.strategy or [n for n in STRATEGIES if n != SLOW_IN_A_PROCESS or jax.process_count() > 1]
-    strategies = scale_run.strategies(args.devices or visible, layer, args.buffer_factor, names)
-    return scale_run.run_all(layer, strategies, args.dtype, args.steps, args.out)
+    layer, visible = options.one_layer(args), jax.device_count()
+    most = args.devices or visible
+    if most > visible:
+        raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {most}")
+    families = [name for name in FAMILIES if name != SLOW_IN_A_PROCESS or jax.process_count() > 1]
+    if args.strategy:
+        families = options.names("--strategy", args.strategy, FAMILIES)
+    counts = [1 << power for power in range(most.bit_length())]
+    chosen = [s for count in counts for s in scaling.choose_strategies(layer, count, args.buffer_factor, families)]
+    return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"))
 
 
-def _layer(args) -> Layer:
+def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path) -> int:
+    """Measures the strategies, the first of which is one device; returns 1 where a result was wrong, else 0."""
+    print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
+    facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype}
+    rows, measured = [], []
     try:
-        layers = load_layers(args.shapes)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--shapes must name a file of layers: {error}") from error
-    if args.layer not in layers:
-        raise UsageError(f"--layer must be one of {', '.join(layers)}; got {args.layer!r}")
-    layer = layers[args.layer]
-    return layer if args.tokens is None else dataclasses.replace(layer, tokens=args.tokens)
+        with progress(len(strategies)) as tell:
+            for strategy in strategies:
+                tell(str(strategy))
+                rows.append(scaling.measure(layer, strategy, dtype, steps))
+                measured.append(_as_json(rows[-1], rows[0]))
+                # now, lest an end of this process lose it
+                replace_text(path, json.dumps(facts | {"measurements": measured}, indent=2) + "\n")
+                tell(str(strategy), 1)
+    finally:  # after an interrupt too
+        print_table(_HEADINGS, [_cells(row, rows[0], dtype) for row in rows], texts=("strategy",))
+    print(f"Wrote {path}")
+    return int(any(_is_wrong(row, dtype) for row in rows))
+
+
+def _as_json(row, one_device):
+    return dataclasses.asdict(row) | {"name": str(row.strategy), "efficiency": row.efficiency(one_device)}
+
+
+def _is_wrong(row, dtype):
+    """Whether y differs from one device's; rows without room make it differ."""
+    return not row.error <= MAX_ERROR[dtype] and not row.overflow
+
+
+def _cells(row, one_device, dtype):
+    return (
+        row.strategy.devices, row.strategy, f"{row.seconds * 1e3:.3f}", f"{row.tokens / row.seconds:,.0f}",
+        f"{row.efficiency(one_device):.3f}", f"{row.moved / 1e6:.1f}", f"{row.minimum / 1e6:.1f}", f"{row.load:.2f}",
+        row.overflow, f"{'WRONG: ' * _is_wrong(row, dtype)}{row.error:.2g}",
+    )  # fmt: skip

@@ -3,11 +3,9 @@
 import dataclasses
 import multiprocessing
 import queue
-import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
+from jgg.cli.console import progress
 from jgg.problem import GroupedGemmProblem
 from jgg.tuned_configs import Entry
 from jgg.tuning import tune_op
@@ -44,25 +42,27 @@ class _Message:
     entry: Entry | None = None
     failure: str | None = None
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the search has ended."""
+        return self.entry is not None or self.failure is not None
+
 
 def run_all(searches: list[Search], out: Path, implementation: str, workers: int) -> int:
     """Runs the searches; returns 1 if for one no configuration works, else 0."""
-    with tqdm(total=len(searches), unit="search", file=sys.stderr) as bar:
-        failures = 0
+    failures = 0
+    with progress(len(searches)) as tell:
 
         def receive(message):
             nonlocal failures
             if message.entry is not None:
                 entry = message.entry
-                tqdm.write(f"{message.search}: {entry.milliseconds:.3f} ms, {entry.tflops:.0f} TF/s, {entry.config}")
+                print(f"{message.search}: {entry.milliseconds:.3f} ms, {entry.tflops:.0f} TF/s, {entry.config}")
             elif message.failure is not None:
                 failures += 1
-                tqdm.write(f"{message.search}: {message.failure}")
-            else:
-                best = "none" if message.best is None else f"{message.best:.0f} TF/s"
-                bar.set_postfix_str(f"{message.search}: trial {message.trials}, best {best}")
-                return
-            bar.update()
+                print(f"{message.search}: {message.failure}")
+            best = "none" if message.best is None else f"{message.best:.0f} TF/s"
+            tell(f"{message.search}: trial {message.trials}, best {best}", message.is_last)
 
         if workers == 1:
             for search in searches:
@@ -112,7 +112,7 @@ def _run_in_processes(searches, out, implementation, workers, receive):
                 if not any(process.is_alive() for process in processes):
                     raise RuntimeError(f"The processes ended with {left} searches left.") from None
                 continue
-            left -= message.entry is not None or message.failure is not None
+            left -= message.is_last
             receive(message)
     finally:
         for process in processes:

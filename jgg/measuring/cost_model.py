@@ -6,13 +6,14 @@ has the formulas and what they leave out.
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
+from jgg.exchange import EXCHANGES
 from jgg.measuring.workloads import Layer
 
 BYTES = 2  # of an activation or a weight in bfloat16
 STATE_BYTES = 16  # of a parameter: float32 value, gradient and two moments of Adam
+FAMILIES = ("data", "fsdp", *EXCHANGES, "tensor")
 PASSES = 2  # forward and backward move the same tokens and rows
 
 
@@ -62,6 +63,13 @@ class Strategy:
         """Of the mesh."""
         return self.tensor * self.expert * self.replicas
 
+    @property
+    def family(self) -> str:
+        """Which of FAMILIES it belongs to, by what splits the layer, whatever is done besides."""
+        if self.tensor > 1:
+            return "tensor"
+        return self.exchange if self.expert > 1 else "fsdp" if self.fsdp else "data"
+
     def __str__(self):
         """Such as "expert 8 by all_gather, fsdp 4"."""
         parts = [f"tensor {self.tensor}"] if self.tensor > 1 else []
@@ -75,14 +83,6 @@ class Traffic(NamedTuple):
 
     link: float = 0.0
     network: float = 0.0
-
-    def plus(self, other: "Traffic") -> "Traffic":
-        """The sum."""
-        return Traffic(self.link + other.link, self.network + other.network)
-
-    def times(self, factor: float) -> "Traffic":
-        """The product."""
-        return Traffic(self.link * factor, self.network * factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +113,13 @@ def cost(layer: Layer, strategy: Strategy, cluster: Cluster) -> Cost:
     tokens = layer.tokens * strategy.tensor  # a tensor group has the tokens of all its devices
     weights = BYTES * 3 * layer.hidden * layer.expert_intermediate * layer.experts / (strategy.expert * strategy.tensor)
     exchange, minimum = _exchange(layer, strategy, cluster, tokens)
-    sums = _tensor_sums(layer, strategy, cluster, tokens), _replicas(strategy, cluster, weights)
-    traffic = exchange.plus(sums[0]).plus(sums[1])
+    parts = exchange, _tensor_sums(layer, strategy, cluster, tokens), _replicas(strategy, cluster, weights)
+    traffic = Traffic(*map(sum, zip(*parts, strict=True)))
     flops = 18.0 * layer.tokens * layer.topk * layer.hidden * layer.expert_intermediate
     compute = flops / cluster.flops
     seconds = compute + traffic.link / cluster.link + traffic.network / cluster.network
     memory = _memory(layer, strategy, tokens, weights)
-    return Cost(traffic, exchange.link + exchange.network, minimum, flops, memory, seconds, compute / seconds)
+    return Cost(traffic, sum(exchange), minimum, flops, memory, seconds, compute / seconds)
 
 
 def _exchange(layer, strategy, cluster, tokens) -> tuple[Traffic, float]:
@@ -143,7 +143,8 @@ def _tensor_sums(layer, strategy, cluster, tokens) -> Traffic:
 def _replicas(strategy, cluster, weights) -> Traffic:
     """Gradients are summed; with fsdp weights are gathered in both passes and gradients reduce-scattered."""
     inside = cluster.inside(strategy.replicas, strategy.tensor * strategy.expert)
-    return _gather(weights / strategy.replicas, strategy.replicas, inside).times(3 if strategy.fsdp else 2)
+    times = 3 if strategy.fsdp else 2
+    return _gather(times * weights / strategy.replicas, strategy.replicas, inside)
 
 
 def _gather(part, devices, inside) -> Traffic:
@@ -163,7 +164,7 @@ def _memory(layer, strategy, tokens, weights) -> float:
     return stored + weights + (kept + buffers) * BYTES
 
 
-def strategies(layer: Layer, cluster: Cluster) -> list[Strategy]:
+def strategies(layer: Layer, cluster: Cluster, buffer_factor: float = 1.25) -> list[Strategy]:
     """All that divide the devices, the experts and their features by powers of two; tensor within a node."""
     found = []
     for tensor in _powers_of_two(min(cluster.node_size, cluster.devices)):
@@ -171,9 +172,9 @@ def strategies(layer: Layer, cluster: Cluster) -> list[Strategy]:
             if layer.expert_intermediate % tensor or layer.experts % expert or cluster.devices % (tensor * expert):
                 continue
             replicas = cluster.devices // (tensor * expert)
-            for exchange in ("all_gather", "ragged_all_to_all") if expert > 1 else ("all_gather",):
+            for exchange in EXCHANGES if expert > 1 else ("all_gather",):
                 for fsdp in (False, True) if replicas > 1 else (False,):
-                    found.append(Strategy(tensor, expert, replicas, exchange, fsdp))
+                    found.append(Strategy(tensor, expert, replicas, exchange, fsdp, buffer_factor))
     return found
 
 
@@ -185,4 +186,4 @@ def best(layer: Layer, cluster: Cluster, candidates: list[Strategy]) -> list[tup
 
 
 def _powers_of_two(limit):
-    return [2**i for i in range(int(math.log2(limit)) + 1)]
+    return [2**i for i in range(limit.bit_length())]

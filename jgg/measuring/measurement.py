@@ -2,6 +2,7 @@
 
 import dataclasses
 
+JGG = "jgg"
 DENSE = "dense"  # the peer that is a dense product of the same FLOPs
 RIGHT, WRONG, FAILED, UNSUPPORTED = "right", "WRONG", "failed", "unsupported"
 

@@ -9,20 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.exchange import EXCHANGES
 from jgg.layers import MoELayer
 from jgg.measuring.collectives import bytes_sent
-from jgg.measuring.cost_model import BYTES, Cluster, Strategy, cost
+from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, strategies
 from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding, map_tokens
 
 REPEATS = 7
-STRATEGIES = ("data", "fsdp", *EXCHANGES, "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Of forward and backward of a layer, router included.
+class StrategyRow:
+    """What was measured of forward and backward of a layer, router included, by one strategy.
 
     Attributes:
       strategy: what was measured.
@@ -46,29 +44,28 @@ class Measurement:
     load: float
     error: float
 
-
-def strategies(devices: int, layer: Layer, buffer_factor: float, names: Iterable[str] = STRATEGIES) -> list[Strategy]:
-    """Those of the names that the layer can be split by; one device has but one.
-
-    Each alone, and experts over half of four or more devices too.
-    """
-    if devices == 1:
-        return [Strategy()]
-    found = {
-        "data": [Strategy(replicas=devices)],
-        "fsdp": [Strategy(replicas=devices, fsdp=True)],
-        "tensor": [Strategy(tensor=devices)] if layer.expert_intermediate % devices == 0 else [],
-    }
-    for exchange in EXCHANGES:
-        found[exchange] = [
-            Strategy(1, expert, devices // expert, exchange, buffer_factor=buffer_factor)
-            for expert in dict.fromkeys((devices, max(2, devices // 2)))
-            if layer.experts % expert == 0
-        ]
-    return [strategy for name in names for strategy in found[name]]
+    def efficiency(self, one_device: "StrategyRow") -> float:
+        """Tokens a second of a device, over those of one device alone."""
+        return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
-def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> Measurement:
+def choose_strategies(
+    layer: Layer, devices: int, buffer_factor: float, families: Iterable[str] = FAMILIES
+) -> list[Strategy]:
+    """Those of the families that the layer can be split by: each alone, and experts over half of the devices too."""
+    measured = (1, devices), (1, devices, max(2, devices // 2))  # ways to split features, and experts
+    found = [
+        strategy
+        for strategy in reversed(strategies(layer, Cluster(devices, node_size=devices), buffer_factor))
+        if strategy.tensor in measured[0] and strategy.expert in measured[1]
+        and not (strategy.fsdp and strategy.expert > 1)
+    ]  # fmt: skip
+    return (
+        found if devices == 1 else [strategy for family in families for strategy in found if strategy.family == family]
+    )
+
+
+def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
     """Times a step on the first devices that JAX sees, `layer.tokens` tokens for each.
 
     Args:
@@ -90,7 +87,7 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
     if strategy.exchange == "ragged_all_to_all":
         moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
     rows = np.asarray(metrics.group_sizes).reshape(strategy.expert, -1).sum(axis=1)
-    return Measurement(
+    return StrategyRow(
         strategy=strategy,
         seconds=_seconds(program, params, x, steps),
         tokens=len(x),

@@ -46,6 +46,10 @@ class Layer:
                 f"topk of layer {self.name!r} must be at most its {self.experts} experts, got {self.topk}."
             )
 
+    def __str__(self):
+        sizes = f"H {self.hidden}, I {self.expert_intermediate}, E {self.experts}, k {self.topk}"
+        return f"{self.name}: {self.tokens} tokens for each device, {sizes}"
+
     def gemms(self, **options) -> dict[str, GroupedGemmProblem]:
         """The layer's products: "up" [H -> 2 * I] and "down" [I -> H]; options as in `gemm`."""
         sizes = {"num_rows": self.tokens * self.topk, "num_experts": self.experts, "topk": self.topk}

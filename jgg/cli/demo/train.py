@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from tqdm import tqdm
 
-from jgg.cli.common import UsageError
-from jgg.cli.demo import Settings
-from jgg.cli.demo_data import held_out_windows, load_corpus
-from jgg.cli.demo_model import LanguageModel, measure, sample
+from jgg.cli.console import progress
+from jgg.cli.demo.command import Settings
+from jgg.cli.demo.data import held_out_windows, load_corpus
+from jgg.cli.demo.model import LanguageModel, measure, sample
+from jgg.cli.options import UsageError
 
 _LOG_EVERY = 10  # steps; the host waits for the device no more often
 _MEASUREMENTS = 8
@@ -100,37 +100,26 @@ class Trainer:
         self._evaluate = make_evaluate(self._graphdef)
         step = make_step(self._graphdef, optimizer, settings, data_key)
         self._lowered_step = step.lower(self._state, self._text)
-        self.result = Result(
-            settings,
-            implementation_in(self._lowered_step.as_text()),
-            *map(len, corpus),
-            *parameters,
-        )
+        self.result = Result(settings, implementation_in(self._lowered_step.as_text()), *map(len, corpus), *parameters)
 
     def run(self) -> Result:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
         try:
             self._fit()
-            text = sample(
-                self._graphdef,
-                self._state.params,
-                self._sample_key,
-                self.settings,
-                _PROMPT,
-                _SAMPLE_BYTES,
-            )
+            text = sample(self._graphdef, self._state.params, self._sample_key, self.settings, _PROMPT, _SAMPLE_BYTES)
             self.result.sample = text.decode(errors="replace")
         except KeyboardInterrupt:
             self.result.interrupted = True
         return self.result
 
     def _fit(self):
-        steps, quiet = self.settings.steps, self.settings.quiet
+        steps = self.settings.steps
         measure_every = -(-steps // _MEASUREMENTS)
         pending = []
-        with tqdm(total=steps, disable=quiet, desc="compiling", unit="step", dynamic_ncols=True) as bar:
+        with progress(steps, self.settings.quiet) as tell:
+            tell("compiling")
             step = self._lowered_step.compile()
-            bar.set_description("training")
+            tell("training")
             start = time.perf_counter()
             for n in range(1, steps + 1):
                 self._state, metrics = step(self._state, self._text)
@@ -140,8 +129,7 @@ class Trainer:
                     self._log(n, jax.device_get(pending), time.perf_counter() - start)
                     if is_measured:
                         self._measure(n)
-                    bar.set_postfix_str(progress_line(self.result), refresh=False)
-                    bar.update(len(pending))
+                    tell(progress_line(self.result), len(pending))
                     pending.clear()
                     start = time.perf_counter()
 

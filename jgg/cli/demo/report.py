@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from jgg.cli.demo_train import Result
+from jgg.cli.demo.train import Result
 from jgg.cli.machine import devices, versions
 
 

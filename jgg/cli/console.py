@@ -1,0 +1,45 @@
+"""What commands show: numbers, tables and progress. rich is imported where it is used, for --help needs none."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+
+def number(value: float | None) -> str:
+    """A number of three digits or more; "-" for None."""
+    if value is None:
+        return "-"
+    decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{min(decimals, 5)}f}"
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str]) -> None:
+    """Prints a table, the columns of `texts` to the left and others to the right; in a file it is never wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in texts else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    width = None if sys.stdout.isatty() else 10_000
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+
+
+@contextlib.contextmanager
+def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
+    """Shows a bar on stderr, and gives tell(text, steps=0): what is going on, and how many steps more are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    # no refreshing by itself: another thread would disturb what is timed
+    bar = Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False, disable=quiet,
+        redirect_stdout=sys.stdout.isatty(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, steps=0: bar.update(task, description=text, advance=steps, refresh=True)

@@ -1,0 +1,112 @@
+"""The plots of `jgg bench` and `jgg plan`; the only module of them that needs matplotlib."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jgg.cli.bench_layer import LayerRow
+from jgg.cli.bench_run import Result
+from jgg.cli.machine import devices
+from jgg.exchange import EXCHANGES
+from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
+from jgg.measuring.layer import PASSES
+from jgg.measuring.measurement import DENSE, JGG
+from jgg.measuring.workloads import Layer
+
+_MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
+_MORE = {"tensor": "tensor, with anything"} | {name: f"expert by {name}, with data or fsdp" for name in EXCHANGES}
+
+
+def write_bench(result: Result) -> Path:
+    """Draws the speeds of each op and of whole layers as bars, and jgg's products under the roofs of this device."""
+    ops = [op for op in result.settings.gemm_ops if any(row.op == op for row in result.rows)]
+    panels = [
+        *((3, functools.partial(_plot_op, result, op)) for op in ops),
+        *([(3, functools.partial(_plot_layers, result.layers))] if result.layers else []),
+        *([(5, functools.partial(_plot_roofline, result))] if ops else []),
+    ]
+    heights = [height for height, _ in panels]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    figure.suptitle(f"jgg bench: {devices()[0].kind}, {result.settings.dtype}, {result.settings.groups} groups")
+    all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (_, draw) in zip(all_axes, panels, strict=True):
+        draw(axes)
+    if ops:
+        all_axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, result.settings.out)
+
+
+def _save(figure, prefix):
+    path = Path(f"{prefix}.png")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _plot_op(result, op, axes):
+    rows = [row for row in result.rows if row.op == op]
+    speeds = {name: [row.tflops(name) for row in rows] for name in (JGG, *result.peers)}
+    _plot_bars(axes, op, [f"{row.layer}\n{row.gemm}" for row in rows], speeds)
+
+
+def _plot_layers(rows, axes):
+    speeds = {
+        f"{who} {which}": [speed(row, which) for row in rows]
+        for which in PASSES
+        for who, speed in ((JGG, LayerRow.tflops), (DENSE, LayerRow.dense_tflops))
+    }
+    _plot_bars(axes, "whole layer, router included", [row.problem.layer.name for row in rows], speeds)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _plot_bars(axes, title, labels, speeds):
+    """A group of bars for each label, one for each name in speeds."""
+    positions, width = np.arange(len(labels)), 0.8 / len(speeds)
+    for i, (name, values) in enumerate(speeds.items()):
+        heights = [value or 0 for value in values]
+        axes.bar(positions + (i - (len(speeds) - 1) / 2) * width, heights, width, label=name, color=f"C{i}")
+    axes.set_xticks(positions, labels, fontsize="small", rotation=30 if len(labels) > 6 else 0)
+    axes.set(ylabel="TF/s", title=title)
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _plot_roofline(result, axes):
+    """Each product's FLOPs per byte and speed, below a copy's bandwidth and the fastest dense product."""
+    intensities = [row.problem.flops / row.problem.bytes_accessed for row in result.rows]
+    for op, marker in _MARKERS.items():
+        points = [(i, row.tflops(JGG)) for i, row in zip(intensities, result.rows, strict=True) if row.op == op]
+        points = [point for point in points if point[1]]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, label=f"jgg {op}")
+    span = np.array([min(intensities) / 2, max(intensities) * 2])
+    if result.copy_bandwidth:
+        axes.plot(span, span * result.copy_bandwidth / 1e12, "k--", label="copy's bandwidth")
+    dense = [row.tflops(DENSE) for row in result.rows if row.tflops(DENSE)]
+    if dense:
+        axes.axhline(max(dense), color="k", linestyle=":", label="fastest dense product")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of x, w and y", ylabel="TF/s", title="roofline")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+
+
+def write_plan(layer: Layer, clusters: list[Cluster], prefix: str) -> Path:
+    """Draws efficiency and memory over the number of devices, for the fastest strategy of each family that fits."""
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    figure.suptitle(f"jgg plan: {layer.name}, {layer.tokens} tokens for each device (a model, not a measurement)")
+    efficiency, memory = figure.subplots(2, 1, sharex=True)
+    for family in FAMILIES:
+        label, fastest = _MORE.get(family, family), {}
+        for cluster in clusters:
+            found = best(layer, cluster, [s for s in strategies(layer, cluster) if s.family == family])
+            if found:
+                fastest[cluster.devices] = found[0][1]
+        efficiency.plot(list(fastest), [cost.efficiency for cost in fastest.values()], "o-", label=label)
+        memory.plot(list(fastest), [cost.memory / 1e9 for cost in fastest.values()], "o-", label=label)
+    efficiency.set(ylabel="efficiency against one device", ylim=(0, 1))
+    memory.set(xlabel="devices", ylabel="GB of a device")
+    memory.set_xscale("log", base=2)
+    efficiency.legend()
+    for axes in (efficiency, memory):
+        axes.grid(alpha=0.3)
+    return _save(figure, prefix)
