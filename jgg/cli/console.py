@@ -15,17 +15,16 @@ def number(value: float | None) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str]) -> None:
-    """Prints a table, the columns of `texts` to the left and others to the right; in a file it is never wrapped."""
+    """Prints a table, the columns of `texts` to the left and others to the right; rows are never wrapped."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in texts else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in texts else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    width = None if sys.stdout.isatty() else 10_000
-    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+    Console(width=10_000, markup=False, emoji=False, highlight=False).print(table)
 
 
 @contextlib.contextmanager

@@ -53,16 +53,15 @@ def choose_strategies(
     layer: Layer, devices: int, buffer_factor: float, families: Iterable[str] = FAMILIES
 ) -> list[Strategy]:
     """Those of the families that the layer can be split by: each alone, and experts over half of the devices too."""
-    measured = (1, devices), (1, devices, max(2, devices // 2))  # ways to split features, and experts
+    if devices == 1:
+        return [Strategy()]
     found = [
         strategy
         for strategy in reversed(strategies(layer, Cluster(devices, node_size=devices), buffer_factor))
-        if strategy.tensor in measured[0] and strategy.expert in measured[1]
-        and not (strategy.fsdp and strategy.expert > 1)
-    ]  # fmt: skip
-    return (
-        found if devices == 1 else [strategy for family in families for strategy in found if strategy.family == family]
-    )
+        if strategy.tensor in (1, devices) and strategy.expert in (1, devices, max(2, devices // 2))
+        if not (strategy.fsdp and strategy.expert > 1)
+    ]
+    return [strategy for family in families for strategy in found if strategy.family == family]
 
 
 def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
