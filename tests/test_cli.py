@@ -19,7 +19,7 @@ from jgg.cli import demo, info, main, options
 from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import LanguageModel, measure
-from jgg.cli.machine import Device, Facts, TunedFile, gather
+from jgg.cli.machine import Device, Facts, TunedEntries, TunedFile, gather
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
 ROOT = Path(__file__).parent.parent
@@ -120,9 +120,9 @@ def test_info_says_what_runs_and_what_mends(name, monkeypatch, capsys):
 
 def test_info_tells_which_tuned_files_serve_this_device(monkeypatch, capsys):
     files = (
-        TunedFile("own.json", {("NVIDIA H100", "9.0"): 2, ("NVIDIA B200", "10.0"): 3}),
+        TunedFile("own.json", entries=(TunedEntries("NVIDIA H100", "9.0", 2), TunedEntries("NVIDIA B200", "10.0", 3))),
         TunedFile("bad.json", damage="bad.json is damaged"),
-        TunedFile("shipped.json", {("NVIDIA H200", "9.0"): 100}),
+        TunedFile("shipped.json", entries=(TunedEntries("NVIDIA H200", "9.0", 100),)),
     )
     monkeypatch.setattr(info, "gather", lambda: facts(H100, tuned_files=files))
     assert main(["info"]) == 0
@@ -144,7 +144,7 @@ def test_info_reads_the_tuned_files(monkeypatch, tmp_path):
     assert path not in [Path(file.path) for file in gather().tuned_files]
     path.write_text("{")
     damaged = gather().tuned_files[0]
-    assert (damaged.path, damaged.entries) == (str(path), {})
+    assert (damaged.path, damaged.entries) == (str(path), ())
     assert "tuned.json is no file of tuned configurations" in damaged.damage
 
 

@@ -1,6 +1,7 @@
 """Measures for `jgg bench --op layer`: whole MoE layers, checked, timed, their memory and their routing too."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -18,8 +19,8 @@ from jgg.measuring.layer import (
     measure_memory,
     route_function,
 )
-from jgg.measuring.measurement import DENSE, FAILED, RIGHT, WRONG, Measurement
-from jgg.measuring.peers import PEERS, first_line
+from jgg.measuring.measurement import DENSE, RIGHT, WRONG, Measurement, check_and_time, first_line
+from jgg.measuring.peers import PEERS
 from jgg.measuring.timing import measure
 from jgg.measuring.workloads import operands
 from jgg.problem import GroupedGemmProblem
@@ -88,25 +89,22 @@ def measure_layer(row: LayerRow, seed: int, with_dense: bool, tell: Callable) ->
 
     row.memory = attempt("memory", lambda: measure_memory(problem, arrays))  # first, while little else is held
     for which in PASSES:
-        row.passes[which] = attempt(which, lambda which=which: _measure_pass(problem, which, arrays))
+        tell(f"{problem.layer.name} {which}", 1)
+        row.passes[which] = _measure_pass(problem, which, arrays)
     attempt("route + sort", lambda: _measure_routing(row, arrays))
     if with_dense:
         attempt("dense", lambda: row.dense_seconds.update(_dense_seconds(problem, seed)))
 
 
 def _measure_pass(problem, which, arrays):
-    """Checks a pass, times it, and checks the result of the calls that were timed."""
     function = layer_function(problem, which)
-    try:
+
+    def prepare():
         results = jax.jit(function)(arrays)
         reference = LayerReference.of(problem, which, arrays, results["topk_indices"])
-        checked = _check(reference, results)
-        if checked.status == RIGHT:
-            timed = measure(function, arrays, problem.flops(which), problem.bytes_accessed)
-            checked = dataclasses.replace(_check(reference, timed.result), seconds=timed.seconds)
-    except Exception as error:  # such as too little memory
-        return Measurement(FAILED, reason=first_line(error))
-    return checked if checked.status == RIGHT else dataclasses.replace(checked, seconds=None)
+        return results, functools.partial(_check, reference)
+
+    return check_and_time(prepare, lambda: measure(function, arrays, problem.flops(which), problem.bytes_accessed))
 
 
 def _check(reference, results):

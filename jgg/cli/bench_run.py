@@ -10,8 +10,18 @@ import jax.numpy as jnp
 from jgg.cli.bench import Settings
 from jgg.cli.bench_layer import STEPS, LayerRow, measure_layer
 from jgg.cli.console import progress
-from jgg.measuring.measurement import DENSE, FAILED, JGG, RIGHT, UNSUPPORTED, WRONG, Measurement
-from jgg.measuring.peers import PEERS, JaxProduct, Unsupported, first_line
+from jgg.measuring.measurement import (
+    DENSE,
+    FAILED,
+    JGG,
+    RIGHT,
+    UNSUPPORTED,
+    WRONG,
+    Measurement,
+    check_and_time,
+    first_line,
+)
+from jgg.measuring.peers import PEERS, JaxProduct, Unsupported
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import group_sizes, operands
 from jgg.problem import GroupedGemmProblem
@@ -185,28 +195,16 @@ def measure_best(prepare: Callable, reference: Reference) -> Measurement:
         return Measurement(UNSUPPORTED, reason=str(error))
     except Exception as error:  # whatever another library raises
         return Measurement(FAILED, reason=first_line(error))
-    measured = [_check_and_time(way, reference) for way in ways]
+    measured = [_measure(way, reference) for way in ways]
     order = (RIGHT, WRONG, FAILED)
     best = min(measured, key=lambda m: (order.index(m.status), m.seconds or 0))
     others = tuple(f"{m.variant}: {m}" for m in measured if m is not best and m.status != RIGHT)
     return dataclasses.replace(best, others=others)
 
 
-def _check_and_time(way, reference):
-    """Checks the result before and after the calls that are timed."""
-    try:
-        error = reference.error(way.compute())
-        seconds = None
-        if error <= reference.bound:
-            timed = way.measure()
-            seconds, error = timed.seconds, reference.error(timed.result)
-    except Exception as raised:  # whatever another library raises
-        return Measurement(FAILED, reason=first_line(raised), variant=way.variant)
-    is_right = error <= reference.bound
-    return Measurement(
-        status=RIGHT if is_right else WRONG,
-        seconds=seconds if is_right else None,
-        error=error,
-        allowed_error=reference.bound,
-        variant=way.variant,
-    )
+def _measure(way, reference):
+    def check(result):
+        error = reference.error(result)
+        return Measurement(RIGHT if error <= reference.bound else WRONG, error=error, allowed_error=reference.bound)
+
+    return dataclasses.replace(check_and_time(lambda: (way.compute(), check), way.measure), variant=way.variant)

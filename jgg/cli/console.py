@@ -14,7 +14,7 @@ def number(value: float | None) -> str:
     return f"{value:,.{min(decimals, 5)}f}"
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str]) -> None:
+def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str] = ()) -> None:
     """Prints a table, the columns of `texts` to the left and others to the right; rows are never wrapped."""
     from rich.console import Console
     from rich.table import Table

@@ -11,11 +11,7 @@ from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
 from jgg.target import MIN_COMPUTE_CAPABILITY
 
 # As in pyproject.toml, which a checkout that is not installed cannot be asked for.
-REQUIREMENTS = {
-    "jax": ">=0.11.1,<0.12",
-    "jax-triton": ">=0.4.1,<0.5",
-    "triton": ">=3.7",
-}
+REQUIREMENTS = {"jax": ">=0.11.1,<0.12", "jax-triton": ">=0.4.1,<0.5", "triton": ">=3.7"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +41,7 @@ def run(args) -> int:
     facts = gather()
     assessment = assess(facts)
     if args.json:
-        print(json.dumps(_as_json(facts, assessment), indent=2))
+        print(json.dumps(dataclasses.asdict(facts) | dataclasses.asdict(assessment), indent=2))
     else:
         print("\n".join(_lines(facts, assessment)))
     return 0
@@ -68,8 +64,9 @@ def _choose(facts):
         return "xla", *_why_no_cuda_device(facts)
     device = facts.devices[0]
     has = f"{device.kind} has compute capability {device.compute_capability}"
-    if _numbers(device.compute_capability) < _min_capability():
-        return "xla", f"{has}, and the Triton kernels need {_dotted(_min_capability())}", None
+    least = divmod(MIN_COMPUTE_CAPABILITY, 10)
+    if _numbers(device.compute_capability) < least:
+        return "xla", f"{has}, and the Triton kernels need {least[0]}.{least[1]}", None
     missing = [name for name in ("triton", "jax-triton") if facts.versions[name] is None]
     if missing:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
@@ -102,8 +99,7 @@ def _version_problems(facts):
     for plugin, extra in CUDA_PLUGINS.items():
         version = facts.versions[plugin]
         if version is not None and not _matches_jaxlib(facts, plugin):
-            jaxlib = facts.versions["jaxlib"]
-            what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {jaxlib}."
+            what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {facts.versions['jaxlib']}."
             yield Problem(what, f"pip install 'jgg[{extra}]'")
 
 
@@ -115,39 +111,12 @@ def _matches_jaxlib(facts, plugin):
 def _satisfies(version, specifier):
     """Whether a version is in a range such as ">=0.4.1,<0.5"."""
     at_least, _, below = specifier.partition(",")
-    numbers = _numbers(version)
-    if numbers < _numbers(at_least):
-        return False
-    return not below or numbers < _numbers(below)
+    return _numbers(version) >= _numbers(at_least) and (not below or _numbers(version) < _numbers(below))
 
 
 def _numbers(version):
     """The numbers of a version such as "0.11.2.dev3" up to its first other part: (0, 11, 2)."""
     return tuple(map(int, re.search(r"\d+(?:\.\d+)*", version).group().split(".")))
-
-
-def _min_capability():
-    return divmod(MIN_COMPUTE_CAPABILITY, 10)
-
-
-def _dotted(numbers):
-    return ".".join(map(str, numbers))
-
-
-def _as_json(facts, assessment):
-    files = [
-        {
-            "path": file.path,
-            "damage": file.damage,
-            "entries": [
-                {"device": device, "compute_capability": capability, "count": count}
-                for (device, capability), count in file.entries.items()
-            ],
-        }
-        for file in facts.tuned_files
-    ]
-    facts = dataclasses.asdict(dataclasses.replace(facts, tuned_files=()))
-    return facts | dataclasses.asdict(assessment) | {"tuned_files": files}
 
 
 def _lines(facts: Facts, assessment: Assessment):
@@ -174,12 +143,12 @@ def _tuned_lines(facts):
     for file in facts.tuned_files:
         if file.damage:
             yield f"  ignored: {file.damage}"
-        for (device, capability), count in file.entries.items():
-            line = f"  {file.path}: {count} measured on {device}"
+        for each in file.entries:
+            line = f"  {file.path}: {each.count} measured on {each.device}"
             if here is not None and here.compute_capability is not None:
-                if capability != here.compute_capability:
+                if each.compute_capability != here.compute_capability:
                     line += ", not used here"
-                elif device != here.kind:
+                elif each.device != here.kind:
                     line += f", used here too: {here.kind} has the same multiprocessor"
             yield line
     if not facts.tuned_files:

@@ -21,14 +21,13 @@ _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device of JAX's default backend.
+    """A device of JAX's default backend; None is what it does not tell.
 
     Attributes:
       platform: "cpu", "cuda" or what else JAX calls it.
       kind: the model, such as "NVIDIA H200".
-      compute_capability: of a CUDA device, such as "9.0".
-      num_sms: multiprocessors of a CUDA device.
-      memory_bytes: that JAX may allocate, where the device tells.
+      compute_capability: such as "9.0".
+      memory_bytes: that JAX may allocate.
     """
 
     platform: str
@@ -39,18 +38,21 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class TunedFile:
-    """A file of tuned configurations.
+class TunedEntries:
+    """How many configurations of a file were measured on a device."""
 
-    Attributes:
-      path: where it is.
-      entries: how many, by name of the device that they were measured on and its compute capability, such as "9.0".
-      damage: why it is ignored.
-    """
+    device: str
+    compute_capability: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedFile:
+    """A file of tuned configurations, or why it is ignored."""
 
     path: str
-    entries: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     damage: str | None = None
+    entries: tuple[TunedEntries, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,11 @@ class Facts:
 
 def gather() -> Facts:
     """Asks the machine; starts JAX's backends."""
-    found, backend_error = (), None
     try:
-        found = devices()
+        found, backend_error = devices(), None
     except (RuntimeError, AssertionError) as error:
-        backend_error = str(error) or "no backend starts"
+        found, backend_error = (), str(error) or "no backend starts"
+    paths = tuned_configs.user_file(), *tuned_configs.shipped_files()
     return Facts(
         system=platform.system(),
         versions=versions(),
@@ -90,11 +92,7 @@ def gather() -> Facts:
         has_nvidia_gpu=has_nvidia_gpu(),
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
         backend_error=backend_error,
-        tuned_files=tuple(
-            _tuned_file(path)
-            for path in (tuned_configs.user_file(), *tuned_configs.shipped_files())
-            if path is not None and os.path.exists(path)
-        ),
+        tuned_files=tuple(_tuned_file(path) for path in paths if path is not None and os.path.exists(path)),
     )
 
 
@@ -142,7 +140,7 @@ def _tuned_file(path):
     except ValueError as error:
         return TunedFile(str(path), damage=str(error))
     names = [(entry.device, "{}.{}".format(*divmod(entry.compute_capability, 10))) for entry in entries]
-    return TunedFile(str(path), dict(collections.Counter(names)))
+    return TunedFile(str(path), entries=tuple(TunedEntries(*name, n) for name, n in collections.Counter(names).items()))
 
 
 def has_nvidia_gpu() -> bool:

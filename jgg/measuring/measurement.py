@@ -1,6 +1,7 @@
 """What came of checking and timing one thing."""
 
 import dataclasses
+from collections.abc import Callable
 
 JGG = "jgg"
 DENSE = "dense"  # the peer that is a dense product of the same FLOPs
@@ -34,3 +35,26 @@ class Measurement:
         if self.reason is not None:
             return f"{self.status}: {self.reason}"
         return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+
+
+def check_and_time(prepare: Callable, time: Callable) -> Measurement:
+    """Checks a result, times what computes it if that is right, and checks the result of the calls that were timed.
+
+    Args:
+      prepare: () -> the result, and the function from a result to its Measurement without seconds.
+      time: () -> `timing.Timing`.
+    """
+    try:
+        result, check = prepare()
+        checked, seconds = check(result), None
+        if checked.status == RIGHT:
+            timed = time()
+            checked, seconds = check(timed.result), timed.seconds
+    except Exception as error:  # such as too little memory, or whatever another library raises
+        return Measurement(FAILED, reason=first_line(error))
+    return dataclasses.replace(checked, seconds=seconds if checked.status == RIGHT else None)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.measuring.measurement import first_line
 from jgg.measuring.timing import LARGER_THAN_L2, REPEATS, Timing, calls_of_repeat, measure, stays_in_l2
 from jgg.problem import GroupedGemmProblem
 
@@ -32,11 +33,6 @@ class Peer:
 
     unavailable: Callable[[], str | None]
     prepare: Callable[[str, GroupedGemmProblem, dict[str, jax.Array]], list]
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 def _same(array):

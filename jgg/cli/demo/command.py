@@ -71,15 +71,17 @@ def run(args) -> int:
     train = options.import_with_extra("jgg.cli.demo.train", "demo")
     report = options.import_with_extra("jgg.cli.demo.report", "demo")
     settings = Settings.from_args(args)
-    tell = (lambda text: None) if settings.quiet else print
 
     trainer = train.Trainer(settings)
-    tell(report.header(trainer.result))
+    if not settings.quiet:
+        print(report.header(trainer.result))
     result = trainer.run()
     if not result.train:  # interrupted before anything was measured
         raise KeyboardInterrupt
     paths = report.write(result)
-    tell(report.details(result))
+    if not settings.quiet:
+        report.show_details(result)
     print(report.summary(result))
-    tell("Wrote " + " and ".join(map(str, paths)))
+    if not settings.quiet:
+        print("Wrote " + " and ".join(map(str, paths)))
     return INTERRUPTED if result.interrupted else 0

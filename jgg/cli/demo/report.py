@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from jgg.cli.console import print_table
 from jgg.cli.demo.train import Result
 from jgg.cli.machine import devices, versions
 
@@ -19,8 +20,7 @@ def header(result: Result) -> str:
         f" {result.held_out_bytes:,} held out\n"
         f"Model: {settings.layers} layers, top {settings.topk} of {settings.experts} experts;"
         f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
-        f"Grouped GEMM: implementation {result.implementation}, {settings.dtype}, on"
-        f" {devices()[0].kind}"
+        f"Grouped GEMM: implementation {result.implementation}, {settings.dtype}, on {devices()[0].kind}"
     )
 
 
@@ -30,21 +30,19 @@ def summary(result: Result) -> str:
     if final["held_out_bits_per_byte"] is None:
         return f"Interrupted after {final['steps']} steps, before the first held-out measurement"
     return (
-        f"Held out: {final['held_out_bits_per_byte']:.3f} bits per byte after {final['steps']}"
-        f" steps, {final['train_seconds']:.1f} s of training at"
-        f" {final['tokens_per_second']:,.0f} tokens/s"
+        f"Held out: {final['held_out_bits_per_byte']:.3f} bits per byte after {final['steps']} steps,"
+        f" {final['train_seconds']:.1f} s of training at {final['tokens_per_second']:,.0f} tokens/s"
     )
 
 
-def details(result: Result) -> str:
-    """The load of each expert and the sample of text."""
-    even = 1 / result.settings.experts
-    lines = [f"Expert load, % of the rows of a layer in the last steps (even: {even:.1%})"]
-    for layer, loads in enumerate(result.expert_load):
-        lines.append(f"  layer {layer}: " + " ".join(f"{100 * load:5.1f}" for load in loads))
+def show_details(result: Result) -> None:
+    """Prints the load of each expert and the sample of text."""
+    experts = result.settings.experts
+    print(f"Expert load, % of the rows of a layer in the last steps (even: {1 / experts:.1%})")
+    loads = [[layer, *(f"{100 * load:.1f}" for load in loads)] for layer, loads in enumerate(result.expert_load)]
+    print_table(["layer", *map(str, range(experts))], loads)
     if result.sample:
-        lines += ["Sample:", *(f"  | {line}" for line in result.sample.splitlines())]
-    return "\n".join(lines)
+        print("Sample:", *result.sample.splitlines(), sep="\n  | ")
 
 
 def final_numbers(result: Result) -> dict:
@@ -86,10 +84,7 @@ def plot(result: Result) -> Figure:
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, loads = figure.subplots(1, 2)
     figure.suptitle(f"{summary(result)} ({result.implementation}, {devices()[0].kind})")
-    for name, measured, style in (
-        ("training", result.train, "-"),
-        ("held out", result.held_out, "o-"),
-    ):
+    for name, measured, style in (("training", result.train, "-"), ("held out", result.held_out, "o-")):
         steps = [point["step"] for point in measured]
         losses.plot(steps, [point["bits_per_byte"] for point in measured], style, label=name)
     losses.set(xlabel="step", ylabel="bits per byte")
