@@ -55,14 +55,9 @@ class Block(nnx.Module):
         self.attention = Attention(hidden, dtype=dtype, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
         self.moe = jgg.nnx.MoE(
-            hidden,
-            hidden,
-            num_experts=settings.experts,
-            topk=settings.topk,
-            dtype=dtype,
-            implementation=settings.implementation,
-            rngs=rngs,
-        )
+            hidden, hidden, num_experts=settings.experts, topk=settings.topk, dtype=dtype,
+            implementation=settings.implementation, rngs=rngs,
+        )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [B, S, H] to [B, S, H]."""
@@ -79,14 +74,8 @@ class LanguageModel(nnx.Module):
         self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
         # zeros: training starts at 8 bits per byte, where knowing nothing is
-        self.head = nnx.Linear(
-            hidden,
-            NUM_BYTES,
-            use_bias=False,
-            dtype=dtype,
-            kernel_init=nnx.initializers.zeros,
-            rngs=rngs,
-        )
+        zeros = nnx.initializers.zeros
+        self.head = nnx.Linear(hidden, NUM_BYTES, use_bias=False, dtype=dtype, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
         """Maps text uint8 [B, S] to float32 logits [B, S, 256] of the bytes that follow."""

@@ -34,12 +34,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step of training measures, before its update.
-
-    Attributes:
-      bits_per_byte: float32 [].
-      group_sizes: int32 [layers, E], rows that each expert got.
-    """
+    """What a step measures before its update: bits_per_byte float32 [], and group_sizes int32 [layers, E]."""
 
     bits_per_byte: jax.Array
     group_sizes: jax.Array
@@ -139,13 +134,8 @@ class Trainer:
         tokens = len(metrics) * self.settings.batch * self.settings.seq
         self.result.train_seconds += seconds
         self.result.expert_load = (group_sizes / group_sizes.sum(axis=1, keepdims=True)).tolist()
-        self.result.train.append(
-            {
-                "step": step,
-                "bits_per_byte": float(np.mean([m.bits_per_byte for m in metrics])),
-                "tokens_per_second": tokens / seconds,
-            }
-        )
+        bits_per_byte = float(np.mean([m.bits_per_byte for m in metrics]))
+        self.result.train.append({"step": step, "bits_per_byte": bits_per_byte, "tokens_per_second": tokens / seconds})
 
     def _measure(self, step):
         bits_per_byte = self._evaluate(self._state.params, *self._held_out).item()
@@ -224,10 +214,8 @@ def _make_optimizer(settings):
     def is_matrix(params):
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix),
-    )
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def _count_parameters(model, settings):
