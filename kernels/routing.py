@@ -1,13 +1,9 @@
-"""From scores to rows sorted by expert: top-k of each row, and a stable counting sort in three launches.
-
-Sums and maxima name Triton's own combining functions, which its interpreter has NumPy functions for.
-"""
+"""From scores to rows sorted by expert: top-k of each row, and a stable counting sort in three launches."""
 
 import triton
 import triton.language as tl
 
-add = tl.standard._sum_combine
-highest = tl.standard._elementwise_max
+from .tiles import add, highest
 
 
 @triton.jit

@@ -25,6 +25,11 @@ def add(left, right):
 
 
 @triton.jit
+def highest(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit
 def tile_coordinates(tile, row_tiles, column_tiles, BAND: tl.constexpr):
     """Row and column of a tile; tiles run down a band of BAND row tiles, column after column, so that the L2 cache
     serves the band's rows and a column's weights more than once."""

@@ -37,6 +37,7 @@ VERSIONS = {
 }
 CPU = Device("cpu", "cpu")
 H100 = Device("cuda", "NVIDIA H100", "9.0", 132, 80 * 2**30)
+A100 = Device("cuda", "NVIDIA A100", "8.0", 108, 80 * 2**30)
 V100 = Device("cuda", "Tesla V100", "7.0", 80, 16 * 2**30)
 
 
@@ -47,7 +48,7 @@ def facts(device=CPU, versions=None, **changes):
 
 
 NO_TRITON = {"triton": None, "jax-triton": None}
-INSTALL_TRITON = "pip install 'triton>=3.7' 'jax-triton>=0.4.1,<0.5'"
+INSTALL_TRITON = "pip install 'triton>=3.7.1' 'jax-triton>=0.4.1,<0.5'"
 # name: (facts, implementation, part of the reason, commands)
 ASSESSMENTS = {
     "GPU": (facts(H100), "triton", "compute capability 9.0", []),
@@ -60,13 +61,20 @@ ASSESSMENTS = {
         facts(H100, {"triton": "3.6.1"}),
         "triton",
         "compute capability 9.0",
-        ["pip install 'triton>=3.7'"],
+        ["pip install 'triton>=3.7.1'"],
     ),
+    "Triton without the warp-specialised kernels": (
+        facts(H100, {"triton": "3.8.0"}),
+        "triton",
+        "without the warp-specialised kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
+        [],
+    ),
+    "the same on a GPU that has none": (facts(A100, {"triton": "3.8.0"}), "triton", "compute capability 8.0", []),
     "new JAX": (
-        facts(H100, {"jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda12-plugin": "0.12.0"}),
+        facts(H100, {"jax": "0.13.0", "jaxlib": "0.13.0", "jax-cuda12-plugin": "0.13.0"}),
         "triton",
         "compute capability 9.0",
-        ["pip install 'jax>=0.11.1,<0.12'"],
+        ["pip install 'jax>=0.11.1,<0.13'"],
     ),
     "no plugin": (
         facts(versions={"jax-cuda12-plugin": None}, has_nvidia_gpu=True),

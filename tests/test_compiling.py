@@ -157,17 +157,6 @@ def test_always_compiles_on_demand(folder, compiled, monkeypatch):
     assert len(compiled) == 2
 
 
-def test_versions_that_were_not_tested_are_left_as_they_are(monkeypatch):
-    corrected = []
-    monkeypatch.setattr("jgg.implementations.compiling.correct_jax_triton", lambda: corrected.append(True))
-    program(PLAIN)
-    assert corrected
-    monkeypatch.setattr(triton, "untested_version", lambda: "another version")
-    corrected.clear()
-    program(PLAIN)
-    assert not corrected
-
-
 def test_a_package_that_cannot_be_imported_is_told_with_what_helps(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)  # as one that was built for another version of Triton
     with pytest.raises(ImportError, match=r"versions of .* that fit \(see jgg info\): .*jax_triton"):

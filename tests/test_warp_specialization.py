@@ -11,7 +11,7 @@ from cases import CASES, EVERYTHING, OPTIONS, Case
 from comparison import assert_right, forward_and_backward
 
 import jgg
-from jgg import warp_specialization
+from jgg import files, versions
 from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
@@ -163,21 +163,18 @@ def test_a_result_of_32_bits_has_tiles_that_fit_the_registers(launched):
 
 
 @pytest.fixture
-def forget_versions():
-    def forget():
-        warp_specialization._why_not_here.cache_clear()
-        warp_specialization.untested_version.cache_clear()
-
-    yield forget
-    forget()
+def another_triton(monkeypatch):
+    monkeypatch.setattr(versions, "installed", {"triton": "3.8.0", "jax-triton": "0.4.1"}.get)
+    files.warn_once.cache_clear()  # as in a new process
+    yield
+    files.warn_once.cache_clear()
 
 
-def test_it_steps_aside_for_an_untested_triton_and_says_so_once(monkeypatch, caplog, forget_versions):
-    monkeypatch.setattr(warp_specialization, "TESTED_VERSIONS", {"triton": "1.2."})
-    forget_versions()
+@pytest.mark.usefixtures("another_triton")
+def test_it_steps_aside_for_another_triton_and_says_so_once(caplog):
     with caplog.at_level(logging.WARNING, "jgg"):
         for _ in range(2):
-            assert "was not tested" in why_not("dw", gemm(**GEMM), HOPPER)
+            assert "triton 3.8.0 was not tested with them, only 3.9" in why_not("dw", gemm(**GEMM), HOPPER)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not heuristic_config("dw", gemm(**GEMM), HOPPER).warp_specialized
 
@@ -280,9 +277,8 @@ def test_where_it_gathers_by_itself(op, sizes, fuse_gather):
     assert (config.warp_specialized, config.fuse_gather) == (True, fuse_gather)
 
 
-def test_a_configuration_that_cannot_run_here_is_replaced(monkeypatch, forget_versions, launched):
-    monkeypatch.setattr(warp_specialization, "TESTED_VERSIONS", {"triton": "1.2."})
-    forget_versions()
+@pytest.mark.usefixtures("another_triton")
+def test_a_configuration_that_cannot_run_here_is_replaced(launched):
     lower(kernel_config_fwd=specialized_config("forward", "enk"))
     assert names(launched) == ["forward_kernel"]
 

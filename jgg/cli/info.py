@@ -5,13 +5,11 @@
 
 import dataclasses
 import json
-import re
 
 from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
 from jgg.target import MIN_COMPUTE_CAPABILITY
-
-# As in pyproject.toml, which a checkout that is not installed cannot be asked for.
-REQUIREMENTS = {"jax": ">=0.11.1,<0.12", "jax-triton": ">=0.4.1,<0.5", "triton": ">=3.7"}
+from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, numbers, satisfies, unlike
+from jgg.warp_specialization import COMPUTE_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +63,15 @@ def _choose(facts):
     device = facts.devices[0]
     has = f"{device.kind} has compute capability {device.compute_capability}"
     least = divmod(MIN_COMPUTE_CAPABILITY, 10)
-    if _numbers(device.compute_capability) < least:
+    if numbers(device.compute_capability) < least:
         return "xla", f"{has}, and the Triton kernels need {least[0]}.{least[1]}", None
     missing = [name for name in ("triton", "jax-triton") if facts.versions[name] is None]
     if missing:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
+    other = unlike(WARP_SPECIALIZED, facts.versions)
+    if other and numbers(device.compute_capability) == divmod(COMPUTE_CAPABILITY, 10):
+        has += f"; without the warp-specialised kernels, the fastest: {other}"
     return "triton", has, None
 
 
@@ -93,7 +94,7 @@ def _why_no_cuda_device(facts):
 def _version_problems(facts):
     for name, specifier in REQUIREMENTS.items():
         version = facts.versions[name]
-        if version is not None and not _satisfies(version, specifier):
+        if version is not None and not satisfies(version, specifier):
             what = f"{name} is {version}, and jgg needs {specifier}."
             yield Problem(what, f"pip install '{name}{specifier}'")
     for plugin, extra in CUDA_PLUGINS.items():
@@ -105,18 +106,7 @@ def _version_problems(facts):
 
 def _matches_jaxlib(facts, plugin):
     version, jaxlib = facts.versions[plugin], facts.versions["jaxlib"]
-    return version is not None and _numbers(version) == _numbers(jaxlib)
-
-
-def _satisfies(version, specifier):
-    """Whether a version is in a range such as ">=0.4.1,<0.5"."""
-    at_least, _, below = specifier.partition(",")
-    return _numbers(version) >= _numbers(at_least) and (not below or _numbers(version) < _numbers(below))
-
-
-def _numbers(version):
-    """The numbers of a version such as "0.11.2.dev3" up to its first other part: (0, 11, 2)."""
-    return tuple(map(int, re.search(r"\d+(?:\.\d+)*", version).group().split(".")))
+    return version is not None and numbers(version) == numbers(jaxlib)
 
 
 def _lines(facts: Facts, assessment: Assessment):

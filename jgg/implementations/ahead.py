@@ -1,4 +1,4 @@
-"""Compiles the kernels of a program side by side, where the versions are those that `compiling` is for.
+"""Compiles the kernels of a program side by side, where the versions are those that `jax_triton_fixes` is for.
 
 A kernel takes seconds to compile, and a program is lowered one operation after the other. So operations are noted as
 they are traced, and when the first of them is lowered, threads lower the others too. What comes of it is thrown away,
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jgg.warp_specialization import untested_version
+from jgg.versions import FIXED, unlike
 
 _MAX_THREADS = 8
 
@@ -64,12 +64,12 @@ def compile_others(operation: Noted, lower: Callable[[Noted], object]) -> None:
 
 
 def _can_compile():
-    if untested_version() is not None:
+    if unlike(FIXED):
         return False
-    from jax_triton import triton_lib
+    from jgg.implementations.jax_triton_fixes import dumps_kernels
 
     # two threads would dump a kernel to the same folder
-    return _num_threads() > 0 and not triton_lib._JAX_TRITON_DUMP_DIR
+    return _num_threads() > 0 and not dumps_kernels()
 
 
 def _num_threads():

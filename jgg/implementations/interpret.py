@@ -13,6 +13,7 @@ from jgg.implementations.language import LANGUAGE
 from jgg.products.launch import Launch
 from jgg.target import Target
 from jgg.varying import vary_over, varying_axes
+from jgg.versions import check_kernels_can_run
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
 TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
@@ -26,9 +27,12 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
         raise TypeError(
             "implementation='interpret' takes float32 and float16, got bfloat16, which Triton's interpreter gets wrong."
         )
+    check_kernels_can_run()
     constant = {key: value for key, value in launch.operands.items() if key not in arrays}
 
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from jgg.implementations.jax_triton_fixes import host_tensor
 
     kernel = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
@@ -36,8 +40,8 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
     def run(arrays):
         outputs = {key: np.full(r.shape, _unwritten(r.dtype), r.dtype) for key, r in launch.result_types.items()}
         outputs |= {key: np.array(arrays[key]) for key in launch.updated}
-        tensors = {key: _HostTensor(np.array(array)) for key, array in arrays.items()}
-        tensors |= {key: _HostTensor(array) for key, array in outputs.items()}
+        tensors = {key: host_tensor(np.array(array)) for key, array in arrays.items()}
+        tensors |= {key: host_tensor(array) for key, array in outputs.items()}
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
@@ -69,6 +73,8 @@ def _interpreted(kernel):
 def _package():
     import triton
 
+    from jgg.implementations.jax_triton_fixes import interpreted_reductions
+
     origin = importlib.util.find_spec("jgg.kernels")
     locations = list(origin.submodule_search_locations)
     spec = importlib.util.spec_from_file_location(_PACKAGE, origin.origin, submodule_search_locations=locations)
@@ -77,44 +83,5 @@ def _package():
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(package)
-        # by this one the interpreter adds up whole arrays, by a function of our own element after element
-        importlib.import_module(f"{_PACKAGE}.tiles").add = triton.language.standard._sum_combine
+        vars(importlib.import_module(f"{_PACKAGE}.tiles")).update(interpreted_reductions())
     return package
-
-
-class _HostTensor:
-    """As much of a torch tensor as Triton's interpreter asks of one, around a NumPy array that it may write."""
-
-    def __init__(self, array=None):
-        self.array = array
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    def cpu(self):
-        return self
-
-    def storage_offset(self):
-        return 0
-
-    def size(self):
-        return self.array.shape
-
-    def stride(self):
-        return self.array.strides
-
-    def new_empty(self, *_, **__):
-        return _HostTensor()
-
-    def set_(self, storage, *_):
-        self.array = storage.array
-
-    def copy_(self, storage):
-        pass  # the interpreter worked on this very memory

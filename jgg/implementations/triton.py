@@ -4,7 +4,7 @@ import jax
 
 from jgg.products.launch import Launch
 from jgg.varying import vary_over, varying_axes
-from jgg.warp_specialization import untested_version
+from jgg.versions import FIXED, check_kernels_can_run, unlike
 
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
 # default can be newer than the driver's assembler.
@@ -13,26 +13,21 @@ _PTX_VERSION = 86
 
 def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
+    check_kernels_can_run()
     try:
         import jax_triton
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
         ) from error
-    if untested_version() is None:
-        from jgg.implementations import compiling
+    if unlike(FIXED) is None:
+        from jgg.implementations import jax_triton_fixes
 
-        compiling.correct_jax_triton()
+        jax_triton_fixes.correct_jax_triton()
     operands = dict(launch.operands)
-    layouts = {}
-    if kernel.is_gluon():
-        from jgg.implementations import gluon
-
-        layouts = {key: gluon.shared_layout(tma, operands[key].dtype) for key, tma in launch.descriptors.items()}
     for key, tma in launch.descriptors.items():
-        operands[key] = jax_triton.TensorDescriptor(
-            operands[key], tma.shape, tma.strides, tma.block_shape, layouts.get(key)
-        )
+        layout = _shared_layout(tma, operands[key].dtype) if kernel.is_gluon() else None
+        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape, layout)
     # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
     # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
     # the slices apart.
@@ -57,3 +52,12 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
     axes = varying_axes(*launch.arrays.values())
     results = dict(zip(new, outputs, strict=True)) | {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
     return {key: vary_over(axes, result) for key, result in results.items()}
+
+
+def _shared_layout(tma, dtype):
+    """The layout in shared memory of a descriptor's blocks, in a cluster of two, which a Gluon kernel is told."""
+    from triton.experimental.gluon import language
+
+    axes = [int(axis == tma.cta_axis) for axis in range(len(tma.block_shape))]
+    block_shape, element = list(tma.block_shape), getattr(language, dtype.name)
+    return language.NVMMASharedLayout.get_default_for(block_shape, element, cga_layout=[axes])
