@@ -18,7 +18,10 @@ from jax_triton import triton_lib  # noqa: E402
 
 from jgg.implementations import ahead, triton  # noqa: E402
 from jgg.implementations.language import _Language  # noqa: E402
+from jgg.versions import WARP_SPECIALIZED, unlike  # noqa: E402
 
+HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
+needs_gluon = pytest.mark.skipif(not HAS_GLUON_KERNEL, reason=f"{unlike(WARP_SPECIALIZED)}")
 GLUON = {"num_rows": 4096, "num_experts": 4, "in_features": 256, "out_features": 256}
 PLAIN = GLUON | {"num_rows": 64}
 
@@ -44,7 +47,7 @@ def compiled(monkeypatch):
 
 def program(*sizes, compute_capability=90, wrap=lambda function: function):
     """The program of products of those sizes, as if in a new process."""
-    for name in ("forward_kernel", "hopper_kernel"):
+    for name in ("forward_kernel", *(triton.GLUON_KERNELS if HAS_GLUON_KERNEL else ())):
         vars(triton.load_kernel(name)).pop("_jT_kernel_cache", None)
     jax.clear_caches()
     with jgg.target(compute_capability):
@@ -63,7 +66,8 @@ def products(of_each):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name"), [(PLAIN, "forward_kernel"), pytest.param(GLUON, "hopper_kernel", marks=pytest.mark.thorough)]
+    ("sizes", "name"),
+    [(PLAIN, "forward_kernel"), pytest.param(GLUON, "hopper_kernel", marks=[pytest.mark.thorough, needs_gluon])],
 )
 def test_is_compiled_once(sizes, name, folder, compiled):
     first = program(sizes)

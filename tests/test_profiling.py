@@ -28,7 +28,13 @@ def kernel_calls(function, *shapes):
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", program, re.MULTILINE))
     for call in re.findall(r".*custom_call @triton_kernel_call_ffi.*", program):
         cost = re.search(r'cost_estimate_json = "(.*?)", opaque', call)[1].replace("\\22", '"')
-        yield locations[re.search(r"loc\((#loc\d+)\)$", call)[1]], json.loads(cost)
+        yield place(re.search(r"loc\((#loc\d+)\)$", call)[1], locations), json.loads(cost)
+
+
+def place(location, locations):
+    """A location and those that it names, of which one has the scopes."""
+    text = locations.get(location, "")
+    return " ".join([text, *(place(inner, locations) for inner in re.findall(r"#loc\d+", text))])
 
 
 def test_kernels_have_names_and_costs():

@@ -1,13 +1,14 @@
 """All that jgg changes in jax-triton and takes from inside it and Triton; other modules use what these offer.
 
-Changes, for the versions in `jgg.versions.FIXED` and for jgg's kernels alone; with others, jax-triton compiles them
-as it does. None is known to have been reported upstream.
+Changes, for the versions in `jgg.versions.FIXED`, of how jgg's kernels alone are compiled, but for dead code, which
+concerns everyone's; with other versions, jax-triton does as it does. None is known to have been reported upstream.
 
 | what | why | without it |
 | --- | --- | --- |
 | kernels are kept and compiled once by all threads | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
 | the threads of a launch are those that the PTX names | jax-triton 0.4.1 launches the warps of the first partition | warp-specialised kernels fail at launch |
 | Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | they are right, but each product waits for the one before |
+| dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
 | descriptors say that they are not im2col | jax-triton 0.4.1 asks for that, which Triton 3.7 does not tell | no kernel with TMA compiles: sm_90 and later fail |
 | a kernel with more shared memory than there is is refused | jax-triton 0.4.1 leaves it to the launch | the program fails when it runs, without a name |
 | Gluon's modules live to the end | Triton 3.9's C++ keeps some of its classes | 20 lines about leaks as a process ends |
@@ -32,6 +33,7 @@ import jax_triton
 import jax_triton.triton_lib as triton_lib
 import numpy as np
 import triton
+from jax.interpreters import partial_eval
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
@@ -99,6 +101,12 @@ def _correct_jax_triton():
         return launchable, kernel["ttir"], parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep_call
+
+
+def _keep_call(used_outs, *live_ins_and_call):
+    call = live_ins_and_call[-1]
+    return [True] * len(call.invars), call
 
 
 def _without_stages(kernel):
