@@ -25,7 +25,7 @@ $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test test-all test-gpu sanitize lint notebook venv clean
+.PHONY: help demo test test-all test-gpu test-oldest test-versions sanitize lint notebook venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -34,6 +34,8 @@ help:
 	@echo 'make test      run the tests that every change needs, with GPU=... those that need a GPU too'
 	@echo 'make test-all  run the thorough tests too, as CI does'
 	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
+	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style and formatting'
 	@echo 'make notebook  execute the notebooks in place'
@@ -59,6 +61,13 @@ test-all: $(DEV_STAMP)
 test-gpu: $(DEV_STAMP)
 	$(PYTEST_ON_GPU) $(ARGS)
 
+# They make their own environments in .versions, and keep them.
+test-oldest: $(BIN)/python
+	$(BIN)/python tools/versions.py --folder .versions --only oldest --quick
+
+test-versions: $(BIN)/python
+	$(BIN)/python tools/versions.py --folder .versions
+
 sanitize: $(DEV_STAMP)
 	$(BIN)/python tests/sanitize.py $(if $(TOOLS),--tools $(TOOLS)) $(ARGS)
 
@@ -83,5 +92,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
+	rm -rf .venv .versions build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
