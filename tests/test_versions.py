@@ -51,6 +51,26 @@ def test_the_way_that_a_triton_takes(triton, module, kept, tmp_path, monkeypatch
     assert done.stdout.splitlines() == [f"True {module}", str(kept)]
 
 
+# Routes by the interpreted kernels as with a Triton whose interpreter has no functions of its own for sums and maxima.
+ROUTE = """
+import numpy as np
+import jgg
+from jgg.implementations import jax_triton_fixes
+jax_triton_fixes.interpreted_reductions = dict
+logits = np.random.default_rng(0).normal(size=(7, 5)).astype("float32")
+ours, expected = (jgg.route(logits, topk=2, implementation=name) for name in ("interpret", "xla"))
+for each, other in zip(ours, expected, strict=True):
+    np.testing.assert_allclose(each, other, rtol=1e-6)
+"""
+
+
+@pytest.mark.interpret
+def test_the_interpreter_needs_no_private_function_of_triton(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    done = subprocess.run([sys.executable, "-c", ROUTE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("implementation", ["triton", "interpret"])
 @pytest.mark.parametrize(
     ("package", "version", "remedy"),

@@ -18,7 +18,7 @@ Taken:
 | what | for | without it |
 | --- | --- | --- |
 | where jax-triton 0.4.1 dumps kernels | not compiling ahead into the same folder | two threads would make one folder |
-| `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter knows them as NumPy's sum and maximum | it adds element after element, in minutes |
+| `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter knows them as NumPy's sum and maximum | right, but element after element: routing 20 tokens takes 4 s, not 1 |
 | `host_tensor` | Triton 3.7 to 3.9's interpreter asks a torch tensor for these methods | it needs torch |
 """  # noqa: E501
 
