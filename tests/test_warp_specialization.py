@@ -162,8 +162,15 @@ def test_a_result_of_32_bits_has_tiles_that_fit_the_registers(launched):
         lower(preferred_element_type="float32", kernel_config_fwd=specialized_config("forward", "enk"))
 
 
+@pytest.fixture(autouse=True)
+def as_with_its_triton(request, monkeypatch):
+    """What is not compiled is the same with any Triton."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(versions, "installed", {"triton": "3.9.0", "jax-triton": "0.4.1"}.get)
+
+
 @pytest.fixture
-def another_triton(monkeypatch):
+def another_triton(as_with_its_triton, monkeypatch):
     monkeypatch.setattr(versions, "installed", {"triton": "3.8.0", "jax-triton": "0.4.1"}.get)
     files.warn_once.cache_clear()  # as in a new process
     yield
