@@ -1,5 +1,6 @@
 """Compiled kernels: several at a time, and kept in a folder, from which some are never taken."""
 
+import importlib
 import resource
 import sys
 import threading
@@ -16,7 +17,7 @@ jax_triton = pytest.importorskip("jax_triton")
 
 from jax_triton import triton_lib  # noqa: E402
 
-from jgg.implementations import ahead, triton  # noqa: E402
+from jgg.implementations import ahead  # noqa: E402
 from jgg.implementations.language import _Language  # noqa: E402
 from jgg.versions import WARP_SPECIALIZED, unlike  # noqa: E402
 
@@ -47,8 +48,9 @@ def compiled(monkeypatch):
 
 def program(*sizes, compute_capability=90, wrap=lambda function: function):
     """The program of products of those sizes, as if in a new process."""
-    for name in ("forward_kernel", *(triton.GLUON_KERNELS if HAS_GLUON_KERNEL else ())):
-        vars(triton.load_kernel(name)).pop("_jT_kernel_cache", None)
+    for module, name in (("forward", "forward_kernel"), *([("hopper", "hopper_kernel")] if HAS_GLUON_KERNEL else [])):
+        kernel = getattr(importlib.import_module(f"jgg.kernels.{module}"), name)
+        vars(kernel).pop("_jT_kernel_cache", None)
     jax.clear_caches()
     with jgg.target(compute_capability):
         traced = jax.jit(wrap(products)).trace([operands(**each) for each in sizes])
