@@ -37,7 +37,7 @@ help:
 	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
-	@echo 'make lint      check style and formatting'
+	@echo 'make lint      check style, formatting and types'
 	@echo 'make notebook  execute the notebooks in place'
 	@echo 'make venv      install everything for development into .venv'
 	@echo 'make clean     remove .venv, builds, caches and outputs'
@@ -74,6 +74,8 @@ sanitize: $(DEV_STAMP)
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 notebook: $(DEV_STAMP)
 	@test -n '$(NOTEBOOKS)' || { echo 'There is no notebook in notebooks/.'; exit 1; }

@@ -20,10 +20,10 @@ class Activation:
     """
 
     name: str
-    function: Callable
+    function: Callable[..., jax.Array]
     is_gated: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_instance("name", self.name, str, "a str")
         check_instance("function", self.function, Callable, "a function")
         object.__setattr__(self, "is_gated", as_flag("is_gated", self.is_gated))
@@ -34,7 +34,7 @@ class Activation:
         if isinstance(self.function, _ClampedSwiglu) and self.is_gated:
             return "clamped_silu", self.function.limit, self.function.alpha
         name = _CURVES.get((self.function, self.is_gated))
-        return name and (name, 0.0, 0.0)
+        return None if name is None else (name, 0.0, 0.0)
 
     def __call__(self, pre_activation: jax.Array, interleaved: bool = False) -> jax.Array:
         """Hidden features [M, I], float32, from the first product, [M, 2 * I] if gated and else [M, I].
@@ -45,12 +45,10 @@ class Activation:
         """
         values = pre_activation.astype(jnp.float32)
         if not self.is_gated:
-            parts = (values,)
-        elif interleaved:
-            parts = values[..., ::2], values[..., 1::2]
-        else:
-            parts = jnp.split(values, 2, axis=-1)
-        return self.function(*parts)
+            return self.function(values)
+        if interleaved:
+            return self.function(values[..., ::2], values[..., 1::2])
+        return self.function(*jnp.split(values, 2, axis=-1))
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
@@ -68,37 +66,37 @@ class _ClampedSwiglu:
     limit: float
     alpha: float
 
-    def __call__(self, gate, up):
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         gate = jnp.minimum(gate, self.limit)
         up = jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
-def _swiglu(gate, up):
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _geglu(gate, up):
+def _geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate, approximate=False) * up
 
 
-def _geglu_tanh(gate, up):
+def _geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate, approximate=True) * up
 
 
-def _reglu(gate, up):
+def _reglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.relu(gate) * up
 
 
-def _gelu(up):
+def _gelu(up: jax.Array) -> jax.Array:
     return jax.nn.gelu(up, approximate=False)
 
 
-def _gelu_tanh(up):
+def _gelu_tanh(up: jax.Array) -> jax.Array:
     return jax.nn.gelu(up, approximate=True)
 
 
-def _relu_squared(up):
+def _relu_squared(up: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(up))
 
 

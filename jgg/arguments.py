@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def as_array(name: str, value) -> jax.Array:
         raise TypeError(f"{name} must be an array, got {_kind(value)}.") from None
 
 
-def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, jax.Array | None]:
+def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, Any]:
     """`as_array` of each by its name; None only for those that may be."""
     return {
         name: None if value is None and name in may_be_none else as_array(name, value) for name, value in values.items()

@@ -1,6 +1,7 @@
 """Kernel configurations: tile sizes and TMA switches, and a heuristic that chooses them for any problem."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class _KernelConfig:
     programs_per_sm: int = 1
     warp_specialized: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if field.type is bool:
@@ -108,10 +109,17 @@ class KernelConfigDW(_KernelConfig):
     fuse_gather: bool = True
 
 
-CONFIG_TYPES = {"forward": KernelConfigForward, "dx": KernelConfigDX, "dw": KernelConfigDW}
+KernelConfig = KernelConfigForward | KernelConfigDX | KernelConfigDW
+CONFIG_TYPES: dict[str, type[KernelConfig]] = {
+    "forward": KernelConfigForward,
+    "dx": KernelConfigDX,
+    "dw": KernelConfigDW,
+}
 
 
-def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_specialize: bool = True):
+def heuristic_config(
+    op: str, problem: GroupedGemmProblem, target: Target, may_specialize: bool = True
+) -> KernelConfig:  # fmt: skip
     """A configuration for the product `op`, "forward", "dx" or "dw", of a problem on a device.
 
     Its reasons, tile by tile, each so that nothing spills:
@@ -149,7 +157,7 @@ def heuristic_config(op: str, problem: GroupedGemmProblem, target: Target, may_s
     return _fitted(op, problem, target, config)
 
 
-def can_run(op: str, problem: GroupedGemmProblem, target: Target, config) -> bool:
+def can_run(op: str, problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> bool:
     """Whether a device has the instructions, registers and shared memory for a product's kernel of a configuration."""
     if config.warp_specialized:
         columns = getattr(config, f"block_{output_axes(op, problem.w_layout)[1]}")
@@ -158,23 +166,26 @@ def can_run(op: str, problem: GroupedGemmProblem, target: Target, config) -> boo
     return shared_memory(op, problem, target, config) <= target.shared_memory
 
 
-def _fitted(op, problem, target, config):
+def _fitted(op: str, problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> KernelConfig:
     """The configuration with tiles half as wide, and only then with fewer stages, while it takes too much memory."""
     rows, columns, _ = (f"block_{axis}" for axis in output_axes(op, problem.w_layout))
     while not can_run(op, problem, target, config) and config.num_stages > 1:
         widest = max(columns, rows, key=lambda block: getattr(config, block))
-        shrunk = {widest: getattr(config, widest) // 2}
+        shrunk: dict[str, Any] = {widest: getattr(config, widest) // 2}
         if getattr(config, widest) <= 64:
             shrunk = {"num_stages": config.num_stages - 1}
         config = dataclasses.replace(config, **shrunk)
     return config
 
 
-def _choose_by_rows(op, problem, target):
+def _choose_by_rows(op: str, problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """Of the forward or the dX kernel."""
     if op == "forward":
         features, columns, reduced = problem.out_features, "n", "k"
-        fusing = {"fuse_gather": not target.has_tma or _is_narrow(features), "fuse_scatter": not target.has_tma}
+        fusing: dict[str, Any] = {
+            "fuse_gather": not target.has_tma or _is_narrow(features),
+            "fuse_scatter": not target.has_tma,
+        }
         has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
     else:
         features, columns, reduced = problem.in_features, "k", "n"
@@ -193,16 +204,17 @@ def _choose_by_rows(op, problem, target):
     step = _step(problem)
     if block_rows == 16 and block_columns == 128 and _has_wide_tiles(problem, target):
         step = 128
+    blocks: dict[str, Any] = {f"block_{columns}": block_columns, f"block_{reduced}": step}
     return CONFIG_TYPES[op](
         block_m=block_rows,
         num_warps=8 if block_rows == 128 else 4,
         num_stages=_stages(problem, target),
-        **{f"block_{columns}": block_columns, f"block_{reduced}": step},
+        **blocks,
         **fusing,
     )
 
 
-def _fills_specialized_tiles(op, problem):
+def _fills_specialized_tiles(op: str, problem: GroupedGemmProblem) -> bool:
     axes = {
         "forward": (problem.out_features,),
         "dx": (problem.in_features,),
@@ -211,7 +223,7 @@ def _fills_specialized_tiles(op, problem):
     return has_rows_for_specialized(problem) and min(axes[op]) > 128
 
 
-def _gathers_in_specialized(op, problem):
+def _gathers_in_specialized(op: str, problem: GroupedGemmProblem) -> bool:
     if op == "dw":  # a copy takes long beside the product of each row with one of few features
         other = problem.out_features if problem.permute_x else problem.in_features
         return (problem.permute_x or problem.permute_y) and other <= 2048
@@ -227,10 +239,10 @@ def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
     return problem.rows_of_groups > 64 * problem.num_experts
 
 
-def specialized_config(op: str, w_layout: str, columns: int = 256, num_stages: int = 4):
+def specialized_config(op: str, w_layout: str, columns: int = 256, num_stages: int = 4) -> KernelConfig:
     """A configuration of the warp-specialised kernel, with output tiles of that many columns."""
     axes = output_axes(op, w_layout)
-    blocks = {f"block_{axis}": size for axis, size in zip(axes, (256, columns, 64), strict=True)}
+    blocks: dict[str, Any] = {f"block_{axis}": size for axis, size in zip(axes, (256, columns, 64), strict=True)}
     return CONFIG_TYPES[op](warp_specialized=True, num_stages=num_stages, **blocks)
 
 
@@ -244,12 +256,12 @@ def output_axes(op: str, w_layout: str) -> tuple[str, str, str]:
     return ("m", "n", "k") if op == "forward" else ("m", "k", "n")
 
 
-def _is_narrow(columns):
+def _is_narrow(columns: int) -> bool:
     """Whether rows are loaded for so few columns of tiles that gathering them each time costs less than a copy."""
     return columns < 8192
 
 
-def _choose_dw(problem, target):
+def _choose_dw(problem: GroupedGemmProblem, target: Target) -> KernelConfigDW:
     left, right, _ = output_axes("dw", problem.w_layout)
     features = {"k": problem.in_features, "n": problem.out_features}
     block_left = block_right = 128
@@ -260,42 +272,43 @@ def _choose_dw(problem, target):
         block_right = 64 if problem.dtype.itemsize == 4 else 128  # TF32 products in three passes hold more at once
     elif _has_wide_tiles(problem, target) and features[right] > 128 and features[left] > 64:
         block_right = 256
+    blocks: dict[str, Any] = {f"block_{left}": block_left, f"block_{right}": block_right}
     return KernelConfigDW(
         block_m=_step(problem),
         num_warps=8 if block_left == 128 else 4,
         num_stages=_stages(problem, target),
         fuse_gather=not target.has_tma,
-        **{f"block_{left}": block_left, f"block_{right}": block_right},
+        **blocks,
     )
 
 
-def _choose_ieee_float32(op, problem, target):
+def _choose_ieee_float32(op: str, problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     size = 64 if problem.rows_are_aligned else 32
-    blocks = {"block_m": _block_rows(problem, size), "block_n": size, "block_k": size}
+    blocks: dict[str, Any] = {"block_m": _block_rows(problem, size), "block_n": size, "block_k": size}
     blocks[{"forward": "block_k", "dx": "block_n", "dw": "block_m"}[op]] = 16
     return CONFIG_TYPES[op](num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target), **blocks)
 
 
-def _block_rows(problem, largest):
+def _block_rows(problem: GroupedGemmProblem, largest: int) -> int:
     """Rows of a tile: no more than the next power of two of an even share."""
     share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, max(16, 1 << (share - 1).bit_length()))
 
 
-def _is_ieee_float32(problem):
+def _is_ieee_float32(problem: GroupedGemmProblem) -> bool:
     return problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST
 
 
-def _has_wide_tiles(problem, target):
+def _has_wide_tiles(problem: GroupedGemmProblem, target: Target) -> bool:
     return target.has_tma and problem.dtype.itemsize == 2
 
 
-def _step(problem):
+def _step(problem: GroupedGemmProblem) -> int:
     step = 64 if problem.dtype.itemsize == 2 else 32
     return step if problem.rows_are_aligned else 32
 
 
-def _stages(problem, target):
+def _stages(problem: GroupedGemmProblem, target: Target) -> int:
     if target.compute_capability >= 100:
         return 3  # the epilogue needs shared memory of its own there
     # a fourth block of float32 spills in dX tiles of 32 rows

@@ -18,6 +18,8 @@ from jgg.routing import Routing, sort_by_expert
 from jgg.schedule import inverse_permutation
 from jgg.varying import vary_over, varying_axes
 
+Mlp = Callable[[jax.Array, Routing], jax.Array]
+
 
 class Placement(NamedTuple):
     """Where the experts are.
@@ -35,7 +37,9 @@ class Placement(NamedTuple):
     capacity: int
 
 
-def by_all_gather(x, topk_weights, topk_indices, mlp: Callable, placement: Placement):
+def by_all_gather(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement
+) -> tuple[jax.Array, jax.Array]:
     """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
 
     Moves (p - 1) * T rows to each device and as many back, whatever the routing.
@@ -57,7 +61,9 @@ def by_all_gather(x, topk_weights, topk_indices, mlp: Callable, placement: Place
     return y, jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
 
 
-def by_ragged_all_to_all(x, topk_weights, topk_indices, mlp: Callable, placement: Placement):
+def by_ragged_all_to_all(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement
+) -> tuple[jax.Array, jax.Array]:
     """Every row goes to the device of its expert and its result comes back; arguments as `by_all_gather`.
 
     Moves only rows, on average k * T * (p - 1) / p from each device and as many back.
@@ -97,7 +103,7 @@ class Moves(NamedTuple):
     recv_sizes: jax.Array
 
 
-def _plan(group_sizes, placement):
+def _plan(group_sizes: jax.Array, placement: Placement) -> tuple[Moves, Moves, jax.Array, jax.Array]:
     """Moves to the experts and back, the expert of each row that comes, and how many rows find no room here.
 
     Two devices of one expert each, with room for 4 rows, where device 0 has (2, 1) rows of the experts and device 1
@@ -120,7 +126,7 @@ def _plan(group_sizes, placement):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def move(static, rows, there: Moves, back: Moves):
+def move(static: tuple[str, int], rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
     """Rows [any, H] moved as `there` says; rows that nobody sends are zero. Its derivative moves them back.
 
     XLA has no ragged all-to-all for CPUs, where an all-gather of everything does the same by the same plan.
@@ -139,11 +145,15 @@ def move(static, rows, there: Moves, back: Moves):
     )
 
 
-def _move_forward(static, rows, there, back):
+def _move_forward(
+    static: tuple[str, int], rows: jax.Array, there: Moves, back: Moves
+) -> tuple[jax.Array, tuple[int, Moves, Moves]]:
     return move(static, rows, there, back), (rows.shape[0], there, back)
 
 
-def _move_backward(static, residuals, cotangent):
+def _move_backward(
+    static: tuple[str, int], residuals: tuple[int, Moves, Moves], cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
     num_rows, there, back = residuals
     return move((static[0], num_rows), cotangent, back, there), None, None
 
@@ -151,7 +161,10 @@ def _move_backward(static, residuals, cotangent):
 move.defvjp(_move_forward, _move_backward)
 
 
-def _ragged_all_to_all_by_gather(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def _ragged_all_to_all_by_gather(
+    operand: jax.Array, output: jax.Array, input_offsets: jax.Array, send_sizes: jax.Array, output_offsets: jax.Array,
+    recv_sizes: jax.Array, *, axis_name: str,
+) -> jax.Array:  # fmt: skip
     """`jax.lax.ragged_all_to_all` from what every platform has."""
     del recv_sizes
     here = jax.lax.axis_index(axis_name)
@@ -167,13 +180,13 @@ def _ragged_all_to_all_by_gather(operand, output, input_offsets, send_sizes, out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def take_tokens(topk, tokens, positions):
+def take_tokens(topk: int, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """rows[i] = tokens[positions[i] // topk]: [R, H] of [T, H], for R different positions t * k + j."""
     return tokens.at[positions // topk].get(mode="promise_in_bounds")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_choices(shape, rows, positions):
+def sum_choices(shape: tuple[int, int], rows: jax.Array, positions: jax.Array) -> jax.Array:
     """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
     num_tokens, topk = shape
     (sums,) = COMBINE.plain(Combine(rows, inverse_permutation(positions, num_tokens * topk)), topk=topk)

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 
 import jax.export
+import jax.stages
 
 _KERNEL_CALL = "triton_kernel_call_ffi"  # as jax-triton calls it; jaxlib has the code behind it
 
 
 def export(
-    fun_jit: Callable,
+    fun_jit: jax.stages.Wrapped,
     *,
     platforms: Sequence[str] | None = None,
     disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),

@@ -1,41 +1,44 @@
 """The public operations: grouped_gemm and the three products alone."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import as_arrays, as_int, check_instance, check_integers, check_rank
-from jgg.config import CONFIG_TYPES, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.config import CONFIG_TYPES, KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.implementations.choice import check_implementation, is_plain_jax
 from jgg.operation import Operation
-from jgg.problem import check_problem
+from jgg.problem import GroupedGemmProblem, check_problem
 from jgg.products import plain
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.product import Product
 from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
 
 def grouped_gemm(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
     topk: int = 1,
-    gather_indices: jax.Array | None = None,
+    gather_indices: ArrayLike | None = None,
     permute_x: bool = False,
     permute_y: bool = False,
-    topk_weights: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    topk_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
     w_layout: str = "enk",
-    precision=None,
-    preferred_element_type=None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     kernel_config_fwd: KernelConfigForward | None = None,
     kernel_config_bwd_dx: KernelConfigDX | None = None,
     kernel_config_bwd_dw: KernelConfigDW | None = None,
@@ -95,9 +98,22 @@ def grouped_gemm(
 
 
 def grouped_gemm_forward(
-    x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False, topk_weights=None, bias=None, *,
-    w_layout="enk", precision=None, preferred_element_type=None, kernel_config=None, implementation=None,
-):  # fmt: skip
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    topk: int = 1,
+    gather_indices: ArrayLike | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    kernel_config: KernelConfigForward | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
     _check_config("kernel_config", kernel_config, KernelConfigForward)
     (y,) = _product(
@@ -109,9 +125,20 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_dx(
-    dy, w, gather_indices, group_sizes, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
-    w_layout="enk", precision=None, kernel_config=None, implementation=None,
-):  # fmt: skip
+    dy: ArrayLike,
+    w: ArrayLike,
+    gather_indices: ArrayLike | None,
+    group_sizes: ArrayLike,
+    topk: int = 1,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: ArrayLike | None = None,
+    *,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    kernel_config: KernelConfigDX | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """The gradient of `grouped_gemm` in x alone; its own derivative is plain JAX.
 
     Computes `dx[i] = (dy[i] @ w[e]) * topk_weights[i]` for every row i of each expert e, and with `permute_x` the sum
@@ -136,9 +163,20 @@ def grouped_gemm_dx(
 
 
 def grouped_gemm_dw(
-    x, dy, group_sizes, gather_indices=None, topk=1, permute_x=False, permute_y=False, topk_weights=None, *,
-    w_layout="enk", precision=None, kernel_config=None, implementation=None,
-):  # fmt: skip
+    x: ArrayLike,
+    dy: ArrayLike,
+    group_sizes: ArrayLike,
+    gather_indices: ArrayLike | None = None,
+    topk: int = 1,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: ArrayLike | None = None,
+    *,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    kernel_config: KernelConfigDW | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """The gradient of `grouped_gemm` in w alone; its own derivative is plain JAX.
 
     Computes `dw[e] = sum of topk_weights[i] * dy[i]^T x[i]` over the rows i of each expert e; zero for an expert
@@ -163,7 +201,7 @@ def grouped_gemm_dw(
     return dw
 
 
-def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | None = None) -> None:
+def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | None = None) -> None:
     """Reports values that `grouped_gemm` would clamp or ignore, under `jax.experimental.checkify`.
 
     Checks that no group size is negative, that their sum is at most `num_rows`, and that `gather_indices` names each
@@ -182,20 +220,20 @@ def check(group_sizes: jax.Array, num_rows: int, gather_indices: jax.Array | Non
         if array is not None:
             check_integers(name, array)
             check_rank(name, array, axes)
-    group_sizes, gather_indices = arrays.values()
-    if gather_indices is not None and gather_indices.shape != (num_rows,):
-        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(gather_indices.shape)}.")
-    group_sizes = saturated_int32(group_sizes)
-    smallest = jnp.min(group_sizes, initial=0)
+    sizes, indices = arrays.values()
+    if indices is not None and indices.shape != (num_rows,):
+        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
+    sizes = saturated_int32(sizes)
+    smallest = jnp.min(sizes, initial=0)
     checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
-    bounds = group_bounds(group_sizes, num_rows)
-    fits = jnp.all(bounds.ends - bounds.starts >= group_sizes)
+    bounds = group_bounds(sizes, num_rows)
+    fits = jnp.all(bounds.ends - bounds.starts >= sizes)
     checkify.check(
         fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
-        num_rows=jnp.int32(num_rows), total=jnp.sum(group_sizes.astype(jnp.float32)),
+        num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
     )  # fmt: skip
-    if gather_indices is not None:
-        missing = jnp.sum(inverse_permutation(gather_indices) == num_rows)
+    if indices is not None:
+        missing = jnp.sum(inverse_permutation(indices) == num_rows)
         checkify.check(
             missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
             missing=missing,
@@ -206,9 +244,11 @@ _MAY_BE_NONE = ("gather_indices", "topk_weights", "bias", "group_offset")
 
 
 def checked_grouped_gemm(
-    configs, implementation, x, w, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
-    topk_weights=None, bias=None, *, w_layout, precision, out_dtype, group_offset=None,
-):  # fmt: skip
+    configs: tuple[KernelConfig | None, ...], implementation: str | None, x: ArrayLike, w: ArrayLike,
+    group_sizes: ArrayLike, topk: int = 1, gather_indices: ArrayLike | None = None, permute_x: bool = False,
+    permute_y: bool = False, topk_weights: ArrayLike | None = None, bias: ArrayLike | None = None, *, w_layout: str,
+    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None, group_offset: ArrayLike | None = None,
+) -> jax.Array:  # fmt: skip
     """y by the differentiable operation, with the arguments checked; for `ragged_dot` too."""
     check_implementation(implementation)
     arrays = as_arrays(
@@ -227,7 +267,10 @@ def checked_grouped_gemm(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(operation, x, w, topk_weights, bias, group_sizes, group_offset, gather_indices):
+def _apply(
+    operation: Operation, x: jax.Array, w: jax.Array, topk_weights: jax.Array | None, bias: jax.Array | None,
+    group_sizes: jax.Array, group_offset: jax.Array | None, gather_indices: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     problem = operation.problem
     axes = varying_axes(x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
     bounds = _bounds(problem, vary_over(axes, group_sizes), group_offset)
@@ -245,12 +288,11 @@ def _differentiable(operation: Operation, operands: Forward) -> jax.Array:
     return y
 
 
-def _forward(operation, operands):
-    y = _differentiable(operation, operands)
-    return y, operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+def _forward(operation: Operation, operands: Forward) -> tuple[jax.Array, Forward]:
+    return _differentiable(operation, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
 
 
-def _backward(operation, operands, dy):
+def _backward(operation: Operation, operands: Forward, dy: jax.Array) -> tuple[Forward]:
     x, w, bounds, gather_indices, topk_weights, bias = operands
     problem = operation.problem
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
@@ -260,22 +302,24 @@ def _backward(operation, operands, dy):
     (dw,) = operation.run(DW, Dw(x, dy, bounds, gather_indices, topk_weights))
     d_topk_weights = dbias = None
     if topk_weights is not None:
-        (row_sums,) = row_sums
+        (sums,) = row_sums
         if bias is not None:
-            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
+            sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
-            row_sums = row_sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
-        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+            sums = sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
+        d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         (dbias,) = operation.run(DBIAS, Dbias(dy, bounds, gather_indices, topk_weights))
         dbias = dbias.astype(bias.dtype)
-    return (Forward(dx, dw, None, None, d_topk_weights, dbias),)
+    return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
-def bias_row_sums(problem, dy, bias, bounds, gather_indices):
+def bias_row_sums(
+    problem: GroupedGemmProblem, dy: jax.Array, bias: jax.Array, bounds: GroupBounds, gather_indices: jax.Array | None
+) -> jax.Array:
     """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
     experts = group_of_rows(bounds, problem.num_rows)
     in_group = experts < problem.num_experts
@@ -286,7 +330,9 @@ def bias_row_sums(problem, dy, bias, bounds, gather_indices):
     return jnp.where(in_group, sums, 0)
 
 
-def _product(product, config, implementation, **arguments):
+def _product(
+    product: Product, config: KernelConfig | None, implementation: str | None, **arguments: Any
+) -> list[jax.Array]:  # fmt: skip
     """Checks the arguments, then computes one product of them."""
     check_implementation(implementation)
     names = ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE)
@@ -298,22 +344,26 @@ def _product(product, config, implementation, **arguments):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_product(operation, product, arrays, group_sizes):
+def _run_product(
+    operation: Operation, product: Product, arrays: dict[str, Any], group_sizes: jax.Array
+) -> list[jax.Array]:  # fmt: skip
     bounds = _bounds(operation.problem, group_sizes)
     arrays = arrays | {"bounds": bounds, "gather_indices": _indices(arrays["gather_indices"])}
     return operation.run(product, product.operands(**arrays))
 
 
-def _bounds(problem, group_sizes, group_offset=None) -> GroupBounds:
+def _bounds(
+    problem: GroupedGemmProblem, group_sizes: jax.Array, group_offset: jax.Array | None = None
+) -> GroupBounds:  # fmt: skip
     if group_offset is None:
         return group_bounds(group_sizes, problem.num_rows)
     return group_bounds(group_sizes, problem.num_rows, group_offset.reshape(()), problem.num_experts)
 
 
-def _indices(gather_indices):
+def _indices(gather_indices: jax.Array | None) -> jax.Array | None:
     return None if gather_indices is None else saturated_int32(gather_indices)
 
 
-def _check_config(name, config, expected):
+def _check_config(name: str, config: object, expected: type[KernelConfig]) -> None:
     if config is not None:
         check_instance(name, config, expected, f"a {expected.__name__} or None")

@@ -12,17 +12,17 @@ first.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family
+from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor
 from jgg.layers import MoELayer
 
 
-def read_config(path: str | Path) -> dict:
+def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint, given by its folder or by the file's own path."""
     path = Path(path)
     return json.loads((path / "config.json" if path.is_dir() else path).read_text())
@@ -86,7 +86,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     for wrong, what in ((names - params.keys(), "is missing"), (params.keys() - names, "is not expected")):
         if wrong:
             raise ValueError(f"{min(wrong)} {what} among the parameters of a {config['model_type']} layer.")
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for name, shape, parts in plan:
         array = np.asarray(params[name])
         if array.shape != shape:
@@ -95,14 +95,14 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     return tensors
 
 
-class Checkpoint(Mapping):
+class Checkpoint(Mapping[str, np.ndarray]):
     """The tensors of a folder of safetensors files, each read when it is asked for.
 
     Args:
       path: folder with model.safetensors, or model.safetensors.index.json and the files that it names.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index = self.path / "model.safetensors.index.json"
         if index.exists():
@@ -116,11 +116,11 @@ class Checkpoint(Mapping):
         with self._open(self._files[name]) as file:
             return file.get_tensor(name)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self._files)
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Number of tensors."""
         return len(self._files)
 
@@ -131,18 +131,18 @@ class Checkpoint(Mapping):
         found = (re.fullmatch(block + re.escape(router), name) for name in self)
         return sorted(int(match[1]) for match in found if match)
 
-    def _open(self, name):
+    def _open(self, name: str) -> Any:
         from safetensors import safe_open
 
         return safe_open(self.path / name, framework="np")
 
 
-def _block_name(config, layer):
+def _block_name(config: Mapping[str, Any], layer: int) -> str:
     own = family(config)
     return f"{own.prefix}layers.{layer}.{own.block}."
 
 
-def _plan(config, sizes, block) -> list[tuple[str, tuple[int, ...], list[list[str]]]]:
+def _plan(config: Mapping[str, Any], sizes: MoELayer, block: str) -> list[tuple[str, tuple[int, ...], list[list[str]]]]:
     """(parameter, its shape, for each expert or once the full names of its parts)."""
     shapes = dict(sizes.shapes)
     if sizes.use_selection_bias:
@@ -150,20 +150,20 @@ def _plan(config, sizes, block) -> list[tuple[str, tuple[int, ...], list[list[st
     plan = []
     for name, shape in shapes.items():
         tensor = family(config).tensors[name]
-        numbers: Iterable = range(sizes.num_experts) if tensor.is_per_expert else (None,)
+        numbers = range(sizes.num_experts if tensor.is_per_expert else 1)
         parts = [[block + part.replace("{e}", str(number)) for part in tensor.names] for number in numbers]
         plan.append((name, shape, parts))
     return plan
 
 
-def _join(shape, tensor, parts, tensors):
+def _join(
+    shape: tuple[int, ...], tensor: Tensor, parts: list[list[str]], tensors: Mapping[str, np.ndarray]
+) -> np.ndarray:
     """A parameter from its tensors, filled in one by one."""
-    array = None
+    array = np.empty(shape, np.asarray(tensors[parts[0][0]]).dtype)
     for expert, names in enumerate(parts):
         for number, name in enumerate(names):
             part = np.asarray(tensors[name])
-            if array is None:
-                array = np.empty(shape, part.dtype)
             target = _part(array[expert] if tensor.is_per_expert else array, tensor, number)
             if part.shape != target.shape:
                 raise ValueError(f"{name} must have shape {list(target.shape)}, got {list(part.shape)}.")
@@ -173,7 +173,7 @@ def _join(shape, tensor, parts, tensors):
     return array
 
 
-def _split(array, tensor, parts):
+def _split(array: np.ndarray, tensor: Tensor, parts: list[list[str]]) -> dict[str, np.ndarray]:
     """The tensors of a parameter."""
     return {
         name: np.ascontiguousarray(_part(array[expert] if tensor.is_per_expert else array, tensor, number))
@@ -182,7 +182,7 @@ def _split(array, tensor, parts):
     }
 
 
-def _part(array, tensor, number):
+def _part(array: np.ndarray, tensor: Tensor, number: int) -> np.ndarray:
     """The view of a parameter that one tensor fills, in that tensor's order of axes."""
     size = array.shape[-1] // len(tensor.names)
     part = array[..., number * size : (number + 1) * size]

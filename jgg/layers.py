@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, check_instance
@@ -16,7 +18,7 @@ from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision
 from jgg.problem import DTYPES
 from jgg.router_losses import load_balancing_loss, router_z_loss
-from jgg.routing import check_counts, check_scores, route
+from jgg.routing import Routing, check_counts, check_scores, route
 from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
 
 expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
@@ -80,8 +82,8 @@ class MoELayer:
     shared_features: int = 0
     use_shared_gate: bool = False
 
-    def __post_init__(self):
-        plain = {}
+    def __post_init__(self) -> None:
+        plain: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             if field.type is int:
                 least = 0 if field.name == "shared_features" else 1
@@ -107,7 +109,7 @@ class MoELayer:
             self.in_features, self.hidden_features, self.num_experts, self.shared_features,
         )  # fmt: skip
         halves = 2 if find_activation(self.activation).is_gated else 1
-        shapes = {"w_router": (hidden, experts)}
+        shapes: dict[str, tuple[int, ...]] = {"w_router": (hidden, experts)}
         if self.use_router_bias:
             shapes["b_router"] = (experts,)
         shapes["w_gate_up"], shapes["w_down"] = (experts, hidden, halves * inner), (experts, inner, hidden)
@@ -120,8 +122,8 @@ class MoELayer:
         return shapes
 
     def apply(
-        self, params: dict[str, jax.Array], x: jax.Array, selection_bias: jax.Array | None = None, *,
-        sharding: MoESharding | None = None, precision=None, implementation: str | None = None,
+        self, params: Mapping[str, ArrayLike], x: ArrayLike, selection_bias: ArrayLike | None = None, *,
+        sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """y in the shape of x, and metrics, of all devices together.
 
@@ -134,16 +136,15 @@ class MoELayer:
           precision, implementation: as in `jgg.grouped_gemm`.
         """
         arrays = as_arrays({**params, "x": x, "selection_bias": selection_bias}, may_be_none=("selection_bias",))
-        x = arrays["x"]
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
-            )
-        for name, shape in self.shapes.items():
-            if name not in params or arrays[name].shape != shape:
+        tokens: jax.Array = arrays["x"]
+        shape = tokens.shape
+        if not shape or shape[-1] != self.in_features:
+            raise ValueError(f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(shape)}.")
+        for name, expected in self.shapes.items():
+            if name not in params or arrays[name].shape != expected:
                 came = list(arrays[name].shape) if name in params else "none"
-                raise ValueError(f"{name} must be among params, with the shape {list(shape)}, got {came}.")
-        arrays["x"] = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+                raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
+        arrays["x"] = tokens.reshape(math.prod(shape[:-1]), shape[-1])
         arrays = {name: array for name, array in arrays.items() if array is not None}
         apply = functools.partial(
             self._apply_to_tokens, sharding=sharding, precision=precision, implementation=implementation
@@ -153,9 +154,12 @@ class MoELayer:
         else:
             specs = dict.fromkeys([*params, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
             y, metrics = map_tokens(apply, sharding, arrays, specs, (sharding.token_spec, jax.P()))
-        return y.reshape(x.shape), metrics
+        return y.reshape(shape), metrics
 
-    def _apply_to_tokens(self, arrays, *, sharding, precision, implementation):
+    def _apply_to_tokens(
+        self, arrays: dict[str, jax.Array], *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike,
+        implementation: str | None,
+    ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
         # of the three, since some that name a dtype would round the router's float32 to it
@@ -177,14 +181,17 @@ class MoELayer:
         )
         return y + self._shared(arrays, tokens, dot) if self.shared_features else y, metrics
 
-    def _experts(self, arrays, routing, sharding, precision, implementation):
+    def _experts(
+        self, arrays: dict[str, jax.Array], routing: Routing, sharding: MoESharding | None,
+        precision: jax.lax.PrecisionLike, implementation: str | None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """The experts' y of all tokens, and the overflow."""
         tokens = arrays["x"]
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
         weights = arrays["w_gate_up"], arrays["w_down"]
-        options = {
+        options: dict[str, Any] = {
             "activation": self.activation, "interleaved": self.interleaved, "b_gate_up": arrays.get("b_gate_up"),
             "b_down": arrays.get("b_down"), "w_layout": "ekn", "precision": precision, "implementation": implementation,
         }  # fmt: skip
@@ -194,13 +201,18 @@ class MoELayer:
             tokens, *weights, routing.topk_weights, routing.topk_indices, sharding=sharding, **options
         )
 
-    def _shared(self, params, tokens, dot):
+    def _shared(
+        self, params: dict[str, jax.Array], tokens: jax.Array, dot: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> jax.Array:
         activation = find_activation(self.activation)
         y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
         return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
 
 
-def check_layer(layer: MoELayer, *, sharding, precision, implementation, dtype, param_dtype, **inits):
+def check_layer(
+    layer: MoELayer, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, implementation: str | None,
+    dtype: DTypeLike | None, param_dtype: DTypeLike, **inits: Initializer,
+) -> None:  # fmt: skip
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
     Args:

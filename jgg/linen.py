@@ -1,12 +1,13 @@
 """Flax Linen layers; `import jgg.linen` needs Flax (`pip install 'jgg[flax]'`)."""
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from jgg.activations import Activation
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
@@ -57,22 +58,22 @@ class MoE(nn.Module):
     use_router_bias: bool = False
     shared_features: int = 0
     use_shared_gate: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: Any = expert_init
-    router_init: Any = dense_init
-    bias_init: Any = nn.initializers.zeros
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    kernel_init: Initializer = expert_init
+    router_init: Initializer = dense_init
+    bias_init: Initializer = nn.initializers.zeros
     implementation: str | None = None
     sharding: MoESharding | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         names = ("sharding", "precision", "implementation", "dtype", "param_dtype")
         inits = ("kernel_init", "router_init", "bias_init")
         check_layer(self._layer(in_features=1), **{name: getattr(self, name) for name in (*names, *inits)})
 
-    def _layer(self, in_features):
+    def _layer(self, in_features: int) -> MoELayer:
         names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
         return MoELayer(in_features, **{name: getattr(self, name) for name in names})
 

@@ -36,12 +36,12 @@ def check_mlp(arrays, activation: Activation, w_layout: str) -> int:
       arrays: by the names of `moe_mlp`'s arguments; biases may be None or missing.
     """
     check_one_of("w_layout", w_layout, W_LAYOUTS)
-    x, w_gate_up, w_down = operands = [arrays[name] for name in ("x", "w_gate_up", "w_down")]
-    axes = "[T, H]", "[E, 2 * I, H] or [E, H, 2 * I]", "[E, H, I] or [E, I, H]"
-    for name, array, expected in zip(("x", "w_gate_up", "w_down"), operands, axes, strict=True):
-        check_dtype(name, array)
-        check_rank(name, array, expected)
-    check_same_dtype({"x": x, "w_gate_up": w_gate_up, "w_down": w_down})
+    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
+    for name in axes:
+        check_dtype(name, arrays[name])
+        check_rank(name, arrays[name], axes[name])
+    check_same_dtype({name: arrays[name] for name in axes})
+    x, w_gate_up, w_down = (arrays[name] for name in axes)
     in_by_out = [w.shape[1:] if w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
     (got_features, wide), down_features = in_by_out
     num_experts, features = w_gate_up.shape[0], x.shape[1]
@@ -56,11 +56,11 @@ def check_mlp(arrays, activation: Activation, w_layout: str) -> int:
             f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
         )
     for name, out_features in (("b_gate_up", wide), ("b_down", features)):
-        bias, expected = arrays.get(name), (num_experts, out_features)
+        bias, shape = arrays.get(name), (num_experts, out_features)
         if bias is not None:
             check_dtype(name, bias)
-            if bias.shape != expected:
-                raise ValueError(f"{name} must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
+            if bias.shape != shape:
+                raise ValueError(f"{name} must be [E, N] = {list(shape)}, got {list(bias.shape)}.")
     return hidden
 
 

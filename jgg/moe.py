@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
@@ -20,23 +22,23 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.routing import Routing, as_routing
-from jgg.schedule import group_bounds, inverse_permutation, saturated_int32
+from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
 
 def moe_mlp(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    x: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
     routing: Routing,
     *,
     activation: str | Activation = "swiglu",
     interleaved: bool = False,
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     w_layout: str = "enk",
-    precision=None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
     spare_sms: int = 0,
     expected_rows: int | None = None,
@@ -82,20 +84,25 @@ def moe_mlp(
     spare_sms = as_int("spare_sms", spare_sms, least=0)
     if expected_rows is not None:
         expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
-    arrays = as_arrays(
+    named = as_arrays(
         {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down},
         may_be_none=("b_gate_up", "b_down"),
     )
     routing = as_routing(routing)
-    up, down = mlp_problems(arrays, routing, activation, w_layout, precision)
+    up, down = mlp_problems(named, routing, activation, w_layout, precision)
     up, down = (dataclasses.replace(problem, expected_rows=expected_rows) for problem in (up, down))
-    operations = (Operation(problem, implementation, current_target()) for problem in (up, down))
+    target = current_target()
+    operations = Operation(up, implementation, target), Operation(down, implementation, target)
     mlp = _Mlp(*operations, activation, interleaved, spare_sms)
-    arrays = *arrays.values(), routing.topk_weights
-    indices = saturated_int32(routing.group_sizes), saturated_int32(routing.gather_indices)
-    axes = varying_axes(*arrays, *indices)
+    operands = _Operands(
+        **named,
+        topk_weights=routing.topk_weights,
+        group_sizes=saturated_int32(routing.group_sizes),
+        gather_indices=saturated_int32(routing.gather_indices),
+    )
+    axes = varying_axes(*operands)
     is_plain = up.is_empty or down.is_empty or is_plain_jax(mlp.up.implementation)
-    return _compute(mlp, is_plain, *(vary_over(axes, array) for array in (*arrays, *indices)))
+    return _compute(mlp, is_plain, _Operands._make(vary_over(axes, array) for array in operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +122,11 @@ class _Mlp:
     spare_sms: int
 
     @property
-    def activation_options(self):
+    def activation_options(self) -> dict[str, Activation | bool]:
         return {"activation": self.activation, "interleaved": self.interleaved}
 
     @property
-    def combined_down(self):
+    def combined_down(self) -> Operation:
         """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
         problem = dataclasses.replace(
             self.down.problem, combine_y=True, has_topk_weights=True, num_tokens=self.up.problem.num_tokens
@@ -127,7 +134,7 @@ class _Mlp:
         return dataclasses.replace(self.down, problem=problem)
 
     @property
-    def transposed_down(self):
+    def transposed_down(self) -> Operation:
         """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
         down = self.down.problem
         problem = dataclasses.replace(
@@ -140,46 +147,59 @@ class _Mlp:
         return dataclasses.replace(self.down, problem=problem)
 
     @property
-    def weighted_down(self):
+    def weighted_down(self) -> Operation:
         """`down` for a dW whose rows are scaled."""
         problem = dataclasses.replace(self.down.problem, has_topk_weights=True)
         return dataclasses.replace(self.down, problem=problem)
 
     @property
-    def sparing_up(self):
+    def sparing_up(self) -> Operation:
         """`up` on fewer multiprocessors."""
         target = self.up.target
         num_sms = max(1, target.num_sms - self.spare_sms)
         return dataclasses.replace(self.up, target=dataclasses.replace(target, num_sms=num_sms))
 
     @property
-    def topk(self):
+    def topk(self) -> int:
         return self.up.problem.topk
 
-    def bounds(self, group_sizes):
+    def bounds(self, group_sizes: jax.Array) -> GroupBounds:
         return group_bounds(group_sizes, self.up.problem.num_rows)
 
 
+class _Operands(NamedTuple):
+    """Those of the custom_vjp."""
+
+    x: jax.Array
+    w_gate_up: jax.Array
+    w_down: jax.Array
+    b_gate_up: jax.Array | None
+    b_down: jax.Array | None
+    topk_weights: jax.Array
+    group_sizes: jax.Array
+    gather_indices: jax.Array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp, *arrays):
-    return _forward(mlp, *arrays)[0]
+def _mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
+    return _forward(mlp, operands)[0]
 
 
-def _forward(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
+def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, jax.Array]]:
+    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
     bounds = mlp.bounds(group_sizes)
     (pre_activation,) = mlp.up.run(FORWARD, Forward(x, w_gate_up, bounds, gather_indices, bias=b_gate_up))
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
     (hidden,) = ACTIVATE(mlp.up.how, Activate(pre_activation), **mlp.activation_options)
     (y,) = mlp.combined_down.run(FORWARD, Forward(hidden, w_down, bounds, gather_indices, topk_weights, b_down))
-    x = checkpoint_name(x, "jgg_x")
-    residuals = x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices
-    return y, residuals
+    return y, (operands._replace(x=checkpoint_name(x, "jgg_x")), pre_activation)
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp, residuals, dy):
+def _backward(mlp: _Mlp, residuals: tuple[_Operands, jax.Array], dy: jax.Array) -> tuple[_Operands]:
     """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
-    x, pre_activation, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = residuals
+    operands, pre_activation = residuals
+    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
     bounds = mlp.bounds(group_sizes)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
     weights = plain.row_scales(mlp.up.problem, gather_indices, topk_weights)
@@ -198,6 +218,7 @@ def _backward(mlp, residuals, dy):
         (dy_rows,) = COMBINE(mlp.down.how, Combine(dy, plain.x_rows(mlp.up.problem, gather_indices)), topk=1)
         (dw_down,) = mlp.weighted_down.run(DW, Dw(hidden, dy_rows, bounds, topk_weights=weights))
         (db_down,) = mlp.weighted_down.run(DBIAS, Dbias(dy_rows, bounds, topk_weights=weights))
+        db_down = db_down.astype(b_down.dtype)
         d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
@@ -211,20 +232,20 @@ def _backward(mlp, residuals, dy):
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    db_down = None if b_down is None else db_down.astype(b_down.dtype)
-    return dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None
+    return (_Operands._make((dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None)),)
 
 
 _mlp.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compute(mlp, is_plain, *arrays):
-    return (_plain_mlp if is_plain else _mlp)(mlp, *arrays)
+def _compute(mlp: _Mlp, is_plain: bool, operands: _Operands) -> jax.Array:
+    return (_plain_mlp if is_plain else _mlp)(mlp, operands)
 
 
-def _plain_mlp(mlp, x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices):
+def _plain_mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
+    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
     bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.combined_down.problem
     pre_activation = plain.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)

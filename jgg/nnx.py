@@ -1,15 +1,20 @@
 """Flax NNX layers; `import jgg.nnx` needs Flax (`pip install 'jgg[flax]'`)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
-class SelectionBias(nnx.Variable):
+class SelectionBias(nnx.Variable[jax.Array]):
     """A router's selection bias, which optimizers leave alone; see `jgg.update_selection_bias`."""
 
 
@@ -54,18 +59,18 @@ class MoE(nnx.Module):
         *,
         num_experts: int,
         topk: int,
-        dtype=None,
-        param_dtype=jnp.float32,
-        precision=None,
-        kernel_init=expert_init,
-        router_init=dense_init,
-        bias_init=nnx.initializers.zeros,
-        kernel_metadata=None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: Initializer = expert_init,
+        router_init: Initializer = dense_init,
+        bias_init: Initializer = nnx.initializers.zeros,
+        kernel_metadata: Mapping[str, Any] | None = None,
         sharding: MoESharding | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
-        **options,
-    ):
+        **options: Any,
+    ) -> None:
         self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
         check_layer(
             self.layer, sharding=sharding, precision=precision, implementation=implementation, dtype=dtype,
@@ -79,7 +84,7 @@ class MoE(nnx.Module):
         if self.layer.use_selection_bias:
             init = nnx.initializers.zeros
             init = init if sharding is None else sharding.split_init(init, "selection_bias")
-            self.selection_bias = SelectionBias(init(None, (self.layer.num_experts,), jnp.float32))
+            self.selection_bias = SelectionBias(init(jax.random.key(0), (self.layer.num_experts,), jnp.float32))
         self.dtype = dtype
         self.precision = precision
         self.sharding = sharding

@@ -37,8 +37,8 @@ def _canonical(name, precision):
     if isinstance(precision, jax.lax.DotAlgorithm):
         return _of_algorithm(precision)
     entries = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision,)
-    known = [_find(entry) for entry in entries]
-    if None in known:
+    known = [one for one in map(_find, entries) if one is not None]
+    if len(known) < len(entries):
         raise ValueError(
             f"{name} must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithm or one of "
             f"{sorted(_NAMED)}, got {precision!r}."

@@ -80,8 +80,9 @@ class GroupedGemmProblem:
     @property
     def w_shape(self) -> tuple[int, int, int]:
         """[E, N, K] or [E, K, N], by w_layout."""
-        minor = (self.out_features, self.in_features)
-        return (self.num_experts, *(minor if self.w_layout == "enk" else minor[::-1]))
+        if self.w_layout == "enk":
+            return self.num_experts, self.out_features, self.in_features
+        return self.num_experts, self.in_features, self.out_features
 
     @property
     def is_empty(self) -> bool:
@@ -159,8 +160,8 @@ def check_problem(
         )
     num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     in_features, out_features = _check_features(x, dy, w, w_layout)
-    num_tokens = x.shape[0] if some_choices else None
-    _check_topk_weights(topk_weights, num_tokens * topk if some_choices else num_rows, topk)
+    num_tokens = operands["x"].shape[0] if some_choices else None
+    _check_topk_weights(topk_weights, num_rows if num_tokens is None else num_tokens * topk, topk)
     if bias is not None:
         check_dtype("bias", bias)
         expected = (num_experts, out_features)
@@ -191,7 +192,7 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
         check_rank("gather_indices", gather_indices, "[M]")
     elif permute_x or permute_y:
         raise ValueError("gather_indices must be given with permute_x or permute_y: int32 [M], got None.")
-    rows = {}
+    rows: dict[str, int] = {}
     if x is not None:
         rows["x"] = x.shape[0] * (topk if permute_x else 1)
     if dy is not None:
@@ -202,12 +203,12 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     is_known = not jax.export.is_symbolic_dim(num_rows)
     check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
     if some_choices:
-        return gather_indices.shape[0]
+        return rows["gather_indices"]
     of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
     for name, count in others:
         check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
     check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
-    return num_rows
+    return rows[first]
 
 
 def _check_features(x, dy, w, w_layout) -> tuple[int, int]:

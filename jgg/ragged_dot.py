@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import as_arrays, check, check_integers, check_rank, dtype_names
 from jgg.grouped_gemm import checked_grouped_gemm
@@ -16,19 +17,19 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.multilinear import outer_dot
-from jgg.schedule import group_bounds
+from jgg.schedule import GroupBounds, group_bounds
 from jgg.target import current_target
 from jgg.varying import vary_over, varying_axes
 
 
 def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision=None,
-    preferred_element_type=None,
-    group_offset: jax.Array | None = None,
-    out_sharding=None,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -68,7 +69,10 @@ def ragged_dot(
     return split(out, out_sharding)
 
 
-def multiply_rows(lhs, rhs, group_sizes, group_offset, *, w_layout, precision, out_dtype, implementation):
+def multiply_rows(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, w_layout: str,
+    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None, implementation: str | None,
+) -> jax.Array:  # fmt: skip
     """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
     out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
     dtype = _common_dtype(lhs.dtype, rhs.dtype)
@@ -78,7 +82,10 @@ def multiply_rows(lhs, rhs, group_sizes, group_offset, *, w_layout, precision, o
     )  # fmt: skip
 
 
-def sum_over_rows(lhs, rhs, group_sizes, *, precision, out_dtype, dtype, implementation):
+def sum_over_rows(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike,
+    dtype: DTypeLike | None, implementation: str | None,
+) -> jax.Array:  # fmt: skip
     """[g, m, n] of lhs [k, m] and rhs [k, n], in a dtype that holds those of the operands and of the result."""
     check_implementation(implementation)
     dtype = _common_dtype(lhs.dtype, rhs.dtype, out_dtype) if dtype is None else dtype
@@ -92,7 +99,7 @@ def sum_over_rows(lhs, rhs, group_sizes, *, precision, out_dtype, dtype, impleme
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _outer_products(operation, lhs, rhs, group_sizes):
+def _outer_products(operation: Operation, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     problem = operation.problem
     axes = varying_axes(lhs, rhs, group_sizes)
     lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
@@ -102,17 +109,24 @@ def _outer_products(operation, lhs, rhs, group_sizes):
     return _differentiable(operation, lhs, rhs, bounds)
 
 
+_Residuals = tuple[jax.Array, jax.Array, GroupBounds]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(operation, lhs, rhs, bounds):
+def _differentiable(operation: Operation, lhs: jax.Array, rhs: jax.Array, bounds: GroupBounds) -> jax.Array:
     (out,) = operation.run(DW, Dw(lhs, rhs, bounds))
     return out
 
 
-def _forward(operation, lhs, rhs, bounds):
+def _forward(
+    operation: Operation, lhs: jax.Array, rhs: jax.Array, bounds: GroupBounds
+) -> tuple[jax.Array, _Residuals]:  # fmt: skip
     return _differentiable(operation, lhs, rhs, bounds), (lhs, rhs, bounds)
 
 
-def _backward(operation, residuals, ct):
+def _backward(
+    operation: Operation, residuals: _Residuals, ct: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
     """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
     lhs, rhs, bounds = residuals
     (d_lhs,) = operation.run(DX, Dx(rhs, ct, bounds))
@@ -123,18 +137,18 @@ def _backward(operation, residuals, ct):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _common_dtype(*dtypes):
+def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:
     """Their dtype if they have one, else the one that holds the values of all."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else jnp.dtype(jnp.float32)
 
 
-def result_dtype(*arrays):
+def result_dtype(*arrays: jax.Array) -> jnp.dtype:
     """As jax.lax chooses it: bfloat16 for bfloat16 and float16."""
     infos = {array.dtype: jnp.finfo(array.dtype) for array in arrays}
     return max(infos, key=lambda dtype: (infos[dtype].maxexp, infos[dtype].nmant))
 
 
-def split(out, out_sharding):
+def split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> jax.Array:
     """The result as it is to be split over devices."""
     if out_sharding is None:
         return out
@@ -147,10 +161,14 @@ def split(out, out_sharding):
     return jax.sharding.reshard(jax.sharding.reshard(out, whole), out_sharding)
 
 
-def checked_arrays(lhs, rhs, group_sizes, group_offset):
+def checked_arrays(
+    lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike, group_offset: ArrayLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """The arguments as arrays of the right dtypes."""
-    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "group_offset": group_offset}
-    arrays = as_arrays(arrays, may_be_none=("group_offset",))
+    arrays = as_arrays(
+        {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "group_offset": group_offset},
+        may_be_none=("group_offset",),
+    )
     for name in ("lhs", "rhs"):
         if arrays[name].dtype not in DTYPES:
             names, got = dtype_names(DTYPES), arrays[name].dtype
@@ -160,10 +178,10 @@ def checked_arrays(lhs, rhs, group_sizes, group_offset):
         shape = arrays["group_offset"].shape
         check(shape in ((), (1,)), f"group_offset must be a scalar or [1], got {list(shape)}.")
     check_integers("group_sizes", arrays["group_sizes"])
-    return arrays.values()
+    return arrays["lhs"], arrays["rhs"], arrays["group_sizes"], arrays["group_offset"]
 
 
-def check_group_sizes(group_sizes, prefix, num_groups):
+def check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_groups: int | None) -> None:
     """Raises unless they are [g] or [*prefix, g] with g equal to `num_groups`, where that is given."""
     shape = group_sizes.shape
     expected = f"[g] or [{', '.join(map(str, prefix))}, g]" if prefix else "[g]"

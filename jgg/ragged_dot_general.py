@@ -1,25 +1,32 @@
 """The interface of `jax.lax.ragged_dot_general`: dimensions in any order and number, by two products of matrices."""
 
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import check
 from jgg.ragged_dot import check_group_sizes, checked_arrays, multiply_rows, result_dtype, split, sum_over_rows
 from jgg.schedule import saturated_int32
 
+_Axes = Sequence[int]
+_Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
 
 def ragged_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
-    precision=None,
-    preferred_element_type=None,
-    group_offset: jax.Array | None = None,
-    out_sharding=None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -51,7 +58,11 @@ def ragged_dot_general(
     _check_dimension_numbers(lhs, rhs, numbers)
     (contracted, _), (lhs_batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    options = {"precision": precision, "out_dtype": preferred_element_type, "implementation": implementation}
+    options: dict[str, Any] = {
+        "precision": precision,
+        "out_dtype": preferred_element_type,
+        "implementation": implementation,
+    }
     if ragged in contracted:
         if group_offset is not None:
             raise ValueError("group_offset must be None where the ragged dimension is contracted, got an array.")
@@ -61,11 +72,14 @@ def ragged_dot_general(
         outer = tuple(axis for axis in _others(lhs, contracted, lhs_batch) if axis < ragged)
         compute = functools.partial(_contract_dense, group_offset=group_offset)
         num_groups = rhs.shape[numbers.rhs_group_dimensions[0]] if group_offset is None else None
-    check_group_sizes(group_sizes, tuple(lhs.shape[axis] for axis in lhs_batch + outer), num_groups)
+    check_group_sizes(group_sizes, tuple(lhs.shape[axis] for axis in (*lhs_batch, *outer)), num_groups)
     return split(compute(lhs, rhs, group_sizes, numbers, outer, **options), out_sharding)
 
 
-def _contract_dense(lhs, rhs, group_sizes, numbers, outer, group_offset, **options):
+def _contract_dense(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
+    group_offset: jax.Array | None, **options: Any,
+) -> jax.Array:  # fmt: skip
     """The product where the ragged dimension is free, by rows of that dimension and those after it."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free = _others(lhs, lhs_contracted, lhs_batch)
@@ -73,7 +87,7 @@ def _contract_dense(lhs, rhs, group_sizes, numbers, outer, group_offset, **optio
     # in the order of rhs, so that it is lhs that is transposed where they differ
     order = sorted(range(len(rhs_contracted)), key=rhs_contracted.__getitem__)
     lhs_contracted, rhs_contracted = (tuple(axes[i] for i in order) for axes in (lhs_contracted, rhs_contracted))
-    contracted_is_minor = rhs_contracted[-1:] > columns[-1:]
+    contracted_is_minor = tuple(rhs_contracted[-1:]) > columns[-1:]
     minor = (columns, rhs_contracted) if contracted_is_minor else (rhs_contracted, columns)
     rows = free[len(outer) :]
     operands = (
@@ -85,10 +99,13 @@ def _contract_dense(lhs, rhs, group_sizes, numbers, outer, group_offset, **optio
         multiply_rows, group_offset=group_offset, w_layout="enk" if contracted_is_minor else "ekn", **options
     )
     out = _over_batches(function, group_sizes, lhs_batch, outer, None)(*operands)
-    return out.reshape([lhs.shape[axis] for axis in lhs_batch + free] + [rhs.shape[axis] for axis in columns])
+    return out.reshape([lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns])
 
 
-def _contract_ragged(lhs, rhs, group_sizes, numbers, outer, out_dtype, **options):
+def _contract_ragged(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
+    out_dtype: DTypeLike | None, **options: Any,
+) -> jax.Array:  # fmt: skip
     """The product where the ragged dimension is contracted: for each group the sum over its rows."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free, columns = _others(lhs, lhs_contracted, lhs_batch), _others(rhs, rhs_contracted, rhs_batch)
@@ -107,24 +124,23 @@ def _contract_ragged(lhs, rhs, group_sizes, numbers, outer, out_dtype, **options
         out = jnp.sum(out, axis=1 if lhs_batch else 0)
     if lhs_batch:
         out = jnp.moveaxis(out, 0, 1)
-    shape = [lhs.shape[axis] for axis in lhs_batch + free] + [rhs.shape[axis] for axis in columns]
+    shape = [lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns]
     return out.astype(out_dtype).reshape([out.shape[0], *shape])
 
 
-def _others(array, *used):
+def _others(array: jax.Array, *used: _Axes) -> tuple[int, ...]:
     """The axes of an array that are not used, in order."""
-    used = sum(used, ())
-    return tuple(axis for axis in range(array.ndim) if axis not in used)
+    return tuple(axis for axis in range(array.ndim) if not any(axis in axes for axes in used))
 
 
-def _merge_axes(array, optional, parts):
+def _merge_axes(array: jax.Array, optional: Sequence[_Axes], parts: Sequence[_Axes]) -> jax.Array:
     """The array with the axes of each part merged into one, in this order; of optional parts only where there are."""
-    parts = [axes for axes in optional if axes] + list(parts)
+    parts = [*filter(None, optional), *parts]
     merged = [math.prod(array.shape[axis] for axis in axes) for axes in parts]
-    return jnp.transpose(array, sum(parts, ())).reshape(merged)
+    return jnp.transpose(array, [*itertools.chain(*parts)]).reshape(merged)
 
 
-def _sizes_of_rows(group_sizes, shape, leading):
+def _sizes_of_rows(group_sizes: jax.Array, shape: Sequence[int], leading: Sequence[_Axes]) -> jax.Array:
     """Sizes in rows of all dimensions of `shape`, of which group_sizes are of the first; axes merged as lhs's are."""
     num_ragged, *others = shape
     if others:
@@ -136,7 +152,9 @@ def _sizes_of_rows(group_sizes, shape, leading):
     return group_sizes.reshape([*merged, group_sizes.shape[-1]])
 
 
-def _over_batches(function, group_sizes, batch, outer, rhs_of_outer):
+def _over_batches(
+    function: _Product, group_sizes: jax.Array, batch: _Axes, outer: _Axes, rhs_of_outer: int | None
+) -> _Product:  # fmt: skip
     """function(lhs, rhs, group_sizes) over batch axes of all of them and outer ones, of which rhs may have none."""
     of_sizes = None if group_sizes.ndim == 1 else 0
     if outer:
@@ -144,16 +162,16 @@ def _over_batches(function, group_sizes, batch, outer, rhs_of_outer):
     return jax.vmap(function, (0, 0, of_sizes)) if batch else function
 
 
-def _check_dimension_numbers(lhs, rhs, numbers):
+def _check_dimension_numbers(lhs: jax.Array, rhs: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers) -> None:
     name = "ragged_dot_dimension_numbers"
     if not isinstance(numbers, jax.lax.RaggedDotDimensionNumbers):
         raise TypeError(f"{name} must be a jax.lax.RaggedDotDimensionNumbers, got {type(numbers).__name__}.")
     ragged, group = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     for of, array, axes in (
-        ("lhs", lhs, lhs_contracted + lhs_batch),
+        ("lhs", lhs, (*lhs_contracted, *lhs_batch)),
         ("lhs", lhs, ragged),
-        ("rhs", rhs, rhs_contracted + rhs_batch + group),
+        ("rhs", rhs, (*rhs_contracted, *rhs_batch, *group)),
     ):
         check(
             len({axis for axis in axes if 0 <= axis < array.ndim}) == len(axes),
@@ -172,5 +190,5 @@ def _check_dimension_numbers(lhs, rhs, numbers):
         f"{'free' if expected else 'contracted'}, got {list(group)}.",
     )
     for kind, of_lhs, of_rhs in (("contracted", lhs_contracted, rhs_contracted), ("batch", lhs_batch, rhs_batch)):
-        expected, got = [lhs.shape[axis] for axis in of_lhs], [rhs.shape[axis] for axis in of_rhs]
-        check(got == expected, f"rhs must have {kind} dimensions equal to lhs's {expected}, got {got}.")
+        wanted, got = [lhs.shape[axis] for axis in of_lhs], [rhs.shape[axis] for axis in of_rhs]
+        check(got == wanted, f"rhs must have {kind} dimensions equal to lhs's {wanted}, got {got}.")

@@ -1,7 +1,10 @@
 """What keeps the experts' loads even: auxiliary losses of the router and the update of the selection bias."""
 
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jgg.arguments import as_array, check_integers, check_reals
 from jgg.routing import as_logits, as_selection_bias, check_score, sort_by_expert
@@ -9,8 +12,9 @@ from jgg.schedule import saturated_int32
 
 
 def load_balancing_loss(
-    logits: jax.Array, topk_indices: jax.Array, *, score: str = "softmax", mask: jax.Array | None = None, axis_name=()
-) -> jax.Array:
+    logits: ArrayLike, topk_indices: ArrayLike, *, score: str = "softmax", mask: ArrayLike | None = None,
+    axis_name: Hashable = (),
+) -> jax.Array:  # fmt: skip
     """The auxiliary loss that evens out the experts' loads.
 
     Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that are expert e's and P[e] the
@@ -52,7 +56,7 @@ def load_balancing_loss(
     return num_experts * jnp.sum(loads * mean_probabilities)
 
 
-def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None, axis_name=()) -> jax.Array:
+def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name: Hashable = ()) -> jax.Array:
     """The auxiliary loss that keeps the router's logits small: the mean over tokens of logsumexp(logits) squared.
 
     Args:
@@ -69,7 +73,7 @@ def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None, axis_name
     return total / jnp.maximum(num_counted, 1).astype(jnp.float32)
 
 
-def update_selection_bias(selection_bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Array:
+def update_selection_bias(selection_bias: ArrayLike, group_sizes: ArrayLike, rate: ArrayLike) -> jax.Array:
     """Raises the bias of experts that got fewer rows than the mean by `rate` and lowers that of those that got more.
 
     Computes `selection_bias + rate * sign(mean(group_sizes) - group_sizes)`, after each training step: balance without
@@ -101,7 +105,7 @@ def update_selection_bias(selection_bias: jax.Array, group_sizes: jax.Array, rat
     return selection_bias + rate.astype(selection_bias.dtype) * signs.astype(selection_bias.dtype)
 
 
-def _masked(logits, mask):
+def _masked(logits: jax.Array, mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
     """float32 logits with zeros at the tokens left out, and bool [T], which tokens count."""
     logits = logits.astype(jnp.float32)
     if mask is None:

@@ -2,10 +2,12 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jgg.arguments import (
     as_array,
@@ -44,13 +46,13 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: jax.Array,
+    logits: ArrayLike,
     topk: int,
     *,
     score: str = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
-    selection_bias: jax.Array | None = None,
+    selection_bias: ArrayLike | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
     implementation: str | None = None,
@@ -106,7 +108,10 @@ def route(
     return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts, implementation))
 
 
-def _choose(logits, topk, score, selection_bias, num_groups, topk_groups, top_k):
+def _choose(
+    logits: jax.Array, topk: int, score: str, selection_bias: jax.Array | None, num_groups: int, topk_groups: int,
+    top_k: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:  # fmt: skip
     """The experts of each token, int32 [T, k], of the highest biased score first."""
     if score == "topk_softmax":
         scores = logits
@@ -135,14 +140,14 @@ def _choose(logits, topk, score, selection_bias, num_groups, topk_groups, top_k)
     return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
 
 
-def _top_k(scores, k, implementation):
+def _top_k(scores: jax.Array, k: int, implementation: str | None) -> jax.Array:
     """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
     rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
     (indices,) = TOP_K(How(implementation, current_target()), TopK(rows), topk=k)
     return indices.reshape(*scores.shape[:-1], k)
 
 
-def _weigh(logits, topk_indices, score, normalize):
+def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bool) -> jax.Array:
     """The weights of the chosen experts before scaling, float32 [T, k]."""
     if score == "softmax" and not normalize:
         return jnp.take_along_axis(jax.nn.softmax(logits), topk_indices, axis=1)
@@ -158,7 +163,7 @@ def _weigh(logits, topk_indices, score, normalize):
 
 
 def sort_by_expert(
-    topk_indices: jax.Array, num_experts: int, implementation: str | None = None
+    topk_indices: ArrayLike, num_experts: int, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Sorts the routed rows by expert; rows of one expert keep their token order.
 
@@ -183,7 +188,7 @@ def sort_by_expert(
     return group_sizes, gather_indices
 
 
-def as_logits(logits) -> jax.Array:
+def as_logits(logits: ArrayLike) -> jax.Array:
     """Raises unless logits are float [T, E]."""
     logits = as_array("logits", logits)
     check_rank("logits", logits, "[T, E]")
@@ -191,7 +196,7 @@ def as_logits(logits) -> jax.Array:
     return logits
 
 
-def as_selection_bias(selection_bias, num_experts: int) -> jax.Array:
+def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
     """Raises unless selection_bias is float [E]."""
     selection_bias = as_array("selection_bias", selection_bias)
     if selection_bias.shape != (num_experts,):
@@ -200,7 +205,7 @@ def as_selection_bias(selection_bias, num_experts: int) -> jax.Array:
     return selection_bias
 
 
-def as_routing(routing) -> Routing:
+def as_routing(routing: Routing) -> Routing:
     """Raises unless it is a Routing of arrays, integers but for the weights."""
     check_instance("routing", routing, Routing, "a jgg.Routing")
     routing = Routing(*(as_array(f"routing.{name}", part) for name, part in routing._asdict().items()))
@@ -209,12 +214,12 @@ def as_routing(routing) -> Routing:
     return routing
 
 
-def check_score(score):
+def check_score(score: str) -> None:
     """Raises unless score is one of SCORES."""
     check_one_of("score", score, SCORES)
 
 
-def check_scores(score, normalize, scale) -> tuple[bool, float]:
+def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:
     """normalize and scale; raises where `route` would not take them with this score."""
     check_score(score)
     normalize = as_flag("normalize", normalize)
@@ -223,7 +228,7 @@ def check_scores(score, normalize, scale) -> tuple[bool, float]:
     return normalize, as_finite("scale", scale)
 
 
-def check_counts(num_experts: int, topk, num_groups, topk_groups) -> tuple[int, int, int]:
+def check_counts(num_experts: int, topk: int, num_groups: int, topk_groups: int) -> tuple[int, int, int]:
     """topk, num_groups and topk_groups; raises where `route` would not take them for so many experts."""
     topk, num_groups = as_int("topk", topk), as_int("num_groups", num_groups)
     topk_groups = as_int("topk_groups", topk_groups)

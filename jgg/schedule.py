@@ -75,14 +75,14 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     if len(terms) > _MAX_COMPARED:
         # no more than what is above any limit, though sums may pass int32
         through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
-        sums = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]]), through
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]])
     else:
         index = jnp.arange(len(terms))
-        sums = (
+        before, through = (
             _sum_up_to_most(jnp.where(counts, terms[None, :], 0))
             for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
         )
-    return tuple(jnp.minimum(array, limit) for array in sums)
+    return jnp.minimum(before, limit), jnp.minimum(through, limit)
 
 
 def _sum_up_to_most(terms):
@@ -155,10 +155,11 @@ def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]
     )
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
     takes = rank[None, :] == group[:, None]
-    return tuple(
+    order, starts, ends = (
         jnp.sum(jnp.where(takes, values[None, :], 0), axis=1, dtype=jnp.int32)
         for values in (group, bounds.starts, bounds.ends)
     )
+    return order, starts, ends
 
 
 def saturated_int32(array: jax.Array) -> jax.Array:

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
@@ -55,7 +58,7 @@ class MoESharding:
     exchange: str = "all_gather"
     buffer_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
         check_instance("mesh", self.mesh, kinds, "a jax.sharding.Mesh or AbstractMesh")
         if isinstance(self.data, str):
@@ -114,12 +117,12 @@ class MoESharding:
         """A PartitionSpec on this mesh."""
         return jax.NamedSharding(self.mesh, spec)
 
-    def split_init(self, init, name: str):
+    def split_init(self, init: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
         """The initializer of a layer's parameter, whose result comes into being split."""
         spec = self.weight_specs("ekn").get(name, P())
         split = jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
 
-        def checked(key, shape, dtype):
+        def checked(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
             _check_divides(name, shape, spec, self)
             return split(key, shape, dtype)
 
@@ -127,19 +130,19 @@ class MoESharding:
 
 
 def sharded_moe_mlp(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
-    topk_weights: jax.Array,
-    topk_indices: jax.Array,
+    x: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
     *,
     sharding: MoESharding,
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     activation: str | Activation = "swiglu",
     interleaved: bool = False,
     w_layout: str = "enk",
-    precision=None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`jgg.moe_mlp` on the devices of a mesh: each token through the MLPs of its experts, wherever they are.
@@ -169,24 +172,31 @@ def sharded_moe_mlp(
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_implementation(implementation)
     canonical_precision(precision)
-    arrays = {
-        "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_indices": topk_indices,
-        "b_gate_up": b_gate_up, "b_down": b_down,
-    }  # fmt: skip
-    arrays = as_arrays(arrays, may_be_none=("b_gate_up", "b_down"))
+    arrays = as_arrays(
+        {
+            "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights,
+            "topk_indices": topk_indices, "b_gate_up": b_gate_up, "b_down": b_down,
+        },
+        may_be_none=("b_gate_up", "b_down"),
+    )  # fmt: skip
     check_mlp(arrays, find_activation(activation), w_layout)
     check_interleaved(interleaved, activation, sharding)
     check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    on_device = functools.partial(
-        moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
-        precision=precision, implementation=implementation,
-    )  # fmt: skip
-    specs = sharding.weight_specs(w_layout)
-    return map_tokens(lambda arrays: on_device(**arrays), sharding, arrays, specs, (sharding.token_spec, P()))
+
+    def on_device(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return moe_mlp_on_device(
+            **arrays, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
+            precision=precision, implementation=implementation,
+        )  # fmt: skip
+
+    return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
 
 
-def map_tokens(function, sharding: MoESharding, arrays: dict[str, jax.Array], specs: dict[str, P], out_specs):
+def map_tokens[Result](
+    function: Callable[[dict[str, jax.Array]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
+    specs: dict[str, P], out_specs: tuple[P, ...],
+) -> Result:  # fmt: skip
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
     specs = {name: specs.get(name, sharding.token_spec) for name in arrays}
     for name, array in arrays.items():
@@ -195,7 +205,7 @@ def map_tokens(function, sharding: MoESharding, arrays: dict[str, jax.Array], sp
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
 
 
-def _check_divides(name, shape, spec, sharding):
+def _check_divides(name: str, shape: tuple[int, ...], spec: P, sharding: MoESharding) -> None:
     for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
         names = names if isinstance(names, tuple) else (names,)
         devices = sharding.size(*names)
@@ -207,7 +217,7 @@ def _check_divides(name, shape, spec, sharding):
             )
 
 
-def _placed(name, array, spec, sharding):
+def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.Array:
     """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
     explicit = {axis for axis, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
                 if kind == jax.sharding.AxisType.Explicit}  # fmt: skip
@@ -221,9 +231,10 @@ def _placed(name, array, spec, sharding):
 
 
 def moe_mlp_on_device(
-    x, w_gate_up, w_down, topk_weights, topk_indices, *, sharding: MoESharding, b_gate_up=None, b_down=None,
-    activation="swiglu", interleaved=False, **options,
-):  # fmt: skip
+    x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, *,
+    sharding: MoESharding, b_gate_up: jax.Array | None = None, b_down: jax.Array | None = None,
+    activation: str | Activation = "swiglu", interleaved: bool = False, **options: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`sharded_moe_mlp` inside a `jax.shard_map` of one's own: every array is this device's part of it.
 
     Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
@@ -238,11 +249,13 @@ def moe_mlp_on_device(
         if b_down is not None:  # added on one of the devices whose results are summed
             b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
 
-    def compute(x, topk_weights, w_gate_up, w_down):
+    def compute(
+        x: jax.Array, topk_weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         gather = functools.partial(_gather_weights, sharding=sharding, w_layout=options.get("w_layout", "enk"))
         w_gate_up, w_down = gather("w_gate_up", w_gate_up), gather("w_down", w_down)
 
-        def mlp(rows, routing):
+        def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
             return moe_mlp(
                 rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved,
@@ -265,7 +278,7 @@ def moe_mlp_on_device(
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
 
 
-def check_interleaved(interleaved: bool, activation: str | Activation, sharding: MoESharding):
+def check_interleaved(interleaved: bool, activation: str | Activation, sharding: MoESharding) -> None:
     """Raises where gates and the ups that they are multiplied with would be on different devices."""
     interleaved = as_flag("interleaved", interleaved)
     if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
@@ -275,14 +288,14 @@ def check_interleaved(interleaved: bool, activation: str | Activation, sharding:
         )
 
 
-def _gather_weights(name, w, sharding, w_layout):
+def _gather_weights(name: str, w: jax.Array, sharding: MoESharding, w_layout: str) -> jax.Array:
     if sharding.fsdp is None:
         return w
     axis = sharding.weight_specs(w_layout)[name].index(sharding.fsdp)
     return jax.lax.all_gather(w, sharding.fsdp, axis=axis, tiled=True)
 
 
-def interleave(array: jax.Array, axis: int = -1) -> jax.Array:
+def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
     """Gate and up side by side along an axis (g0 g1 ... u0 u1 ...) to gate and up in turns (g0 u0 g1 u1 ...).
 
     For w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis needs it.

@@ -42,7 +42,7 @@ MIN_COMPUTE_CAPABILITY = 80
 _context = jax.make_user_context(None)
 
 
-def target(compute_capability: int, num_sms: int | None = None) -> AbstractContextManager:
+def target(compute_capability: int, num_sms: int | None = None) -> AbstractContextManager[None]:
     """Makes kernels traced inside `with jgg.target(90): ...` be for that GPU, whether or not one is present.
 
     Without it they are for the first CUDA device, and where there is none for compute capability 8.0, whose code

@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -92,13 +92,13 @@ class Entry:
 def _made_of(kind, values, most):
     """An object of a dataclass, if the values are of the types that it declares and ints from 1 to `most`."""
     made = kind(**values)
-    for field in dataclasses.fields(kind):
-        value = getattr(made, field.name)
-        is_of_type = field.type is Any or isinstance(value, field.type)
-        if not is_of_type or (type(value) is bool and field.type is not bool):  # Python takes True for an int
-            raise TypeError(f"{field.name} must be {field.type}, got {value!r}")
+    for name, declared in get_type_hints(kind).items():
+        value = getattr(made, name)
+        is_of_type = declared is Any or isinstance(value, declared)
+        if not is_of_type or (type(value) is bool and declared is not bool):  # Python takes True for an int
+            raise TypeError(f"{name} must be {declared}, got {value!r}")
         if type(value) is int and not 0 < value <= most:
-            raise ValueError(f"{field.name} must be from 1 to {most}, got {value}")
+            raise ValueError(f"{name} must be from 1 to {most}, got {value}")
     return made
 
 
@@ -269,7 +269,7 @@ def _log_miss(op, problem):
 
 def tune_command(op: str, problem: GroupedGemmProblem) -> str:
     """The command line that tunes one product of a problem."""
-    sizes = {
+    sizes: dict[str, int | str] = {
         "m": problem.rows_of_groups,
         "k": problem.in_features,
         "n": problem.out_features,

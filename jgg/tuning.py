@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from jax.typing import DTypeLike
+
 import jgg
 from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
-from jgg.config import has_rows_for_specialized, heuristic_config, output_axes, specialized_config
+from jgg.config import KernelConfig, has_rows_for_specialized, heuristic_config, output_axes, specialized_config
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
@@ -26,7 +28,7 @@ _logger = logging.getLogger("jgg")
 
 # Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
 # docs/performance.md has what each was seen to do.
-_TILES = (
+_TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),
     (128, 128, 8, 4, 1),
@@ -50,15 +52,15 @@ class Trial:
       failure: why it was not timed: it does not compile, does not fit, or gave a wrong result.
     """
 
-    config: Any
+    config: KernelConfig
     milliseconds: float | None = None
     failure: str | None = None
 
 
 def tune(
     num_rows: int, in_features: int, out_features: int, num_experts: int, topk: int = 1, *, ops: Iterable[str] = OPS,
-    dtype="bfloat16", w_layout: str = "enk", permute_x: bool = False, permute_y: bool = False, weighted: bool = False,
-    biased: bool = False, out: str | Path | None = None,
+    dtype: DTypeLike = "bfloat16", w_layout: str = "enk", permute_x: bool = False, permute_y: bool = False,
+    weighted: bool = False, biased: bool = False, out: str | Path | None = None,
 ) -> list[Entry]:  # fmt: skip
     """Finds fast kernel configurations for a grouped GEMM on the GPU at hand and writes them to a file.
 
@@ -90,7 +92,7 @@ def tune(
     flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
     check_one_of("w_layout", w_layout, W_LAYOUTS)
     problem = gemm(
-        dtype=as_dtype("dtype", dtype, DTYPES), w_layout=w_layout,
+        dtype=as_dtype("dtype", dtype, DTYPES).name, w_layout=w_layout,
         **{name: as_int(name, size, least=1) for name, size in sizes.items()},
         **{name: as_flag(name, flag) for name, flag in flags.items()},
     )  # fmt: skip
@@ -119,7 +121,7 @@ def output_file(named: str | Path | None) -> Path:
     return path
 
 
-def _names_of_ops(ops):
+def _names_of_ops(ops: Iterable[str]) -> tuple[str, ...]:
     try:
         names = (ops,) if isinstance(ops, str) else tuple(ops)
     except TypeError:
@@ -131,7 +133,7 @@ def _names_of_ops(ops):
 
 def tune_op(
     op: str, problem: GroupedGemmProblem, out: Path, implementation: str = "triton",
-    report: Callable[[Trial], None] = lambda trial: None, lock: AbstractContextManager = nullcontext(),  # noqa: B008
+    report: Callable[[Trial], None] = lambda trial: None, lock: AbstractContextManager[None] = nullcontext(),  # noqa: B008
 ) -> Entry:  # fmt: skip
     """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
 
@@ -144,19 +146,20 @@ def tune_op(
     with lock:
         arrays = operands(problem)
     reference = Reference.of(op, problem, arrays, lock)
-    best = failure = None
+    best: Entry | None = None
+    failure: str | None = None
 
-    def attempt(config):
+    def attempt(config: KernelConfig) -> None:
         nonlocal best, failure
         trial = _try(op, problem, config, arrays, reference, implementation, lock)
         report(trial)
-        if trial.failure is not None:
+        if trial.milliseconds is None:
             failure = trial.failure
             _logger.info("tuning %s: %s is out: %s", op, config, failure)
         elif best is None or trial.milliseconds < best.milliseconds:
-            best = trial
+            best = _entry(op, problem, config, trial.milliseconds, target, implementation)
             with lock:
-                merge(out, _entry(op, problem, trial, target, implementation), keep_faster=True)
+                merge(out, best, keep_faster=True)
 
     for config in first_candidates(op, problem, target):
         attempt(config)
@@ -164,13 +167,12 @@ def tune_op(
         raise RuntimeError(f"No configuration of {op} works for {problem}: {failure}")
     for config in second_candidates(op, problem, best.config):
         attempt(config)
-    entry = _entry(op, problem, best, target, implementation)
     with lock:
-        merge(out, entry)
-    return entry
+        merge(out, best)
+    return best
 
 
-def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[Any]:
+def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
     """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
     chosen, base = (heuristic_config(op, problem, target, may_specialize) for may_specialize in (True, False))
     row_axis, column_axis, _ = output_axes(op, problem.w_layout)
@@ -185,16 +187,16 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
                 configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
     configs.append(base)
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
+        changes: dict[str, Any] = {f"block_{row_axis}": rows, f"block_{column_axis}": columns}
         config = dataclasses.replace(
-            base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm,
-            **{f"block_{row_axis}": rows, f"block_{column_axis}": columns},
+            base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm, **changes
         )  # fmt: skip
         if _is_sensible(op, problem, config, base, target):
             configs.append(config)
     return list(dict.fromkeys(configs))
 
 
-def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[Any]:
+def second_candidates(op: str, problem: GroupedGemmProblem, best: KernelConfig) -> Iterator[KernelConfig]:
     """The best so far with another order of tiles, and with rows gathered the other way."""
     for band in _BANDS:
         yield dataclasses.replace(best, band=band)
@@ -203,7 +205,9 @@ def second_candidates(op: str, problem: GroupedGemmProblem, best) -> Iterator[An
         yield dataclasses.replace(best, fuse_gather=not best.fuse_gather)
 
 
-def _is_sensible(op, problem, config, base, target):
+def _is_sensible(
+    op: str, problem: GroupedGemmProblem, config: KernelConfig, base: KernelConfig, target: Target
+) -> bool:
     """Whether a tile fits shared memory and registers, is no wider than its axis and no taller than the groups."""
     axes = output_axes(op, problem.w_layout)
     rows, columns = (getattr(config, f"block_{axis}") for axis in axes[:2])
@@ -216,7 +220,10 @@ def _is_sensible(op, problem, config, base, target):
     return fits_axes and memory <= target.shared_memory and accumulators <= 128
 
 
-def _try(op, problem, config, arrays, reference, implementation, lock):
+def _try(
+    op: str, problem: GroupedGemmProblem, config: KernelConfig, arrays: Any, reference: Reference, implementation: str,
+    lock: AbstractContextManager[None],
+) -> Trial:  # fmt: skip
     # an interpreted kernel is run once: its time says nothing
     max_calls = {"max_calls": 1} if implementation == "interpret" else {}
     function = product(op, problem, implementation, config)
@@ -225,20 +232,22 @@ def _try(op, problem, config, arrays, reference, implementation, lock):
     except Exception as error:  # whatever a compiler or a driver may raise
         return Trial(config, failure=f"{type(error).__name__}: {str(error).partition('\n')[0]}")
     with lock:
-        error = reference.error(timing.result)
-    if not error <= reference.bound:
-        return Trial(config, failure=f"error {error:.1e}, allowed {reference.bound:.1e}")
+        distance = reference.error(timing.result)
+    if not distance <= reference.bound:
+        return Trial(config, failure=f"error {distance:.1e}, allowed {reference.bound:.1e}")
     return Trial(config, milliseconds=1e3 * timing.seconds)
 
 
-def _entry(op, problem, trial, target, implementation):
+def _entry(
+    op: str, problem: GroupedGemmProblem, config: KernelConfig, milliseconds: float, target: Target, implementation: str
+) -> Entry:
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jax-triton", "triton")}
     is_real = implementation == "triton"
     return Entry(
         op=op,
         problem=problem,
-        config=trial.config,
-        milliseconds=trial.milliseconds,
+        config=config,
+        milliseconds=milliseconds,
         device=target.name if is_real else "interpreter",
         compute_capability=target.compute_capability if is_real else 0,
         versions={"jgg": jgg.__version__} | versions,

@@ -1,14 +1,16 @@
 """Under `jax.shard_map`, arrays carry the mesh axes over which they vary; a loop or a kernel wants them all alike."""
 
+from typing import Any
+
 import jax
 
 
-def varying_axes(*arrays) -> frozenset:
+def varying_axes(*arrays: jax.Array | None) -> frozenset[str]:
     """The manual mesh axes over which any of the arrays (None counts as constant) varies."""
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays if array is not None))
 
 
-def vary_over(axes: frozenset, array):
+def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | Any:
     """`array` (or None) as varying over `axes` too. Its transpose sums the cotangents over the axes added."""
     if array is None:
         return None

@@ -51,7 +51,7 @@ def _launch_activate(launcher: Launcher, operands: Activate, activation: Activat
     return [launcher.run(activate_kernel, launch)["hidden"]]
 
 
-ACTIVATE = Product(
+ACTIVATE: Product = Product(
     "activate",
     Activate,
     result_types=_activate_types,
@@ -113,7 +113,7 @@ def _launch_backward(
     return [results["pre"], results["z"], results["row_sums"]]
 
 
-ACTIVATE_BACKWARD = Product(
+ACTIVATE_BACKWARD: Product = Product(
     "activate_backward",
     ActivateBackward,
     result_types=_backward_types,

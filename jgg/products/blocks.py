@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     at: jax.Array | None = None
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         """M."""
         return (self.array if self.at is None else self.at).shape[0]
 
@@ -112,7 +112,7 @@ def zeros(shape, dtype, rows: Rows):
 
 def ones(rows: Rows):
     """As many rows of a single 1."""
-    return Rows(jnp.ones((rows.count, 1), rows.array.dtype))
+    return Rows(jnp.ones((rows.num_rows, 1), rows.array.dtype))
 
 
 def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):

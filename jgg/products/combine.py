@@ -121,6 +121,18 @@ def combine(
     return launcher.run(combine_kernel, launch)["y"]
 
 
+def expert_order(launcher: Launcher, x: jax.Array, gather_indices, topk: int) -> jax.Array:
+    """Tokens x [T, K] as rows [M, K] in expert order, by a kernel."""
+    return combine(launcher, x, gather_indices // topk, 1)
+
+
+def token_order(
+    launcher: Launcher, rows: jax.Array, gather_indices, topk: int = 1, num_positions: int | None = None
+) -> jax.Array:
+    """Rows [M, N] in expert order as rows in token order, each the sum of a token's topk, by a kernel."""
+    return combine(launcher, rows, inverse_permutation(gather_indices, num_positions), topk)
+
+
 def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bounds, gather_indices, scales=None):
     """The sums of each token's rows of a product, [T, columns], a part of the columns after the other.
 

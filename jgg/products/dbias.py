@@ -29,10 +29,10 @@ class Dbias(NamedTuple):
 
 def _plain(operands: Dbias, problem: GroupedGemmProblem):
     dy, bounds, gather_indices, topk_weights = operands
-    dy = Rows(dy, plain.y_rows(problem, gather_indices))
+    rows = Rows(dy, plain.y_rows(problem, gather_indices))
     scales = plain.row_scales(problem, gather_indices, topk_weights)
     options = {"scales": scales, "precision": problem.precision, "out_dtype": jnp.float32}
-    return [outer_dot(blocks.ones(dy), dy, bounds, **options)[:, 0]]
+    return [outer_dot(blocks.ones(rows), rows, bounds, **options)[:, 0]]
 
 
 def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):

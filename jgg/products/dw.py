@@ -12,7 +12,7 @@ from jgg.implementations.choice import How, Launcher
 from jgg.problem import GroupedGemmProblem
 from jgg.products import parts, plain, vmap, warp_specialized
 from jgg.products.blocks import Rows
-from jgg.products.combine import combine
+from jgg.products.combine import combine, expert_order
 from jgg.products.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
 from jgg.products.multilinear import outer_dot
 from jgg.products.partitioning import Letters
@@ -37,16 +37,16 @@ class Dw(NamedTuple):
 
 def _plain(operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
-    x, dy = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
-    left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
+    x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
+    left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
     scales = plain.row_scales(problem, gather_indices, topk_weights)
     return [outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)]
 
 
 def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
-    config = choose_config("dw", problem, launcher.target, launcher.config)
-    launcher, target = launcher._replace(config=config), launcher.target
+    launcher = launcher._replace(config=choose_config("dw", problem, launcher.target, launcher.config))
+    config, target = launcher.config, launcher.target
     scales = row_scales(topk_weights, gather_indices)
     copies_x = problem.permute_x and not config.fuse_gather
     if copies_x:
@@ -56,14 +56,14 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(launcher, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
-    dy = Terms.of(dy, problem.dtype)
+    terms = Terms.of(dy, problem.dtype)
     if config.warp_specialized:
         multiply = _multiply_copies if copies_x else warp_specialized.multiply_row_blocks
-        return [multiply(launcher, problem, x, dy, bounds, gather_indices)]
+        return [multiply(launcher, problem, x, terms, bounds, gather_indices)]
     from jgg.kernels.backward_dw import backward_dw_kernel
 
     if copies_x:
-        x = combine(launcher, x, gather_indices // problem.topk, 1)
+        x = expert_order(launcher, x, gather_indices, problem.topk)
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -86,11 +86,11 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     }
     launch = Launch(
         operands={
-            "left": dy.rows if dy_is_left else x,
-            "right": x if dy_is_left else dy.rows,
+            "left": terms.rows if dy_is_left else x,
+            "right": x if dy_is_left else terms.rows,
             "gather_indices": gather_indices,
-            "num_terms": dy.count,
-            "scale": dy.scale,
+            "num_terms": terms.num_terms,
+            "scale": terms.scale,
             "group_starts": bounds.starts,
             "group_ends": bounds.ends,
             "num_rows": problem.num_rows,
@@ -101,7 +101,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
         constants={
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
-            "LEFT_HAS_TERMS": dy.count is not None and dy_is_left,
+            "LEFT_HAS_TERMS": terms.num_terms is not None and dy_is_left,
             "PRECISION": PRECISIONS[problem.precision],
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,
@@ -113,10 +113,10 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
 
 def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
     """dW of x in token order, which is copied in expert order a part of its features after the other."""
-    tokens = gather_indices // problem.topk
 
     def multiply(x, features, dw):
-        rows = combine(launcher, x[:, features.start : features.stop], tokens, 1)
+        part = x[:, features.start : features.stop]
+        rows = expert_order(launcher, part, gather_indices, problem.topk)
         return warp_specialized.multiply_row_blocks(
             launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
         )  # fmt: skip
@@ -126,10 +126,11 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
 
 def row_scales(topk_weights, gather_indices):
     """The weight of each row in expert order, zero for a bad index; or None."""
-    if topk_weights is None or gather_indices is None:
-        return flat(topk_weights)
+    weights = flat(topk_weights)
+    if weights is None or gather_indices is None:
+        return weights
     at = jnp.where(gather_indices < 0, len(gather_indices), gather_indices)
-    return flat(topk_weights).at[at].get(mode="fill", fill_value=0)
+    return weights.at[at].get(mode="fill", fill_value=0)
 
 
 def _merge_batch(how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem):

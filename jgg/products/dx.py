@@ -12,7 +12,7 @@ from jgg.implementations.choice import How, Launcher
 from jgg.problem import GroupedGemmProblem
 from jgg.products import plain, vmap, warp_specialized
 from jgg.products.blocks import Rows
-from jgg.products.combine import combine, gather, sum_by_token
+from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.launch import (
     PRECISIONS,
     Launch,
@@ -29,7 +29,7 @@ from jgg.products.multilinear import row_dots, rows_dot
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
-from jgg.schedule import GroupBounds, between_groups, inverse_permutation, tile_schedule
+from jgg.schedule import GroupBounds, between_groups, tile_schedule
 from jgg.tuned_configs import choose_config
 
 
@@ -54,13 +54,13 @@ def _result_types(operands: Dx, problem: GroupedGemmProblem):
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
     dy, w, bounds, x, gather_indices, topk_weights = operands
-    dy, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
+    rows, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
     dx = rows_dot(
-        dy, w, bounds, scales=plain.row_scales(problem, gather_indices, topk_weights), write_at=x_at,
+        rows, w, bounds, scales=plain.row_scales(problem, gather_indices, topk_weights), write_at=x_at,
         adds=x_at is not None, shape=problem.x_shape, out_dtype=problem.dtype, **dot,
     )  # fmt: skip
-    return [dx] if x is None else [dx, row_dots(Rows(x, x_at), dy, w, bounds, **dot)]
+    return [dx] if x is None else [dx, row_dots(Rows(x, x_at), rows, w, bounds, **dot)]
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
@@ -80,7 +80,7 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
         return [sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)]
     dx, row_sums = _multiply_rows(launcher, terms, operands, problem)
     if problem.permute_x:
-        dx = combine(launcher, dx, inverse_permutation(gather_indices, problem.num_positions), problem.topk)
+        dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
     return [dx] if x is None else [dx, row_sums]
 
 
@@ -112,7 +112,7 @@ def _multiply_rows(
     launch = Launch(
         operands={
             "dy": terms.rows,
-            "num_terms": terms.count,
+            "num_terms": terms.num_terms,
             "scale": terms.scale,
             "w": w,
             "x": x,

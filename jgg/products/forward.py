@@ -11,7 +11,7 @@ from jgg.config import KernelConfigForward
 from jgg.implementations.choice import How, Launcher
 from jgg.problem import GroupedGemmProblem
 from jgg.products import plain, vmap, warp_specialized
-from jgg.products.combine import combine, gather, sum_by_token
+from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.launch import (
     PRECISIONS,
     Launch,
@@ -27,7 +27,7 @@ from jgg.products.launch import (
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
-from jgg.schedule import GroupBounds, inverse_permutation, tile_schedule
+from jgg.schedule import GroupBounds, tile_schedule
 from jgg.tuned_configs import choose_config
 
 
@@ -54,7 +54,7 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
         product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
     launcher = launcher._replace(config=choose_config("forward", product, launcher.target, launcher.config))
     if product.permute_x and not launcher.config.fuse_gather:
-        x = combine(launcher, x, gather_indices // product.topk, 1)
+        x = expert_order(launcher, x, gather_indices, product.topk)
         product = dataclasses.replace(product, permute_x=False)
     if not problem.combine_y:
         return [_multiply_rows(launcher, operands._replace(x=x), product)]
@@ -80,7 +80,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
             launcher, "forward", problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
             gathers=problem.permute_x, first_column=first_column,
         )  # fmt: skip
-        return combine(launcher, y, inverse_permutation(gather_indices), 1) if scatter_after else y
+        return token_order(launcher, y, gather_indices) if scatter_after else y
     from jgg.kernels.forward import forward_kernel
 
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
@@ -124,7 +124,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
         **launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
     y = launcher.run(forward_kernel, launch)["y"]
-    return combine(launcher, y, inverse_permutation(gather_indices), 1) if scatter_after else y
+    return token_order(launcher, y, gather_indices) if scatter_after else y
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):

@@ -1,6 +1,7 @@
 """One kernel launch as data, TMA descriptors included."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ class Launch:
     """
 
     operands: dict[str, Any]
-    outputs: dict[str, jax.ShapeDtypeStruct | jax.Array]
+    outputs: Mapping[str, jax.ShapeDtypeStruct | jax.Array]
     constants: dict[str, Any]
     grid: tuple[int, ...]
     descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
@@ -91,12 +92,12 @@ def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> 
     }
 
 
-def matrix(shape: tuple[int, int], block: tuple[int, int], cta_axis: int | None = None) -> Tma:
+def matrix(shape: tuple[int, ...], block: tuple[int, int], cta_axis: int | None = None) -> Tma:
     """Descriptor of a row-major matrix."""
     return Tma(shape, (shape[1], 1), block, cta_axis)
 
 
-def matrices(shape: tuple[int, int, int], block: tuple[int, int]) -> Tma:
+def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
     """Descriptor of row-major matrices one after the other, accessed one at a time."""
     _, rows, columns = shape
     return Tma(shape, (rows * columns, columns, 1), (1, *block))

@@ -97,23 +97,25 @@ def _compute_rows_dot(operands, *, adds, shape, transpose_w, precision, out_dtyp
         return blocks.put(Rows(out, write_at), block, blocks.scaled(product, block, scales), adds)
 
     out = blocks.zeros(shape, jnp.float32 if adds else out_dtype, rows)
-    return blocks.over_blocks(body, out, rows.count, w, bounds, transpose_w, precision).astype(out_dtype)
+    return blocks.over_blocks(body, out, rows.num_rows, w, bounds, transpose_w, precision).astype(out_dtype)
 
 
 def _compute_outer_dot(operands, *, precision, out_dtype):
     left, right, bounds, scales = operands
     num_groups = len(bounds.ends)
-    size = blocks.block_size(left.count, num_groups)
+    size = blocks.block_size(left.num_rows, num_groups)
     out = blocks.zeros((num_groups, left.array.shape[1], right.array.shape[1]), out_dtype, left)
     if 0 in (size, num_groups):
         return out
 
     def set_group(group, out):
         def multiply(step):
-            block = Block.at(step, group, size, left.count, bounds)
+            block = Block.at(step, group, size, left.num_rows, bounds)
             left_rows = blocks.scaled(blocks.take(left, block), block, scales)
-            own_rows = [jnp.where(block.own[:, None], rows, 0) for rows in (left_rows, blocks.take(right, block))]
-            return blocks.dot(*own_rows, (0, 0), precision)
+            own = block.own[:, None]
+            return blocks.dot(
+                jnp.where(own, left_rows, 0), jnp.where(own, blocks.take(right, block), 0), (0, 0), precision
+            )  # fmt: skip
 
         steps = blocks.steps(group, size, bounds)
         total = jax.lax.fori_loop(1, steps, lambda step, total: total + multiply(step), multiply(0))
@@ -129,8 +131,8 @@ def _compute_row_dots(operands, *, transpose_w, precision):
         sums = blocks.sum_of_products(multiply(blocks.take(right, block)), blocks.take(left, block))
         return blocks.put(Rows(out), block, sums)
 
-    out = blocks.zeros((left.count,), jnp.float32, left)
-    return blocks.over_blocks(body, out, left.count, w, bounds, transpose_w, precision)
+    out = blocks.zeros((left.num_rows,), jnp.float32, left)
+    return blocks.over_blocks(body, out, left.num_rows, w, bounds, transpose_w, precision)
 
 
 def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
@@ -206,7 +208,7 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
                 if dependent_part is not None:
                     part = dependent_part(part[0], names[index], **params)
                 terms.append(bind_operands(part[0], **part[1]))
-        return [out], [functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)]
+        return [out], [functools.reduce(jnp.add, terms)]
 
     def transpose_leaves(cts, *leaves, structure, **params):
         (undefined,) = (leaf for leaf in leaves if ad.is_undefined_primal(leaf))
@@ -267,7 +269,7 @@ _outer_dot = _multilinear(
 )
 _row_dots = _multilinear(
     "grouped_row_dots",
-    lambda operands, **_: ((operands.left.count,), jnp.float32),
+    lambda operands, **_: ((operands.left.num_rows,), jnp.float32),
     _compute_row_dots,
     _transpose_row_dots,
     _row_dots_letters,

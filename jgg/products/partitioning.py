@@ -10,7 +10,7 @@ FSDP the weights too.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,13 +57,14 @@ class Letters(NamedTuple):
       results, summed: as in Axes.
     """
 
-    operands: dict[str, str | None]
+    operands: Mapping[str, str | None]
     results: tuple[str, ...]
     summed: tuple[str, ...]
 
     def axes(self, operands: NamedTuple, localize: Callable, by_callback: bool = False) -> Axes:
         """The Axes of the arrays in those operands, of which one named bias is added to a product."""
-        letters, added = [], None
+        letters: list[str] = []
+        added = None
         for name, part in operands._asdict().items():
             if name == "bias" and part is not None:
                 added = len(letters)
@@ -71,7 +72,7 @@ class Letters(NamedTuple):
         return Axes(tuple(letters), self.results, self.summed, localize, added, by_callback)
 
 
-def _letters_of(part, letters):
+def _letters_of(part, letters) -> list[str]:
     """Those of each array of an operand."""
     if part is None:
         return []
@@ -98,8 +99,9 @@ def define_partitioned(
       name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
       axes_of: (*operands, **parameters) -> Axes.
     """
-    rules = {"jvp": jvp, "transpose": transpose, "merge_batch": merge_batch}
-    on_device, bind_on_device = define_primitive(f"{name}_on_device", out_types, compute, **rules)
+    on_device, bind_on_device = define_primitive(
+        f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
+    )
 
     def compute_anywhere(*operands, **params):
         axes = axes_of(*operands, **params)
@@ -110,10 +112,16 @@ def define_partitioned(
         return _partitioned(bind_on_device, params, axes)(*operands)
 
     def without_needs_devices(rule):
-        return rule and (lambda *args, needs_devices, **params: rule(*args, **params))
+        return lambda *args, needs_devices, **params: rule(*args, **params)
 
-    rules = {kind: without_needs_devices(rule) for kind, rule in rules.items()}
-    _, bind_anywhere = define_primitive(name, *map(without_needs_devices, (out_types, compute_anywhere)), **rules)
+    _, bind_anywhere = define_primitive(
+        name,
+        without_needs_devices(out_types),
+        without_needs_devices(compute_anywhere),
+        jvp=without_needs_devices(jvp),
+        transpose=transpose and without_needs_devices(transpose),
+        merge_batch=merge_batch and without_needs_devices(merge_batch),
+    )
 
     def bind(*operands, **params):
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -170,8 +178,8 @@ def _partition(bind, params, axes, mesh, operands, results):
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)
 
-    def on_device(*arrays):
-        arrays = list(arrays)
+    def on_device(*operands):
+        arrays = list(operands)
         if axes.added is not None:
             array, letters = arrays[axes.added], axes.operands[axes.added]
             others = [name for letter, names in split.items() if letter not in letters for name in names]
@@ -213,7 +221,7 @@ def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
     arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
     for letters, array in arrays[: len(operands)]:
         _check_is_local(letters, array)
-    split = {}
+    split: dict[str, tuple[str, ...]] = {}
     for letters, array in [pair for pair in arrays if _are_weights(pair[0])] or arrays:
         for axis, letter in enumerate(letters):
             names = _names(array, axis)

@@ -14,8 +14,10 @@ STEP = 256  # of a part's first column: a column of the widest tiles
 _MIN_WIDTH = 512
 _MIN_TILES = 10  # of 128 rows and 256 columns
 
+Compute = Callable[[jax.Array, range, jax.Array | None], jax.Array]
 
-def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: Callable) -> jax.Array:
+
+def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: Compute) -> jax.Array:
     """The result of all parts.
 
     Args:
@@ -23,10 +25,10 @@ def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: 
       width: columns of a part.
       compute: (rows, columns, result) -> the result with what belongs to that range of columns, result None at first.
     """
-    result = None
-    for first in range(0, num_columns, width):
-        if result is not None:  # else XLA might begin with all parts before it ends any
-            rows, result = jax.lax.optimization_barrier((rows, result))
+    result = compute(rows, range(min(width, num_columns)), None)
+    for first in range(width, num_columns, width):
+        # else XLA might begin with all parts before it ends any
+        rows, result = jax.lax.optimization_barrier((rows, result))
         result = compute(rows, range(first, min(first + width, num_columns)), result)
     return result
 

@@ -1,5 +1,8 @@
 """Plain differentiable JAX for every platform: what the kernels compute, as `multilinear`'s products of a problem."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from jgg.problem import GroupedGemmProblem
@@ -26,7 +29,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
     )
 
 
-def x_rows(problem: GroupedGemmProblem, gather_indices):
+def x_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
     """The row of x that each row is, past the end for a bad index; None where they are in one order."""
     return _tokens(problem, gather_indices) if problem.permute_x else None
 
@@ -35,14 +38,14 @@ def _tokens(problem, gather_indices):
     return blocks.guarded(gather_indices, problem.num_positions) // problem.topk
 
 
-def y_rows(problem: GroupedGemmProblem, gather_indices):
+def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
     """The row of y that each row is, past the end for a bad index; None where they are in one order."""
     if problem.combine_y:
         return _tokens(problem, gather_indices)
     return blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
-def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights):
+def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax.Array | Any:
     """topk_weights of each row, float32 [M], zero for a bad index; or None."""
     if topk_weights is None:
         return None

@@ -1,7 +1,7 @@
 """A product: something that a kernel and plain JAX compute alike, as one operation of JAX."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ class Product:
     def __init__(
         self,
         name: str,
-        operands: type[NamedTuple],
+        operands: Callable[..., NamedTuple],
         *,
         result_types: Callable[..., list[tuple[tuple[int, ...], Any]]],
         plain: Callable[..., list[jax.Array]],
@@ -50,14 +50,14 @@ class Product:
     ):
         self.name, self.operands, self.config_type = name, operands, config_type
         self.result_types, self.plain, self.launch = result_types, plain, launch
-        self.letters, self.merge_batch = letters, merge_batch
+        self.letters = letters
         on_device, self._bind = define_partitioned(
             name,
             self._note_and_type,
             functools.partial(self._compute, own="xla"),
             self._axes,
             jvp=self._differentiate,
-            merge_batch=self._merge_batch if merge_batch else None,
+            merge_batch=merge_batch and functools.partial(self._merge_batch, merge_batch),
         )
         self._for_cuda = functools.partial(self._compute, own="triton")
         lower = mlir.lower_fun(self._for_cuda, multiple_results=True)
@@ -106,8 +106,8 @@ class Product:
         operands = structure.unflatten(leaves)
         return self.letters(operands, **dict(parameters)).axes(operands, _of_a_device, by_callback)
 
-    def _merge_batch(self, leaves, batched, *, how, structure, parameters):
-        return self.merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+    def _merge_batch(self, merge_batch, leaves, batched, *, how, structure, parameters):
+        return merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
 
     def _differentiate(self, leaves, tangents, **params):
         """The results and their tangents, which are computed in plain JAX."""
@@ -123,7 +123,8 @@ class Product:
         return self._bind(*leaves, **params), tangents_out
 
     def _noted(self, is_local, operands, **params):
-        return ahead.Noted.of(is_local, operands, params | {"product": self})
+        own: dict[str, Hashable] = {**params, "product": self}
+        return ahead.Noted.of(is_local, operands, own)
 
     def _lower_beside_others(self, lower, context, *args, **params):
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))

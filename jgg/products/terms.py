@@ -11,12 +11,12 @@ class Terms(NamedTuple):
 
     Attributes:
       rows: [2 * M, N], the terms one after the other, each of M rows.
-      count: int32 [1], 2, or 1 where the second term is zero: of values that the dtype holds.
+      num_terms: int32 [1], 2, or 1 where the second term is zero: of values that the dtype holds.
       scale: float32 [1], a power of two, or None for 1.
     """
 
     rows: jax.Array
-    count: jax.Array | None = None
+    num_terms: jax.Array | None = None
     scale: jax.Array | None = None
 
     @classmethod
@@ -38,5 +38,5 @@ class Terms(NamedTuple):
         is_finite = jnp.isfinite(array)  # and may be rounded to infinity
         first = jnp.where(is_finite, jnp.clip(first, -float(info.max), float(info.max)), first)
         second = jnp.where(is_finite, array - first, 0).astype(dtype)
-        count = 1 + jnp.any(second != 0).astype(jnp.int32).reshape(1)
-        return cls(jnp.concatenate([first.astype(dtype), second]), count, scale)
+        num_terms = 1 + jnp.any(second != 0).astype(jnp.int32).reshape(1)
+        return cls(jnp.concatenate([first.astype(dtype), second]), num_terms, scale)

@@ -11,7 +11,7 @@ Anything else, such as own weights for shared rows, would repeat a large operand
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,8 @@ class Batch:
 
         Returns: (rows, the indices, whether they are as they lie).
         """
-        read, write = (self.positions if permuted else self.rows for permuted in (reads_permuted, writes_permuted))
+        positions = self.rows if self.positions is None else self.positions
+        read, write = (positions if permuted else self.rows for permuted in (reads_permuted, writes_permuted))
         in_place = reads_permuted == writes_permuted
         return rows if in_place else gather(rows, read[row_at]), write[row_at], in_place
 
@@ -173,7 +174,7 @@ def offset(indices, count):
     return jnp.where((indices >= 0) & (indices < count), indices + first, -1).reshape(-1)
 
 
-def flat(array):
+def flat(array: jax.Array | None) -> jax.Array | Any:
     """[B, M, ...] as [B * M, ...]; None as it is."""
     return None if array is None else array.reshape(-1, *array.shape[2:])
 

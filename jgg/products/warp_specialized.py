@@ -46,7 +46,7 @@ def multiply_rows(
         operands={
             "left": terms.rows,
             "right": w,
-            "num_terms": terms.count,
+            "num_terms": terms.num_terms,
             "scale": terms.scale,
             "bias": bias,
             "topk_weights": topk_weights,
@@ -63,7 +63,7 @@ def multiply_rows(
         },
         outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
         constants={
-            "HAS_TERMS": "" if terms.count is None else "left",
+            "HAS_TERMS": "" if terms.num_terms is None else "left",
             "RAGGED_M": True,
             "LEFT": 0,
             "REDUCED": features[reduced],
@@ -115,7 +115,7 @@ def multiply_row_blocks(
         operands={
             "left": left,
             "right": right,
-            "num_terms": dy.count,
+            "num_terms": dy.num_terms,
             "scale": dy.scale,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
@@ -128,7 +128,7 @@ def multiply_row_blocks(
         descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
         constants={
-            "HAS_TERMS": "" if dy.count is None else "left" if left is dy.rows else "right",
+            "HAS_TERMS": "" if dy.num_terms is None else "left" if left is dy.rows else "right",
             "RAGGED_M": False,
             "LEFT": left.shape[1],
             "REDUCED": 0,
