@@ -160,10 +160,12 @@ def _join(
     shape: tuple[int, ...], tensor: Tensor, parts: list[list[str]], tensors: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """A parameter from its tensors, filled in one by one."""
-    array = np.empty(shape, np.asarray(tensors[parts[0][0]]).dtype)
+    array: np.ndarray = np.empty(0)
     for expert, names in enumerate(parts):
         for number, name in enumerate(names):
             part = np.asarray(tensors[name])
+            if expert == number == 0:
+                array = np.empty(shape, part.dtype)
             target = _part(array[expert] if tensor.is_per_expert else array, tensor, number)
             if part.shape != target.shape:
                 raise ValueError(f"{name} must have shape {list(target.shape)}, got {list(part.shape)}.")
