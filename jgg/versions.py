@@ -63,4 +63,5 @@ def satisfies(version: str, specifier: str) -> bool:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Those of a version such as "0.11.2.dev3" up to its first other part: (0, 11, 2)."""
-    return tuple(map(int, re.search(r"\d+(?:\.\d+)*", version).group().split(".")))
+    found = re.search(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
