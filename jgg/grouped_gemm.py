@@ -98,22 +98,12 @@ def grouped_gemm(
 
 
 def grouped_gemm_forward(
-    x: ArrayLike,
-    w: ArrayLike,
-    group_sizes: ArrayLike,
-    topk: int = 1,
-    gather_indices: ArrayLike | None = None,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    kernel_config: KernelConfigForward | None = None,
+    x: ArrayLike, w: ArrayLike, group_sizes: ArrayLike, topk: int = 1, gather_indices: ArrayLike | None = None,
+    permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None, *, w_layout: str = "enk", precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None, kernel_config: KernelConfigForward | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
     _check_config("kernel_config", kernel_config, KernelConfigForward)
     (y,) = _product(
@@ -125,20 +115,11 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_dx(
-    dy: ArrayLike,
-    w: ArrayLike,
-    gather_indices: ArrayLike | None,
-    group_sizes: ArrayLike,
-    topk: int = 1,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
-    *,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
-    kernel_config: KernelConfigDX | None = None,
+    dy: ArrayLike, w: ArrayLike, gather_indices: ArrayLike | None, group_sizes: ArrayLike, topk: int = 1,
+    permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None, *, w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None, kernel_config: KernelConfigDX | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """The gradient of `grouped_gemm` in x alone; its own derivative is plain JAX.
 
     Computes `dx[i] = (dy[i] @ w[e]) * topk_weights[i]` for every row i of each expert e, and with `permute_x` the sum
@@ -163,20 +144,11 @@ def grouped_gemm_dx(
 
 
 def grouped_gemm_dw(
-    x: ArrayLike,
-    dy: ArrayLike,
-    group_sizes: ArrayLike,
-    gather_indices: ArrayLike | None = None,
-    topk: int = 1,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
-    *,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
-    kernel_config: KernelConfigDW | None = None,
+    x: ArrayLike, dy: ArrayLike, group_sizes: ArrayLike, gather_indices: ArrayLike | None = None, topk: int = 1,
+    permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None, *, w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None, kernel_config: KernelConfigDW | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """The gradient of `grouped_gemm` in w alone; its own derivative is plain JAX.
 
     Computes `dw[e] = sum of topk_weights[i] * dy[i]^T x[i]` over the rows i of each expert e; zero for an expert
