@@ -341,11 +341,11 @@ def test_tune_needs_a_gpu(monkeypatch):
 
 
 USAGE = {
-    "unknown layer": (["--layer", "nonesuch"], "--layer must be one of qwen3-30b-a3b"),
-    "size missing": (["--m", "64", "--k", "32", "--n", "32"], "missing ['--experts']"),
-    "layer and sizes": (["--layer", "olmoe-1b-7b", "--m", "64"], "no layers"),
-    "topk": (["--m", "64", "--k", "32", "--n", "32", "--experts", "4", "--topk", "3"], "multiple of --topk, 3, got 64"),
-    "unknown op": (["--op", "fwd,up"], "--op must be of forward, dx, dw, got up"),
+    "unknown layer": (["--layer", "nonesuch"], "--layer must be of qwen3-30b-a3b"),
+    "size missing": (["--m", "64", "--k", "32", "--n", "32"], "got --m and no --experts"),
+    "layer and sizes": (["--layer", "olmoe-1b-7b", "--m", "64"], "--m must be given without --layer"),
+    "topk": (["--m", "64", "--k", "32", "--n", "32", "--experts", "4", "--topk", "3"], "multiple of --topk 3, got 64"),
+    "unknown op": (["--op", "fwd,up"], "--op must be of forward, dx, dw; got 'up'"),
     "no file": (["--shapes", "nonesuch.json"], "nonesuch.json"),
     "nowhere to write": (["--interpret"], "--interpret needs --out"),
 }

@@ -1,7 +1,7 @@
 """Runs tests with the oldest, a middle and the newest versions of Python, JAX, Triton and Flax; prints a table.
 
     python tools/versions.py --folder environments    # all combinations
-    python tools/versions.py --only oldest --quick    # what CI runs
+    python tools/versions.py --only oldest --quick    # a few
 
 pip installs this checkout beside the versions of each combination, so that bounds in pyproject.toml that exclude one
 show. Then tests run there, and all that the defaults choose is compiled for compute capabilities 8.0 and 9.0: kernels
