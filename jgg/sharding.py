@@ -195,7 +195,7 @@ def sharded_moe_mlp(
 
 def map_tokens[Result](
     function: Callable[[dict[str, jax.Array]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
-    specs: dict[str, P], out_specs: tuple[P, ...],
+    specs: dict[str, P], out_specs: P | tuple[P, ...],
 ) -> Result:  # fmt: skip
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
     specs = {name: specs.get(name, sharding.token_spec) for name in arrays}

@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except UsageError as error:
         args.parser.error(str(error))
+        raise  # which it does not come to
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -31,7 +32,7 @@ def _parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name in COMMANDS:
         module = importlib.import_module(f"jgg.cli.{name}")
-        summary = module.__doc__.splitlines()[0]
+        summary = str(module.__doc__).splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)

@@ -84,7 +84,7 @@ class Settings:
         if self.sizes:
             topk, inner = self.sizes["topk"], self.sizes["out_features"] // 2
             tokens = self.sizes["num_rows"] // topk
-            layers = [Layer("own", tokens, self.sizes["in_features"], inner, self.sizes["num_experts"], topk)]
+            layers = (Layer("own", tokens, self.sizes["in_features"], inner, self.sizes["num_experts"], topk),)
         return [LayerProblem(layer, self.dtype, self.w_layout, self.implementation) for layer in layers]
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:

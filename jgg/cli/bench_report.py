@@ -23,7 +23,7 @@ def show(result: Result) -> None:
     print(header(result))
     if result.rows:
         others = [*BOUNDS.values(), *result.peers]
-        headings = ["GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others]
+        headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others)
         print_table(headings, [_cells(row, others) for row in result.rows], _TEXTS)
     for line in _not_right(result):
         print(line)
@@ -82,7 +82,7 @@ def _percent(value):
 
 def _not_right(result):
     """A line for each product that is wrong, failed or unsupported; the same reason for many GEMMs once."""
-    reasons = {}
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in result.rows:
         for name, measurement in row.measurements.items():
             if measurement.status != RIGHT:
@@ -93,10 +93,11 @@ def _not_right(result):
 
 def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
     """By op and name, how many times as fast as `name` jgg is: geometric mean, smallest, and how many GEMMs."""
-    found = {}
+    found: dict[str, dict[str, dict]] = {}
     for op in ops:
         for name in names:
-            measured = [(row.ratio(name), row) for row in rows if row.op == op and row.ratio(name) is not None]
+            of_op = [(row.ratio(name), row) for row in rows if row.op == op]
+            measured = [(ratio, row) for ratio, row in of_op if ratio is not None]
             if measured:
                 smallest, row = min(measured, key=lambda pair: pair[0])
                 found.setdefault(op, {})[name] = {
@@ -125,7 +126,7 @@ def _layer_cells(row, which):
 def _layer_notes(row: LayerRow) -> Iterator[str]:
     """A line on the layer's routing, one on its memory, and one for whatever was not right."""
     name = row.problem.layer.name
-    if row.route_seconds is not None:
+    if row.route_seconds is not None and row.group_sizes is not None:
         fewest, median, most = row.group_sizes
         yield (
             f"{name}: routing and sorting {number(row.route_seconds * 1e6)} us;"

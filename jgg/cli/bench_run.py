@@ -42,7 +42,7 @@ class Row:
     def seconds(self, name: str) -> float | None:
         """Seconds of a call; None where there is no right one."""
         measurement = self.measurements.get(name)
-        return measurement and measurement.seconds
+        return None if measurement is None else measurement.seconds
 
     def tflops(self, name: str) -> float | None:
         """TF/s, counting the rows that there are."""
@@ -170,10 +170,11 @@ def _measure_row(row, settings, plan, tell):
 
 def _measure_all(op, row, names, arrays, implementation, tell):
     """Yields each name with its measurement, all against one reference."""
+    reference, reason = None, ""
     try:
         reference = Reference.of(op, row.problem, arrays)
     except Exception as error:  # such as too little memory: report it and go on
-        reference, reason = None, f"no reference: {first_line(error)}"
+        reason = f"no reference: {first_line(error)}"
     for name in names:
         what = f"{row.layer} {row.gemm} {row.op} {name}"
         tell(what)

@@ -56,26 +56,27 @@ def assess(facts: Facts) -> Assessment:
     return Assessment(implementation, reason, tuple(problems))
 
 
-def _choose(facts):
+def _choose(facts: Facts) -> tuple[str, str, str | None]:
     """The implementation, why it is that, and the command that would let a GPU be used or None."""
     if not facts.devices or facts.devices[0].platform != "cuda":
         return "xla", *_why_no_cuda_device(facts)
     device = facts.devices[0]
-    has = f"{device.kind} has compute capability {device.compute_capability}"
+    capability = str(device.compute_capability)
+    has = f"{device.kind} has compute capability {capability}"
     least = divmod(MIN_COMPUTE_CAPABILITY, 10)
-    if numbers(device.compute_capability) < least:
+    if numbers(capability) < least:
         return "xla", f"{has}, and the Triton kernels need {least[0]}.{least[1]}", None
     missing = [name for name in ("triton", "jax-triton") if facts.versions[name] is None]
     if missing:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
     other = unlike(WARP_SPECIALIZED, facts.versions)
-    if other and numbers(device.compute_capability) == divmod(COMPUTE_CAPABILITY, 10):
+    if other and numbers(capability) == divmod(COMPUTE_CAPABILITY, 10):
         has += f"; without the warp-specialised kernels, the fastest: {other}"
     return "triton", has, None
 
 
-def _why_no_cuda_device(facts):
+def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
     """The reason, and the command that would help or None."""
     if facts.system != "Linux":
         return f"the Triton kernels run on Linux only, and this is {facts.system}", None

@@ -108,7 +108,7 @@ def origin() -> dict:
 
 def versions() -> dict[str, str | None]:
     """Versions of jgg, Python and the packages used; None for one that is not installed."""
-    found = {"jgg": jgg.__version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"jgg": jgg.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

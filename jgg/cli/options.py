@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -48,7 +49,7 @@ def _prefix(text):
     return text
 
 
-_SHARED = {
+_SHARED: dict[str, dict[str, Any]] = {
     "layer": {"action": "append", "metavar": "NAME", "help": "a layer that jgg knows; repeat for more (all)"},
     "shapes": {"metavar": "FILE", "help": "JSON file of layers to know instead, of the form of jgg/layers.json"},
     "tokens": {"type": positive_int, "help": "of each device (the layer's own)"},

@@ -51,7 +51,7 @@ def run(args) -> int:
     most = args.devices or visible
     if most > visible:
         raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {most}")
-    families = [name for name in FAMILIES if name != SLOW_IN_A_PROCESS or jax.process_count() > 1]
+    families = tuple(name for name in FAMILIES if name != SLOW_IN_A_PROCESS or jax.process_count() > 1)
     if args.strategy:
         families = options.names("--strategy", args.strategy, FAMILIES)
     counts = [1 << power for power in range(most.bit_length())]

@@ -19,7 +19,7 @@ _FLAGS = {
     "biased": "with a bias",
 }
 # how layers use their products: rows in expert order, or gathered and scattered
-_LAYER_OPTIONS = {
+_LAYER_OPTIONS: dict[str, tuple[dict[str, bool], ...]] = {
     "up": ({}, {"permute_x": True}),
     "down": ({}, {"permute_y": True, "weighted": True}),
 }

@@ -61,9 +61,10 @@ def check_implementation(implementation: str | None):
         raise ImportError(
             f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[cuda12]' (Linux only)."
         )
-    if implementation == "triton" and _is_too_old(device_target()):
+    device = device_target() if implementation == "triton" else None
+    if device is not None and _is_too_old(device):
         raise ValueError(
-            f"implementation must be 'xla' on {device_target().name}, whose compute capability is below "
+            f"implementation must be 'xla' on {device.name}, whose compute capability is below "
             f"{MIN_COMPUTE_CAPABILITY / 10}, got 'triton'."
         )
 

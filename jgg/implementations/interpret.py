@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 
@@ -23,7 +24,8 @@ _PACKAGE = "jgg.interpreted_kernels"
 def call(kernel, launch: Launch) -> dict[str, jax.Array]:
     """Interprets a kernel of `jgg.kernels` in a host callback; under `vmap`, once for each batch element."""
     arrays = launch.arrays
-    if any(array.dtype == jnp.bfloat16 for array in (*arrays.values(), *launch.result_types.values())):
+    dtypes = [array.dtype for array in arrays.values()] + [result.dtype for result in launch.result_types.values()]
+    if jnp.bfloat16 in dtypes:
         raise TypeError(
             "implementation='interpret' takes float32 and float16, got bfloat16, which Triton's interpreter gets wrong."
         )
@@ -75,13 +77,14 @@ def _package():
 
     from jgg.implementations.jax_triton_fixes import interpreted_reductions
 
-    origin = importlib.util.find_spec("jgg.kernels")
-    locations = list(origin.submodule_search_locations)
-    spec = importlib.util.spec_from_file_location(_PACKAGE, origin.origin, submodule_search_locations=locations)
+    origin = importlib.import_module("jgg.kernels")
+    loader = importlib.machinery.SourceFileLoader(_PACKAGE, str(origin.__file__))
+    spec = importlib.machinery.ModuleSpec(_PACKAGE, loader, origin=origin.__file__, is_package=True)
+    spec.submodule_search_locations = list(origin.__path__)
     package = importlib.util.module_from_spec(spec)
     sys.modules[_PACKAGE] = package
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(package)
+        loader.exec_module(package)
         vars(importlib.import_module(f"{_PACKAGE}.tiles")).update(interpreted_reductions())
     return package

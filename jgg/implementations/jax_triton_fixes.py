@@ -125,7 +125,7 @@ def _check_fits(kernel, needed, compute_capability):
 
 
 def _launchable(ttir, compiled, gpu_target, num_ctas):
-    threads = int(re.search(r"\.reqntid (\d+)", compiled.binary)[1])
+    (threads,) = map(int, re.findall(r"\.reqntid (\d+)", compiled.binary))
     scratch = compiled.global_scratch_size, compiled.global_scratch_align
     return triton_lib.triton_kernel_call_lib.TritonKernel(
         compiled.name,

@@ -245,6 +245,8 @@ def measure_memory(problem: LayerProblem, arrays: dict[str, jax.Array]) -> Memor
     jax.block_until_ready(compiled(arrays))
     after = _peak_bytes_in_use()
     stats = compiled.memory_analysis()
+    if stats is None:
+        raise RuntimeError("XLA must say what memory the program takes, got nothing.")
     return Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes - stats.alias_size_in_bytes,

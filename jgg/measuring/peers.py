@@ -67,8 +67,8 @@ class JaxProduct:
         start = time.perf_counter()
         jax.block_until_ready(program(self.arrays))
         is_slow = calls_of_repeat(time.perf_counter() - start) == 1
-        most = {"max_calls": 1} if is_slow else {}
-        timed = measure(self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed, **most)
+        arguments = self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed
+        timed = measure(*arguments, max_calls=1) if is_slow else measure(*arguments)
         return Timing(timed.seconds, self.finish(timed.result))
 
 

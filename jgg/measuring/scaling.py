@@ -82,7 +82,7 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
     program = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
     _, (y, metrics) = jax.block_until_ready(program(params, x))
     estimate = cost(layer, strategy, Cluster(strategy.devices, node_size=strategy.devices))
-    moved = bytes_sent(program.as_text())
+    moved = bytes_sent(str(program.as_text()))
     if strategy.exchange == "ragged_all_to_all":
         moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
     rows = np.asarray(metrics.group_sizes).reshape(strategy.expert, -1).sum(axis=1)
@@ -143,6 +143,7 @@ def _seconds(program, params, x, steps):
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
+        result = None
         for _ in range(steps):
             result = program(params, x)
         jax.block_until_ready(result)

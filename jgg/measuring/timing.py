@@ -93,7 +93,7 @@ def _reference_programs(op, problem):
     return [jit_reference(function).lower(shapes).compile() for function in functions]
 
 
-def jit_reference(function: Callable) -> Callable:
+def jit_reference(function: Callable) -> jax.stages.Wrapped:
     """jax.jit for a program that runs once or twice: XLA would take far longer to try ways to multiply on a GPU."""
     return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
 

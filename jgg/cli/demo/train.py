@@ -28,7 +28,7 @@ _SAMPLE_BYTES = 400
 class TrainState(NamedTuple):
     """What a step of training replaces; its buffers are donated."""
 
-    params: nnx.State
+    params: optax.Params
     opt_state: optax.OptState
     step: jax.Array
 
@@ -95,7 +95,11 @@ class Trainer:
         self._evaluate = make_evaluate(self._graphdef)
         step = make_step(self._graphdef, optimizer, settings, data_key)
         self._lowered_step = step.lower(self._state, self._text)
-        self.result = Result(settings, implementation_in(self._lowered_step.as_text()), *map(len, corpus), *parameters)
+        self.result = Result(
+            settings, implementation_in(self._lowered_step.as_text()),
+            train_bytes=len(corpus.train), held_out_bytes=len(corpus.held_out),
+            parameters=parameters[0], active_parameters=parameters[1],
+        )  # fmt: skip
 
     def run(self) -> Result:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
