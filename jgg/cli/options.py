@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jgg.implementations import choice
 from jgg.measuring.workloads import Layer, load_layers
@@ -15,7 +16,7 @@ from jgg.problem import DTYPES, W_LAYOUTS
 from jgg.target import device_target
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
-DTYPE_NAMES = [dtype.__name__ for dtype in DTYPES]
+DTYPE_NAMES = [jnp.dtype(dtype).name for dtype in DTYPES]
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
 PRODUCTS = ("layer", "shapes", *_SIZES, "topk")
