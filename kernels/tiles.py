@@ -7,7 +7,7 @@ itself made of jitted functions, which Triton's interpreter cannot call once Tri
 import triton
 import triton.language as tl
 
-# TMA descriptors are made on the host (`implementations.kernels`). That of rows bounded by their group has two leading
+# TMA descriptors are made on the host (`products.launch`). That of rows bounded by their group has two leading
 # axes whose offsets cancel modulo 2**64 bytes and carry the row at which an access must end, so that one descriptor
 # serves every group: hardware checks coordinates on the third axis against ROW_LIMIT.
 # Source: the ragged descriptors of Triton's own kernels, triton.tools.ragged_tma.
