@@ -10,7 +10,7 @@ from jgg.implementations.choice import How, Launcher
 from jgg.problem import MAX_ROWS
 from jgg.products import parts, vmap
 from jgg.products.blocks import guarded
-from jgg.products.launch import Launch, flat
+from jgg.products.launch import Launch, flat, power_of_2
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.schedule import between_groups, inverse_permutation
@@ -96,7 +96,7 @@ def combine(
     num_tokens, columns = len(positions) // topk, rows.shape[1]
     if y is None:
         y = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
-    block_rows, block_columns = 16, min(256, max(16, 1 << (columns - 1).bit_length()))
+    block_rows, block_columns = 16, min(256, power_of_2(columns))
     launch = Launch(
         operands={
             "rows": rows,

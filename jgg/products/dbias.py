@@ -11,7 +11,7 @@ from jgg.problem import GroupedGemmProblem
 from jgg.products import blocks, plain, vmap
 from jgg.products.blocks import Rows
 from jgg.products.dw import row_scales
-from jgg.products.launch import Launch
+from jgg.products.launch import Launch, power_of_2
 from jgg.products.multilinear import outer_dot
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
@@ -40,7 +40,7 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
 
     rows, bounds, gather_indices, topk_weights = operands
     num_rows, columns = rows.shape
-    block_columns = min(128, max(16, 1 << (columns - 1).bit_length()))
+    block_columns = min(128, power_of_2(columns))
     num_groups = len(bounds.starts)
     launch = Launch(
         operands={
