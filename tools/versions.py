@@ -23,7 +23,7 @@ COMBINATIONS = {
     "middle": ("13", "jax==0.11.2", "jax-cuda12-plugin==0.11.2", "triton==3.8.0"),
     "newest": ("", "jax", "jax-cuda12-plugin", "triton", "flax"),
 }
-REQUIRED = ("flatbuffers", "hypothesis", "pytest", "pytest-xdist", "tqdm")  # by the tests below
+REQUIRED = ("flatbuffers", "hypothesis", "pytest", "pytest-xdist")  # by the tests below
 SHOWN = ("jax", "triton", "jax-triton", "flax")
 QUICK = ["versions", "compiling", "routing_kernels", "activation_kernels"]
 CORE = [*QUICK, "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls", "warp_specialization"]
