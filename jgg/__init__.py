@@ -1,7 +1,8 @@
 """jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs."""
 
-from jgg.config import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.exporting import export
+from jgg.gpu_target import target
 from jgg.grouped_gemm import (
     check,
     grouped_gemm,
@@ -14,7 +15,6 @@ from jgg.ragged_dot import ragged_dot
 from jgg.ragged_dot_general import ragged_dot_general
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
-from jgg.target import target
 from jgg.tuning import tune
 
 __version__ = "0.1.0"

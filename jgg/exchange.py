@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.combine import COMBINE, Combine
 from jgg.routing import Routing, sort_by_expert
 from jgg.schedule import inverse_permutation
-from jgg.varying import vary_over, varying_axes
 
 Mlp = Callable[[jax.Array, Routing], jax.Array]
 

@@ -10,19 +10,19 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import as_arrays, as_int, check_instance, check_integers, check_rank
-from jgg.config import CONFIG_TYPES, KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.implementations.choice import check_implementation, is_plain_jax
+from jgg.backends.choice import check_implementation, is_plain_jax
+from jgg.backends.xla import plain
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.gpu_target import current_target
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.operation import Operation
 from jgg.problem import GroupedGemmProblem, check_problem
-from jgg.products import plain
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.product import Product
 from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
-from jgg.target import current_target
-from jgg.varying import vary_over, varying_axes
 
 
 def grouped_gemm(

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, check_instance
-from jgg.implementations.choice import check_implementation
+from jgg.backends.choice import check_implementation
 from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision
 from jgg.problem import DTYPES

@@ -10,11 +10,13 @@ from jax.typing import ArrayLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
+from jgg.backends.choice import check_implementation, is_plain_jax
+from jgg.backends.xla import plain
+from jgg.gpu_target import current_target
 from jgg.grouped_gemm import bias_row_sums
-from jgg.implementations.choice import check_implementation, is_plain_jax
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.mlp_problem import mlp_problems
 from jgg.operation import Operation
-from jgg.products import plain
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
@@ -23,8 +25,6 @@ from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.routing import Routing, as_routing
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
-from jgg.target import current_target
-from jgg.varying import vary_over, varying_axes
 
 
 def moe_mlp(

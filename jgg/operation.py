@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.implementations.choice import How
+from jgg.backends.choice import How
+from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
 from jgg.products.product import Product
-from jgg.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

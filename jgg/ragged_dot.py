@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import as_arrays, check, check_integers, check_rank, dtype_names
+from jgg.backends.choice import check_implementation, is_plain_jax
+from jgg.backends.xla.multilinear import outer_dot
+from jgg.backends.xla.row_blocks import Rows
+from jgg.gpu_target import current_target
 from jgg.grouped_gemm import checked_grouped_gemm
-from jgg.implementations.choice import check_implementation, is_plain_jax
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.operation import Operation
 from jgg.problem import DTYPES, check_problem
-from jgg.products.blocks import Rows
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.multilinear import outer_dot
 from jgg.schedule import GroupBounds, group_bounds
-from jgg.target import current_target
-from jgg.varying import vary_over, varying_axes
 
 
 def ragged_dot(

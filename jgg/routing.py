@@ -20,11 +20,11 @@ from jgg.arguments import (
     check_one_of,
     check_rank,
 )
-from jgg.implementations.choice import How, check_implementation
+from jgg.backends.choice import How, check_implementation
+from jgg.gpu_target import current_target
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
 from jgg.schedule import saturated_int32
-from jgg.target import current_target
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 

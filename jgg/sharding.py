@@ -14,14 +14,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
+from jgg.backends.choice import check_implementation
 from jgg.exchange import EXCHANGES, Placement
-from jgg.implementations.choice import check_implementation
+from jgg.manual_axes import vary_over
 from jgg.mlp_problem import check_choices, check_mlp
 from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision
 from jgg.problem import W_LAYOUTS
 from jgg.routing import Routing, sort_by_expert
-from jgg.varying import vary_over
 
 P = jax.P
 # Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/scaling.md has others.

@@ -15,14 +15,20 @@ from jax.typing import DTypeLike
 
 import jgg
 from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
-from jgg.config import KernelConfig, has_rows_for_specialized, heuristic_config, output_axes, specialized_config
+from jgg.configs.kernel_configs import (
+    KernelConfig,
+    has_rows_for_specialized,
+    heuristic_config,
+    output_axes,
+    specialized_config,
+)
+from jgg.configs.shared_memory import shared_memory
+from jgg.configs.tuned_configs import Entry, merge, parse, user_file
+from jgg.configs.warp_specialization import why_not
+from jgg.gpu_target import Target, current_target, device_target
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.shared_memory import shared_memory
-from jgg.target import Target, current_target, device_target
-from jgg.tuned_configs import Entry, merge, parse, user_file
-from jgg.warp_specialization import why_not
 
 _logger = logging.getLogger("jgg")
 

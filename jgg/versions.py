@@ -10,7 +10,7 @@ REQUIREMENTS = {  # as in pyproject.toml, which a checkout that is not installed
     "jax-triton": ">=0.4.1,<0.5",
     "triton": ">=3.7.1",
 }
-# How the versions begin that implementations/jax_triton_fixes.py is for, and those that compile kernels/hopper.py:
+# How the versions begin that backends/jax_triton_fixes.py is for, and those that compile kernels/hopper.py:
 # Gluon, its language, changes between releases of Triton, and before 3.9 cannot arrive at another multiprocessor's
 # barrier.
 FIXED = {"triton": ("3.7.", "3.8.", "3.9."), "jax-triton": ("0.4.1",)}

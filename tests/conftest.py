@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 import workers
 
-from jgg.implementations import ahead, triton
+from jgg.backends import compile_ahead, triton
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,9 +48,8 @@ def alone(request, monkeypatch):
 
     Large tests count none, and their kernels take longest to compile.
     """
-    monkeypatch.setattr(ahead, "_is_to_compile", {})
-    if not request.node.get_closest_marker("large"):
-        monkeypatch.setattr(ahead, "_num_threads", lambda: 0)
+    num_threads = compile_ahead.COMPILER.num_threads if request.node.get_closest_marker("large") else 0
+    monkeypatch.setattr(compile_ahead, "COMPILER", compile_ahead.AheadCompiler(num_threads))
 
 
 @pytest.fixture

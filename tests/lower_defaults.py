@@ -2,7 +2,7 @@
 
 Takes the compute capability, how many problems, and a seed. Each line printed is a JSON object: a kernel with the
 problem and the configuration that it was compiled for, the bytes of shared memory that it compiled to, and those that
-`jgg.shared_memory` says it takes at most (null for the small kernels beside the products).
+`jgg.configs.shared_memory` says it takes at most (null for the small kernels beside the products).
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
 import jgg
-from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.implementations import ahead, jax_triton_fixes
+from jgg.backends import compile_ahead, jax_triton_fixes
+from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config
+from jgg.configs.shared_memory import shared_memory
+from jgg.configs.tuned_configs import choose_config
+from jgg.gpu_target import _context, current_target
 from jgg.measuring.workloads import gemm, load_layers, operands
 from jgg.products import dw, dx, forward
-from jgg.shared_memory import shared_memory
-from jgg.target import _context, current_target
-from jgg.tuned_configs import choose_config
 
 DEVICES = {80: "NVIDIA A100-SXM4-80GB", 89: "NVIDIA L40S", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 DTYPES = [("bfloat16", None), ("bfloat16", None), ("float16", "high")]
@@ -90,7 +90,9 @@ def print_kernels():
 
     forward.choose_config = dx.choose_config = dw.choose_config = choose
     jax_triton_fixes._check_fits = note
-    ahead._num_threads = lambda: 0  # what is compiled is of the product that was chosen for last
+    compile_ahead.COMPILER = compile_ahead.AheadCompiler(
+        0
+    )  # what is compiled is of the product that was chosen for last
 
 
 def main():

@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import triton
 
 import jgg
-from jgg import tuned_configs
 from jgg.activations import ACTIVATIONS
-from jgg.config import CONFIG_TYPES, heuristic_config
-from jgg.implementations import triton as triton_implementation
-from jgg.implementations.choice import How
+from jgg.backends import triton as triton_implementation
+from jgg.backends.choice import How
+from jgg.configs import tuned_configs
+from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config
+from jgg.gpu_target import current_target
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.problem import check_problem
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
-from jgg.target import current_target
 
 EXPERTS = 4
 OPTIONS = {
@@ -41,7 +41,7 @@ OPTIONS = {
     "scaled": {"weighted": True, "biased": True},
     "everything": {"permute_x": True, "permute_y": True, "weighted": True, "biased": True},
 }
-KERNELS = ("forward_kernel", "backward_dx_kernel", "backward_dw_kernel")
+KERNELS = ("forward_kernel", "dx_kernel", "dw_kernel")
 SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
 SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
 LAYER_KERNELS = (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
-from jgg.implementations.choice import How
+from jgg.backends.choice import How
+from jgg.gpu_target import current_target
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
-from jgg.target import current_target
 
 KERNELS = pytest.mark.parametrize(
     "implementation",

@@ -17,8 +17,8 @@ jax_triton = pytest.importorskip("jax_triton")
 
 from jax_triton import triton_lib  # noqa: E402
 
-from jgg.implementations import ahead  # noqa: E402
-from jgg.implementations.language import _Language  # noqa: E402
+from jgg.backends import compile_ahead  # noqa: E402
+from jgg.backends.interpreter_lock import InterpreterLock  # noqa: E402
 from jgg.versions import WARP_SPECIALIZED, unlike  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
@@ -179,14 +179,8 @@ def on_one_device(function):
 
 @pytest.fixture
 def with_threads(monkeypatch):
-    """A function that lets so many threads compile beside the program's own."""
-
-    def give(count):
-        monkeypatch.setattr(ahead, "_num_threads", lambda: count)
-        ahead._threads.cache_clear()
-
-    yield give
-    ahead._threads.cache_clear()
+    """A function that lets so many threads compile beside the program's own, and forgets what was noted before."""
+    return lambda count: monkeypatch.setattr(compile_ahead, "COMPILER", compile_ahead.AheadCompiler(count))
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, on_one_device], ids=["jit", "shard_map"])
@@ -205,7 +199,6 @@ def test_kernels_of_a_program_are_compiled_side_by_side(wrap, folder, compiled, 
         return compile_kernel(*arguments)
 
     monkeypatch.setattr(triton_lib, "compile_ttir_inplace", with_the_other)
-    monkeypatch.setattr(ahead, "_is_to_compile", {})
     with_threads(1)
     assert program(PLAIN, LARGER, wrap=wrap) == one_by_one
     assert len(compiled) == 4
@@ -216,7 +209,7 @@ def test_what_is_only_traced_is_not_compiled(compiled, with_threads):
     jax.clear_caches()
     with jgg.target(90):
         jax.eval_shape(products, [operands(**PLAIN), operands(**LARGER)])
-    assert ahead._is_to_compile
+    assert compile_ahead.COMPILER.noted
     assert not compiled
 
 
@@ -233,7 +226,7 @@ def test_an_error_of_a_thread_comes_from_the_program(folder, with_threads, monke
 
 
 def test_several_compile_or_one_interprets():
-    language, events = _Language(), []
+    language, events = InterpreterLock(), []
 
     def during(kind, others):
         """Starts others while this thread does something of the kind; `events` says in which order they came."""

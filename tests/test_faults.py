@@ -16,12 +16,13 @@ import pytest
 from test_tuning import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
 
 import jgg
-from jgg import files, tuned_configs, tuning
+from jgg import files, tuning
+from jgg.backends import choice
 from jgg.cli import machine, main
-from jgg.config import heuristic_config
-from jgg.implementations import choice
+from jgg.configs import tuned_configs
+from jgg.configs.kernel_configs import heuristic_config
+from jgg.gpu_target import Target
 from jgg.measuring.workloads import gemm
-from jgg.target import Target
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 
 import jgg
-from jgg import tuned_configs
-from jgg.config import CONFIG_TYPES
-from jgg.target import current_target
+from jgg.configs import tuned_configs
+from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.gpu_target import current_target
 from jgg.versions import WARP_SPECIALIZED, unlike
 
 TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])

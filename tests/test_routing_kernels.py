@@ -9,10 +9,10 @@ import pytest
 from routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 
 import jgg
-from jgg.implementations.choice import How
+from jgg.backends.choice import How
+from jgg.gpu_target import current_target
 from jgg.products.launch import MAX_EXPERTS
 from jgg.products.top_k import TOP_K, TopK
-from jgg.target import current_target
 
 KERNELS = pytest.mark.parametrize(
     "implementation",

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg import tuned_configs, tuning
+from jgg import tuning
+from jgg.backends.choice import Launcher
 from jgg.cli import main
-from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
-from jgg.implementations.choice import Launcher
+from jgg.configs import tuned_configs
+from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config, specialized_config
+from jgg.gpu_target import Target
 from jgg.measuring.workloads import gemm, load_layers
 from jgg.products.forward import FORWARD, Forward
 from jgg.schedule import group_bounds
-from jgg.target import Target
 
 HOPPER = Target(90, 132, "NVIDIA H200")
 SIZES = {"num_rows": 65536, "in_features": 2048, "out_features": 1536, "num_experts": 128, "topk": 8}

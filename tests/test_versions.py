@@ -34,8 +34,8 @@ print(sorted(path.name.partition("-")[0] for path in pathlib.Path(os.environ["XD
 @pytest.mark.parametrize(
     ("triton", "module", "kept"),
     [
-        ("3.9.0", "jgg.implementations.jax_triton_fixes", ["hopper_kernel"]),
-        ("3.8.0", "jgg.implementations.jax_triton_fixes", ["forward_kernel"]),
+        ("3.9.0", "jgg.backends.jax_triton_fixes", ["hopper_kernel"]),
+        ("3.8.0", "jgg.backends.jax_triton_fixes", ["forward_kernel"]),
         ("3.10.0", "jax_triton.triton_lib", []),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_way_that_a_triton_takes(triton, module, kept, tmp_path, monkeypatch
 ROUTE = """
 import numpy as np
 import jgg
-from jgg.implementations import jax_triton_fixes
+from jgg.backends import jax_triton_fixes
 jax_triton_fixes.interpreted_reductions = dict
 logits = np.random.default_rng(0).normal(size=(7, 5)).astype("float32")
 ours, expected = (jgg.route(logits, topk=2, implementation=name) for name in ("interpret", "xla"))

@@ -12,12 +12,12 @@ from comparison import assert_right, forward_and_backward
 
 import jgg
 from jgg import files, versions
-from jgg.config import CONFIG_TYPES, heuristic_config, specialized_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config, specialized_config
+from jgg.configs.warp_specialization import why_not
+from jgg.gpu_target import Target
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
 from jgg.products import warp_specialized
-from jgg.target import Target
-from jgg.warp_specialization import why_not
 
 HOPPER = Target(90, 132, "NVIDIA H200")
 GEMM = {"num_rows": 4096, "in_features": 512, "out_features": 1024, "num_experts": 8}

@@ -7,9 +7,9 @@ import dataclasses
 import json
 
 from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
-from jgg.target import MIN_COMPUTE_CAPABILITY
+from jgg.configs.warp_specialization import COMPUTE_CAPABILITY
+from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, numbers, satisfies, unlike
-from jgg.warp_specialization import COMPUTE_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)

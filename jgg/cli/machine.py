@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 import jgg
-from jgg import tuned_configs
+from jgg.configs import tuned_configs
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")

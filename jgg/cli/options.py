@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.implementations import choice
+from jgg.backends import choice
+from jgg.gpu_target import device_target
 from jgg.measuring.workloads import Layer, load_layers
 from jgg.problem import DTYPES, W_LAYOUTS
-from jgg.target import device_target
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
 DTYPE_NAMES = [jnp.dtype(dtype).name for dtype in DTYPES]

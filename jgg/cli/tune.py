@@ -7,9 +7,9 @@ import os
 
 from jgg.cli import options, tune_run
 from jgg.cli.options import UsageError, positive_int
+from jgg.gpu_target import device_target
 from jgg.measuring.workloads import OPS, gemm
 from jgg.problem import W_LAYOUTS
-from jgg.target import device_target
 from jgg.tuning import output_file
 
 _FLAGS = {

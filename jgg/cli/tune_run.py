@@ -6,8 +6,8 @@ import queue
 from pathlib import Path
 
 from jgg.cli.console import progress
+from jgg.configs.tuned_configs import Entry
 from jgg.problem import GroupedGemmProblem
-from jgg.tuned_configs import Entry
 from jgg.tuning import tune_op
 
 _PATIENCE = 5  # seconds between looks at whether the workers still live

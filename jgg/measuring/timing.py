@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 import jax
 import jax.numpy as jnp
 
+from jgg.gpu_target import current_target
 from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.measuring.workloads import operands
 from jgg.operation import Operation
 from jgg.problem import GroupedGemmProblem
 from jgg.products.dx import DX, Dx
 from jgg.schedule import group_bounds
-from jgg.target import current_target
 
 REPEATS = 5
 MAX_CALLS = 256

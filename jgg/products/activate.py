@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.implementations.choice import Launcher
+from jgg.backends.choice import Launcher
 from jgg.products import vmap
 from jgg.products.launch import Launch, power_of_2
 from jgg.products.partitioning import WHOLE, Letters

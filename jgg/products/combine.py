@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.implementations.choice import How, Launcher
+from jgg.backends.choice import How, Launcher
+from jgg.backends.xla.row_blocks import guarded
 from jgg.problem import MAX_ROWS
-from jgg.products import parts, vmap
-from jgg.products.blocks import guarded
+from jgg.products import column_parts, vmap
 from jgg.products.launch import Launch, flat, power_of_2
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
@@ -151,6 +151,6 @@ def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bound
             launcher, products, positions, problem.topk, scales, y=y, first_column=columns.start, y_columns=num_columns
         )  # fmt: skip
 
-    return parts.one_after_the_other(
-        rows, num_columns, parts.summed_width(launcher.target, problem, num_columns), add_up
+    return column_parts.one_after_the_other(
+        rows, num_columns, column_parts.summed_width(launcher.target, problem, num_columns), add_up
     )  # fmt: skip

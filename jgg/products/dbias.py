@@ -6,13 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.implementations.choice import How, Launcher
+from jgg.backends.choice import How, Launcher
+from jgg.backends.xla import plain, row_blocks
+from jgg.backends.xla.multilinear import outer_dot
+from jgg.backends.xla.row_blocks import Rows
 from jgg.problem import GroupedGemmProblem
-from jgg.products import blocks, plain, vmap
-from jgg.products.blocks import Rows
+from jgg.products import vmap
 from jgg.products.dw import row_scales
 from jgg.products.launch import Launch, power_of_2
-from jgg.products.multilinear import outer_dot
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.schedule import GroupBounds
@@ -32,7 +33,7 @@ def _plain(operands: Dbias, problem: GroupedGemmProblem):
     rows = Rows(dy, plain.y_rows(problem, gather_indices))
     scales = plain.row_scales(problem, gather_indices, topk_weights)
     options = {"scales": scales, "precision": problem.precision, "out_dtype": jnp.float32}
-    return [outer_dot(blocks.ones(rows), rows, bounds, **options)[:, 0]]
+    return [outer_dot(row_blocks.ones(rows), rows, bounds, **options)[:, 0]]
 
 
 def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):

@@ -7,19 +7,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.config import KernelConfigDW
-from jgg.implementations.choice import How, Launcher
+from jgg.backends.choice import How, Launcher
+from jgg.backends.xla import plain
+from jgg.backends.xla.multilinear import outer_dot
+from jgg.backends.xla.row_blocks import Rows
+from jgg.configs.kernel_configs import KernelConfigDW
+from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
-from jgg.products import parts, plain, vmap, warp_specialized
-from jgg.products.blocks import Rows
+from jgg.products import column_parts, vmap, warp_specialized
 from jgg.products.combine import combine, expert_order
 from jgg.products.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
-from jgg.products.multilinear import outer_dot
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds
-from jgg.tuned_configs import choose_config
 
 
 class Dw(NamedTuple):
@@ -60,7 +61,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     if config.warp_specialized:
         multiply = _multiply_copies if copies_x else warp_specialized.multiply_row_blocks
         return [multiply(launcher, problem, x, terms, bounds, gather_indices)]
-    from jgg.kernels.backward_dw import backward_dw_kernel
+    from jgg.kernels.dw import dw_kernel
 
     if copies_x:
         x = expert_order(launcher, x, gather_indices, problem.topk)
@@ -108,7 +109,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         },
         **launch_options(target, problem, config, tiles),
     )
-    return [launcher.run(backward_dw_kernel, launch)["dw"]]
+    return [launcher.run(dw_kernel, launch)["dw"]]
 
 
 def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
@@ -121,7 +122,7 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
             launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
         )  # fmt: skip
 
-    return parts.one_after_the_other(x, problem.in_features, parts.copied_width(problem), multiply)
+    return column_parts.one_after_the_other(x, problem.in_features, column_parts.copied_width(problem), multiply)
 
 
 def row_scales(topk_weights, gather_indices):

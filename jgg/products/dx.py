@@ -7,11 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.config import KernelConfigDX
-from jgg.implementations.choice import How, Launcher
+from jgg.backends.choice import How, Launcher
+from jgg.backends.xla import plain
+from jgg.backends.xla.multilinear import row_dots, rows_dot
+from jgg.backends.xla.row_blocks import Rows
+from jgg.configs.kernel_configs import KernelConfigDX
+from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
-from jgg.products import plain, vmap, warp_specialized
-from jgg.products.blocks import Rows
+from jgg.products import vmap, warp_specialized
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.launch import (
     PRECISIONS,
@@ -25,12 +28,10 @@ from jgg.products.launch import (
     w_block,
     w_by_tma,
 )
-from jgg.products.multilinear import row_dots, rows_dot
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, between_groups, tile_schedule
-from jgg.tuned_configs import choose_config
 
 
 class Dx(NamedTuple):
@@ -96,7 +97,7 @@ def _multiply_rows(
             gathers=problem.permute_y, first_column=first_column,
         )  # fmt: skip
         return dx, None
-    from jgg.kernels.backward_dx import backward_dx_kernel
+    from jgg.kernels.dx import dx_kernel
 
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.in_features / config.block_k)
@@ -144,7 +145,7 @@ def _multiply_rows(
         },
         **launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
-    results = launcher.run(backward_dx_kernel, launch)
+    results = launcher.run(dx_kernel, launch)
     if x is None:
         return results["dx"], None
     # the kernel leaves the sums of rows outside every group unwritten

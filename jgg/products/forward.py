@@ -7,10 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.config import KernelConfigForward
-from jgg.implementations.choice import How, Launcher
+from jgg.backends.choice import How, Launcher
+from jgg.backends.xla import plain
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
-from jgg.products import plain, vmap, warp_specialized
+from jgg.products import vmap, warp_specialized
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.launch import (
     PRECISIONS,
@@ -28,7 +30,6 @@ from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, tile_schedule
-from jgg.tuned_configs import choose_config
 
 
 class Forward(NamedTuple):

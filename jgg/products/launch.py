@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
 from jgg.schedule import GroupBounds, TileSchedule
-from jgg.target import Target
 
 PRECISIONS = {  # of float32, by what Triton calls them
     jax.lax.Precision.DEFAULT: "tf32",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jgg.products.blocks import Rows
+from jgg.backends.xla.row_blocks import Rows
 from jgg.products.primitive import define_primitive
 from jgg.schedule import GroupBounds
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jgg.varying import vary_over, varying_axes
+from jgg.manual_axes import vary_over, varying_axes
 
 
 def define_primitive(

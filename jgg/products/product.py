@@ -8,11 +8,11 @@ import jax
 import jax.export
 from jax.interpreters import ad, mlir
 
-from jgg.implementations import ahead, choice
-from jgg.implementations.choice import How, Launcher
-from jgg.implementations.language import LANGUAGE
+from jgg.backends import choice, compile_ahead
+from jgg.backends.choice import How, Launcher
+from jgg.backends.interpreter_lock import INTERPRETER_LOCK
+from jgg.gpu_target import known_target
 from jgg.products.partitioning import Letters, define_partitioned
-from jgg.target import known_target
 
 
 class Product:
@@ -78,7 +78,7 @@ class Product:
         """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
         if how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
-            ahead.note(self._noted(is_local, leaves, how=how, **params))
+            compile_ahead.COMPILER.note(self._noted(is_local, leaves, how=how, **params))
         return self._result_types(*leaves, **params)
 
     def _result_types(self, *leaves, structure, parameters, **_):
@@ -124,12 +124,12 @@ class Product:
 
     def _noted(self, is_local, operands, **params):
         own: dict[str, Hashable] = {**params, "product": self}
-        return ahead.Noted.of(is_local, operands, own)
+        return compile_ahead.Noted.of(is_local, operands, own)
 
     def _lower_beside_others(self, lower, context, *args, **params):
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
-        ahead.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
-        with LANGUAGE.compiles():
+        compile_ahead.COMPILER.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
+        with INTERPRETER_LOCK.compiles():
             return lower(context, *args, **params)
 
 
@@ -145,6 +145,6 @@ def _lower_noted(noted):
     params = dict(noted.params)
     product = params.pop("product")
     operands = [jax.ShapeDtypeStruct(*shape) for shape in noted.shapes]
-    with LANGUAGE.compiles():
+    with INTERPRETER_LOCK.compiles():
         compute = functools.partial(product._for_cuda, **params)
         jax.jit(compute).trace(*operands).lower(lowering_platforms=("cuda",))

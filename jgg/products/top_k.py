@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.implementations.choice import Launcher
+from jgg.backends.choice import Launcher
 from jgg.products import vmap
 from jgg.products.launch import MAX_EXPERTS, Launch, power_of_2
 from jgg.products.partitioning import WHOLE, Letters

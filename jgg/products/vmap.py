@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.implementations.choice import How
+from jgg.backends.choice import How
 from jgg.problem import MAX_ROWS, GroupedGemmProblem
 from jgg.schedule import GroupBounds, group_of_rows
 

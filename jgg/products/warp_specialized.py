@@ -5,14 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jgg.config import output_axes
-from jgg.implementations.choice import Launcher
+from jgg.backends.choice import Launcher
+from jgg.configs.kernel_configs import output_axes
+from jgg.configs.warp_specialization import max_columns
 from jgg.problem import GroupedGemmProblem
-from jgg.products import parts
+from jgg.products import column_parts
 from jgg.products.launch import Launch, bounded_rows, matrices, matrix, tile_operands
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
-from jgg.warp_specialization import max_columns
 
 _CTAS = 2  # of a cluster
 # Tiles of dW that a cluster takes, below which the last ones decide when all is done, so that the smallest groups come
@@ -91,7 +91,7 @@ def multiply_row_blocks(
     Args:
       x, dy: in expert order, but for x with `problem.permute_x` or dy with `problem.permute_y`, in token order: the
         kernel gathers the rows of one of them. x may have fewer than K features, from `first_feature` on, a multiple of
-        parts.STEP: the gradient of those alone is written.
+        column_parts.STEP: the gradient of those alone is written.
       dw: what to write it into, or None for a new array.
     """
     from jgg.kernels.hopper import hopper_kernel
@@ -123,7 +123,7 @@ def multiply_row_blocks(
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": 0,
-            "y_block": first_feature // parts.STEP,
+            "y_block": first_feature // column_parts.STEP,
         },
         descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
@@ -136,7 +136,7 @@ def multiply_row_blocks(
             "RIGHT_IS_TURNED": False,
             "GATHERS": gathered is not None,
             "TOPK": problem.topk if problem.permute_x else 1,
-            "Y_BLOCK_STRIDE": parts.STEP * (1 if problem.w_layout == "enk" else w_columns),
+            "Y_BLOCK_STRIDE": column_parts.STEP * (1 if problem.w_layout == "enk" else w_columns),
             "Y_GROUP_STRIDE": w_rows * w_columns,
             "Y_ROW_STRIDE": 1 if is_turned else w_columns,
             "Y_COLUMN_STRIDE": w_columns if is_turned else 1,

@@ -8,7 +8,7 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 
 
 @triton.jit
-def backward_dx_kernel(
+def dx_kernel(
     dy, num_terms, scale, w, x, topk_weights, gather_indices, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, dx, row_sums, num_rows, num_positions, num_groups, first_column,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgg.implementations import interpret, triton
+from jgg.backends import interpret, triton
+from jgg.gpu_target import MIN_COMPUTE_CAPABILITY, Target, device_target
 from jgg.products.launch import Launch
-from jgg.target import MIN_COMPUTE_CAPABILITY, Target, device_target
 
 NAMES = ("triton", "xla", "interpret")
 

@@ -2,8 +2,8 @@
 
 import jax
 
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.launch import Launch
-from jgg.varying import vary_over, varying_axes
 from jgg.versions import FIXED, check_kernels_can_run, unlike
 
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
@@ -21,7 +21,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
             f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
         ) from error
     if unlike(FIXED) is None:
-        from jgg.implementations import jax_triton_fixes
+        from jgg.backends import jax_triton_fixes
 
         jax_triton_fixes.correct_jax_triton()
     operands = dict(launch.operands)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jgg.products import blocks
-from jgg.products.blocks import Block, Rows
+from jgg.backends.xla import row_blocks
+from jgg.backends.xla.row_blocks import Block, Rows
 from jgg.products.partitioning import Letters, define_partitioned
 from jgg.schedule import GroupBounds
 
@@ -91,33 +91,33 @@ def _compute_rows_dot(operands, *, adds, shape, transpose_w, precision, out_dtyp
     rows, w, bounds, scales, bias, write_at = operands
 
     def body(block, multiply, out):
-        product = multiply(blocks.take(rows, block))
+        product = multiply(row_blocks.take(rows, block))
         if bias is not None:
             product += jax.lax.dynamic_index_in_dim(bias, block.group).astype(product.dtype)
-        return blocks.put(Rows(out, write_at), block, blocks.scaled(product, block, scales), adds)
+        return row_blocks.put(Rows(out, write_at), block, row_blocks.scaled(product, block, scales), adds)
 
-    out = blocks.zeros(shape, jnp.float32 if adds else out_dtype, rows)
-    return blocks.over_blocks(body, out, rows.num_rows, w, bounds, transpose_w, precision).astype(out_dtype)
+    out = row_blocks.zeros(shape, jnp.float32 if adds else out_dtype, rows)
+    return row_blocks.over_blocks(body, out, rows.num_rows, w, bounds, transpose_w, precision).astype(out_dtype)
 
 
 def _compute_outer_dot(operands, *, precision, out_dtype):
     left, right, bounds, scales = operands
     num_groups = len(bounds.ends)
-    size = blocks.block_size(left.num_rows, num_groups)
-    out = blocks.zeros((num_groups, left.array.shape[1], right.array.shape[1]), out_dtype, left)
+    size = row_blocks.block_size(left.num_rows, num_groups)
+    out = row_blocks.zeros((num_groups, left.array.shape[1], right.array.shape[1]), out_dtype, left)
     if 0 in (size, num_groups):
         return out
 
     def set_group(group, out):
         def multiply(step):
             block = Block.at(step, group, size, left.num_rows, bounds)
-            left_rows = blocks.scaled(blocks.take(left, block), block, scales)
+            left_rows = row_blocks.scaled(row_blocks.take(left, block), block, scales)
             own = block.own[:, None]
-            return blocks.dot(
-                jnp.where(own, left_rows, 0), jnp.where(own, blocks.take(right, block), 0), (0, 0), precision
+            return row_blocks.dot(
+                jnp.where(own, left_rows, 0), jnp.where(own, row_blocks.take(right, block), 0), (0, 0), precision
             )  # fmt: skip
 
-        steps = blocks.steps(group, size, bounds)
+        steps = row_blocks.steps(group, size, bounds)
         total = jax.lax.fori_loop(1, steps, lambda step, total: total + multiply(step), multiply(0))
         return jax.lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, 0)
 
@@ -128,11 +128,11 @@ def _compute_row_dots(operands, *, transpose_w, precision):
     left, right, w, bounds = operands
 
     def body(block, multiply, out):
-        sums = blocks.sum_of_products(multiply(blocks.take(right, block)), blocks.take(left, block))
-        return blocks.put(Rows(out), block, sums)
+        sums = row_blocks.sum_of_products(multiply(row_blocks.take(right, block)), row_blocks.take(left, block))
+        return row_blocks.put(Rows(out), block, sums)
 
-    out = blocks.zeros((left.num_rows,), jnp.float32, left)
-    return blocks.over_blocks(body, out, left.num_rows, w, bounds, transpose_w, precision)
+    out = row_blocks.zeros((left.num_rows,), jnp.float32, left)
+    return row_blocks.over_blocks(body, out, left.num_rows, w, bounds, transpose_w, precision)
 
 
 def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
@@ -158,7 +158,7 @@ def _transpose_rows_dot(ct, operands, *, transpose_w, precision, **_):
     if bias is None:
         return result
     # only scales are linear beside a bias
-    return result + row_dots(ct, blocks.ones(ct), bias[:, None], bounds, transpose_w=False, precision=precision)
+    return result + row_dots(ct, row_blocks.ones(ct), bias[:, None], bounds, transpose_w=False, precision=precision)
 
 
 def _transpose_outer_dot(ct, operands, *, precision, **_):
@@ -174,7 +174,7 @@ def _transpose_row_dots(ct, operands, **params):
 def _dependent_part(operands, changed, **params):
     """What of `rows_dot` depends on one of its operands, by name, in a form linear in that operand."""
     if changed == "bias":
-        operands = operands._replace(rows=blocks.ones(operands.rows), w=operands.bias[:, None], bias=None)
+        operands = operands._replace(rows=row_blocks.ones(operands.rows), w=operands.bias[:, None], bias=None)
         return operands, params | {"transpose_w": False}
     return operands if changed == "scales" else operands._replace(bias=None), params
 

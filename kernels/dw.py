@@ -40,7 +40,7 @@ def load_block(
 
 
 @triton.jit
-def backward_dw_kernel(
+def dw_kernel(
     left, right, gather_indices, num_terms, scale, group_starts, group_ends, dw, num_rows, num_positions, num_groups,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, LEFT_HAS_TERMS: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,8 +1,8 @@
 """Where the warp-specialised kernels of `jgg.kernels.hopper` can run."""
 
 from jgg.files import warn_once
+from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
-from jgg.target import Target
 from jgg.versions import WARP_SPECIALIZED, unlike
 
 COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions

@@ -9,7 +9,7 @@ from moe_runs import IMPLEMENTATIONS, run
 
 import jgg
 from jgg.moe import moe_mlp
-from jgg.products import parts
+from jgg.products import column_parts
 
 FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
 
@@ -21,7 +21,7 @@ def part_width(monkeypatch):
     def set_width(width):
         jax.clear_caches()
         for function in ("summed_width", "copied_width"):
-            monkeypatch.setattr(parts, function, lambda *_: width)
+            monkeypatch.setattr(column_parts, function, lambda *_: width)
 
     yield set_width
     jax.clear_caches()

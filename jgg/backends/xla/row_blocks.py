@@ -11,7 +11,7 @@ import jax.core
 import jax.export
 import jax.numpy as jnp
 
-from jgg.varying import vary_over, varying_axes
+from jgg.manual_axes import vary_over, varying_axes
 
 _NO_ROW = jnp.iinfo(jnp.int32).max
 

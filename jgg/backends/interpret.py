@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.implementations.language import LANGUAGE
+from jgg.backends.interpreter_lock import INTERPRETER_LOCK
+from jgg.gpu_target import Target
+from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.launch import Launch
-from jgg.target import Target
-from jgg.varying import vary_over, varying_axes
 from jgg.versions import check_kernels_can_run
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
@@ -34,7 +34,7 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
 
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from jgg.implementations.jax_triton_fixes import host_tensor
+    from jgg.backends.jax_triton_fixes import host_tensor
 
     kernel = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
@@ -47,7 +47,7 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
-        with LANGUAGE.interprets(), np.errstate(all="ignore"):
+        with INTERPRETER_LOCK.interprets(), np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
         return outputs
 
@@ -75,7 +75,7 @@ def _interpreted(kernel):
 def _package():
     import triton
 
-    from jgg.implementations.jax_triton_fixes import interpreted_reductions
+    from jgg.backends.jax_triton_fixes import interpreted_reductions
 
     origin = importlib.import_module("jgg.kernels")
     loader = importlib.machinery.SourceFileLoader(_PACKAGE, str(origin.__file__))

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgg.backends.xla import row_blocks
+from jgg.backends.xla.multilinear import rows_dot
+from jgg.backends.xla.row_blocks import Rows
 from jgg.problem import GroupedGemmProblem
-from jgg.products import blocks
-from jgg.products.blocks import Rows
-from jgg.products.multilinear import rows_dot
 from jgg.schedule import GroupBounds
 
 
@@ -35,14 +35,14 @@ def x_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
 
 
 def _tokens(problem, gather_indices):
-    return blocks.guarded(gather_indices, problem.num_positions) // problem.topk
+    return row_blocks.guarded(gather_indices, problem.num_positions) // problem.topk
 
 
 def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
     """The row of y that each row is, past the end for a bad index; None where they are in one order."""
     if problem.combine_y:
         return _tokens(problem, gather_indices)
-    return blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
+    return row_blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
 def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax.Array | Any:
@@ -52,4 +52,4 @@ def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax
     scales = topk_weights.reshape(-1).astype(jnp.float32)
     if gather_indices is None:
         return scales
-    return scales.at[blocks.guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)
+    return scales.at[row_blocks.guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)

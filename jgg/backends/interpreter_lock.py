@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 
-class _Language:
+class InterpreterLock:
     """Triton's language, parts of which its interpreter replaces while it runs, for every thread.
 
     So several threads may compile, or one may interpret and nothing may be compiled meanwhile.
@@ -16,6 +16,7 @@ class _Language:
 
     @contextlib.contextmanager
     def compiles(self):
+        """Held while kernels are compiled."""
         with self._changed:
             self._compiling += 1
         try:
@@ -27,9 +28,10 @@ class _Language:
 
     @contextlib.contextmanager
     def interprets(self):
+        """Held while a kernel is interpreted."""
         with self._changed:
             self._changed.wait_for(lambda: self._compiling == 0)
             yield
 
 
-LANGUAGE = _Language()
+INTERPRETER_LOCK = InterpreterLock()

@@ -40,8 +40,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import AutoLayout
 
-from jgg.implementations.kept_kernels import kept
-from jgg.target import Target
+from jgg.backends.kernel_cache import kept
+from jgg.gpu_target import Target
 
 _FORMAT = 3  # of what is kept, and of what is compiled from the same kernel; raise it where either changes
 _lock = threading.Lock()

@@ -4,8 +4,8 @@ import math
 
 import jax
 
+from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
-from jgg.target import Target
 
 _REDUCED_BLOCKS = {"forward": "block_k", "dx": "block_n", "dw": "block_m"}
 _BARRIERS = 256  # bytes, more than any kernel's

@@ -13,11 +13,11 @@ from typing import Any, Self, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jgg.config import CONFIG_TYPES, can_run, heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, can_run, heuristic_config
+from jgg.configs.warp_specialization import why_not
 from jgg.files import cache_folder, locked, replace_text
+from jgg.gpu_target import Target
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.target import Target
-from jgg.warp_specialization import why_not
 
 _logger = logging.getLogger("jgg")
 _FORMAT = 1

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.arguments import as_flag, as_int
+from jgg.configs.shared_memory import shared_memory
+from jgg.configs.warp_specialization import max_columns, why_not
+from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
-from jgg.shared_memory import shared_memory
-from jgg.target import Target
-from jgg.warp_specialization import max_columns, why_not
 
 _BLOCK = "a power of two of at least 16"
 
@@ -27,8 +27,8 @@ class _KernelConfig:
       band: row tiles that one column of tiles runs over before the next column; larger bands reuse weights more.
       programs_per_sm: persistent programs for each multiprocessor.
       warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
-        steps of 64, where `jgg.warp_specialization` says that it can; elsewhere the heuristic chooses. It loads by TMA
-        what it does not gather, leaves scatter to a copy, and uses neither num_warps nor programs_per_sm.
+        steps of 64, where `jgg.configs.requirements` says that it can; elsewhere the heuristic chooses. It loads by
+        TMA what it does not gather, leaves scatter to a copy, and uses neither num_warps nor programs_per_sm.
     """
 
     block_m: int = 128
