@@ -15,16 +15,10 @@ from jax.typing import DTypeLike
 
 import jgg
 from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
-from jgg.configs.kernel_configs import (
-    KernelConfig,
-    has_rows_for_specialized,
-    heuristic_config,
-    output_axes,
-    specialized_config,
-)
-from jgg.configs.shared_memory import shared_memory
+from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, specialized_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
+from jgg.configs.requirements import shared_memory, why_not_specialized
 from jgg.configs.tuned_configs import Entry, merge, parse, user_file
-from jgg.configs.warp_specialization import why_not
 from jgg.gpu_target import Target, current_target, device_target
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
@@ -43,8 +37,7 @@ _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
 )
-# Beside the warp-specialised kernel, whose tiles have these columns and stages, few others are worth a trial.
-_SPECIALIZED_TILES = ((256, 4), (128, 6))
+# Beside the warp-specialised kernel few others are worth a trial.
 _TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 
@@ -163,7 +156,7 @@ def tune_op(
             failure = trial.failure
             _logger.info("tuning %s: %s is out: %s", op, config, failure)
         elif best is None or trial.milliseconds < best.milliseconds:
-            best = _entry(op, problem, config, trial.milliseconds, target, implementation)
+            best = _entry(problem, config, trial.milliseconds, target, implementation)
             with lock:
                 merge(out, best, keep_faster=True)
 
@@ -180,24 +173,23 @@ def tune_op(
 
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
     """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
-    chosen, base = (heuristic_config(op, problem, target, may_specialize) for may_specialize in (True, False))
-    row_axis, column_axis, _ = output_axes(op, problem.w_layout)
+    kind = CONFIG_TYPES[op]
+    chosen, base = (heuristic_config(kind, problem, target, may_specialize) for may_specialize in (True, False))
     configs = [chosen]
     tiles = _TILES
-    if why_not(op, problem, target) is None and has_rows_for_specialized(problem):
+    if why_not_specialized(kind, problem, target) is None and has_rows_for_specialized(problem):
         tiles = _TILES_BESIDE_SPECIALIZED
-        features = {"k": problem.in_features, "n": problem.out_features}[column_axis]
-        for columns, num_stages in _SPECIALIZED_TILES:
-            if columns == 256 or features % 256 or features <= 512:
-                config = specialized_config(op, problem.w_layout, columns, num_stages)
+        num_columns = kind.sizes(problem).columns
+        for columns in (256, 128):
+            if columns == 256 or num_columns % 256 or num_columns <= 512:
+                config = specialized_config(kind, problem.w_layout, columns)
                 configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
     configs.append(base)
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
-        changes: dict[str, Any] = {f"block_{row_axis}": rows, f"block_{column_axis}": columns}
-        config = dataclasses.replace(
-            base, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs_per_sm, **changes
-        )  # fmt: skip
-        if _is_sensible(op, problem, config, base, target):
+        tile = Tile(rows, columns, base.tile(problem.w_layout).step)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "programs_per_sm": programs_per_sm}
+        config = base.with_tile(tile, problem.w_layout, **options)
+        if _is_sensible(problem, config, base, target):
             configs.append(config)
     return list(dict.fromkeys(configs))
 
@@ -211,18 +203,17 @@ def second_candidates(op: str, problem: GroupedGemmProblem, best: KernelConfig) 
         yield dataclasses.replace(best, fuse_gather=not best.fuse_gather)
 
 
-def _is_sensible(
-    op: str, problem: GroupedGemmProblem, config: KernelConfig, base: KernelConfig, target: Target
-) -> bool:
+def _is_sensible(problem: GroupedGemmProblem, config: KernelConfig, base: KernelConfig, target: Target) -> bool:
     """Whether a tile fits shared memory and registers, is no wider than its axis and no taller than the groups."""
-    axes = output_axes(op, problem.w_layout)
-    rows, columns = (getattr(config, f"block_{axis}") for axis in axes[:2])
-    features = {"k": problem.in_features, "n": problem.out_features, "m": base.block_m}
-    fits_axes = all(size <= max(128, features[axis]) for axis, size in zip(axes[:2], (rows, columns), strict=True))
-    if op != "dw" and rows > base.block_m * 2:  # the heuristic's tiles are as tall as the groups have rows
-        return False
-    memory = config.programs_per_sm * shared_memory(op, problem, target, config)
+    rows, columns, _ = config.tile(problem.w_layout)
+    num_rows, num_columns, _ = config.sizes(problem)
+    if not isinstance(config, KernelConfigDW):
+        num_rows = base.block_m  # the heuristic's tiles are as tall as the groups have rows
+        if rows > num_rows * 2:
+            return False
+    memory = config.programs_per_sm * shared_memory(problem, target, config)
     accumulators = rows * columns // (32 * config.num_warps)
+    fits_axes = rows <= max(128, num_rows) and columns <= max(128, num_columns)
     return fits_axes and memory <= target.shared_memory and accumulators <= 128
 
 
@@ -245,12 +236,11 @@ def _try(
 
 
 def _entry(
-    op: str, problem: GroupedGemmProblem, config: KernelConfig, milliseconds: float, target: Target, implementation: str
+    problem: GroupedGemmProblem, config: KernelConfig, milliseconds: float, target: Target, implementation: str
 ) -> Entry:
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jax-triton", "triton")}
     is_real = implementation == "triton"
     return Entry(
-        op=op,
         problem=problem,
         config=config,
         milliseconds=milliseconds,

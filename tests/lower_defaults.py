@@ -2,7 +2,7 @@
 
 Takes the compute capability, how many problems, and a seed. Each line printed is a JSON object: a kernel with the
 problem and the configuration that it was compiled for, the bytes of shared memory that it compiled to, and those that
-`jgg.configs.shared_memory` says it takes at most (null for the small kernels beside the products).
+`jgg.configs.requirements.shared_memory` says it takes at most (null for the small kernels beside the products).
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ from lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
 import jgg
 from jgg.backends import compile_ahead, jax_triton_fixes
-from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config
-from jgg.configs.shared_memory import shared_memory
+from jgg.configs.heuristic import heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import choose_config
 from jgg.gpu_target import _context, current_target
 from jgg.measuring.workloads import gemm, load_layers, operands
@@ -78,9 +79,9 @@ def print_kernels():
     """Prints each kernel that is compiled, whether or not it fits."""
     product = {}
 
-    def choose(op, problem, target, given=None):
-        config = choose_config(op, problem, target, given)
-        most = shared_memory(op, problem, target, config)
+    def choose(kind, problem, target, given=None):
+        config = choose_config(kind, problem, target, given)
+        most = shared_memory(problem, target, config)
         product.update(problem=str(problem), config=str(config), most=most)
         return config
 
@@ -90,9 +91,8 @@ def print_kernels():
 
     forward.choose_config = dx.choose_config = dw.choose_config = choose
     jax_triton_fixes._check_fits = note
-    compile_ahead.COMPILER = compile_ahead.AheadCompiler(
-        0
-    )  # what is compiled is of the product that was chosen for last
+    # what is compiled is of the product that was chosen for last
+    compile_ahead.COMPILER = compile_ahead.AheadCompiler(0)
 
 
 def main():
@@ -106,7 +106,7 @@ def main():
             problem, configs = random_problem(rng), {}
             if index % 2:  # as where the warp-specialised kernel cannot run, with another version of Triton
                 configs = {
-                    name: heuristic_config(op, problem, current_target(), may_specialize=False)
+                    name: heuristic_config(CONFIG_TYPES[op], problem, current_target(), may_specialize=False)
                     for name, op in zip(names, CONFIG_TYPES, strict=True)
                 }
             lower(problem, configs)

@@ -26,7 +26,8 @@ from jgg.activations import ACTIVATIONS
 from jgg.backends import triton as triton_implementation
 from jgg.backends.choice import How
 from jgg.configs import tuned_configs
-from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config
+from jgg.configs.heuristic import heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.gpu_target import current_target
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
@@ -86,7 +87,7 @@ def chosen_configs(target, problem, dtype, precision):
     """The configurations that the heuristic chooses for the products of a problem, by their names."""
     arrays, static = arguments(*problem, dtype, precision)
     checked = check_problem(**arrays, **static)
-    return {op: heuristic_config(op, checked, target) for op in CONFIG_TYPES}
+    return {op: heuristic_config(CONFIG_TYPES[op], checked, target) for op in CONFIG_TYPES}
 
 
 def every_problem():

@@ -17,7 +17,9 @@ from lower_defaults import DEVICES, device, random_problem
 
 import jgg
 from jgg.configs import tuned_configs
-from jgg.configs.kernel_configs import CONFIG_TYPES, can_run, heuristic_config
+from jgg.configs.heuristic import heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.configs.requirements import can_run
 from jgg.gpu_target import current_target
 
 COUNT = int(os.environ.get("JGG_FIT_CASES", 40))
@@ -50,7 +52,7 @@ def test_kernels_fit(compute_capability):
     too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
     surprising = [kernel for kernel in kernels if kernel["most"] and kernel["shared_memory"] > kernel["most"]]
-    assert not surprising, f"more than jgg.configs.shared_memory says: {table(surprising)}"
+    assert not surprising, f"more than jgg.configs.requirements.shared_memory says: {table(surprising)}"
     assert {"forward_kernel", "dx_kernel", "dw_kernel"} < {kernel["kernel"] for kernel in kernels}
 
 
@@ -62,9 +64,9 @@ def test_every_choice_is_expected_to_fit(compute_capability):
     for _ in range(300):
         problem = random_problem(rng)
         for op in CONFIG_TYPES:
-            plain = heuristic_config(op, problem, target, may_specialize=False)
-            for config in (plain, tuned_configs.choose_config(op, problem, target)):
-                assert can_run(op, problem, target, config), (op, problem, config)
+            plain = heuristic_config(CONFIG_TYPES[op], problem, target, may_specialize=False)
+            for config in (plain, tuned_configs.choose_config(CONFIG_TYPES[op], problem, target)):
+                assert can_run(problem, target, config), (op, problem, config)
 
 
 def test_tuned_configurations_are_expected_to_fit():
@@ -72,7 +74,7 @@ def test_tuned_configurations_are_expected_to_fit():
     for path in tuned_configs.shipped_files():
         for entry in tuned_configs.parse(path):
             with jgg.target(entry.compute_capability):
-                assert can_run(entry.op, entry.problem, current_target(), entry.config), entry
+                assert can_run(entry.problem, current_target(), entry.config), entry
 
 
 def test_a_given_configuration_that_does_not_fit_is_refused():

@@ -14,7 +14,8 @@ from jgg import tuning
 from jgg.backends.choice import Launcher
 from jgg.cli import main
 from jgg.configs import tuned_configs
-from jgg.configs.kernel_configs import CONFIG_TYPES, heuristic_config, specialized_config
+from jgg.configs.heuristic import heuristic_config, specialized_config
+from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.gpu_target import Target
 from jgg.measuring.workloads import gemm, load_layers
 from jgg.products.forward import FORWARD, Forward
@@ -36,18 +37,18 @@ def own_file(tmp_path, monkeypatch):
     return path
 
 
-def entry(problem=PROBLEM, config=UNUSUAL, op="forward", milliseconds=1.0, capability=90, device="NVIDIA H200"):
-    return tuned_configs.Entry(op, problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
+def entry(problem=PROBLEM, config=UNUSUAL, milliseconds=1.0, capability=90, device="NVIDIA H200"):
+    return tuned_configs.Entry(problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
 
 
 def chosen(problem=PROBLEM, op="forward", target=HOPPER):
-    return tuned_configs.choose_config(op, problem, target)
+    return tuned_configs.choose_config(CONFIG_TYPES[op], problem, target)
 
 
 def test_an_entry_survives_its_file(own_file):
     entries = [
         entry(),
-        entry(gemm(**SIZES, w_layout="ekn", permute_x=True, biased=True), jgg.KernelConfigDX(num_warps=4), op="dx"),
+        entry(gemm(**SIZES, w_layout="ekn", permute_x=True, biased=True), jgg.KernelConfigDX(num_warps=4)),
         entry(gemm(**SIZES, dtype="float32", precision="highest", permute_y=True, weighted=True), UNUSUAL),
     ]
     for each in entries:
@@ -58,7 +59,7 @@ def test_an_entry_survives_its_file(own_file):
 
 def test_without_a_file_the_heuristic_chooses():
     for op in CONFIG_TYPES:
-        assert chosen(op=op) == heuristic_config(op, PROBLEM, HOPPER)
+        assert chosen(op=op) == heuristic_config(CONFIG_TYPES[op], PROBLEM, HOPPER)
 
 
 def test_the_kernel_gets_the_tuned_configuration(own_file):
@@ -71,7 +72,7 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
     problem = gemm(num_rows=64, in_features=64, out_features=64, num_experts=4)
     x, w = jnp.ones(problem.x_shape, problem.dtype), jnp.ones(problem.w_shape, problem.dtype)
     bounds = group_bounds(jnp.full(4, 16), 64)
-    for expected in (heuristic_config("forward", problem, HOPPER).band, 3):
+    for expected in (heuristic_config(jgg.KernelConfigForward, problem, HOPPER).band, 3):
         FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem)
         assert launches[-1].constants["BAND"] == expected
         tuned_configs.merge(own_file, entry(problem))
@@ -109,10 +110,10 @@ def test_an_entry_serves_the_other_layout_until_that_has_its_own(own_file, op):
     config = CONFIG_TYPES[op](block_m=32, block_n=64, block_k=128)
     turned = dataclasses.replace(config, block_n=128, block_k=64) if op == "dw" else config
     problem = gemm(**SIZES | {"in_features": 1024}, w_layout="ekn")
-    tuned_configs.merge(own_file, entry(config=config, op=op))
+    tuned_configs.merge(own_file, entry(config=config))
     assert chosen(problem, op) == turned
     own = dataclasses.replace(config, band=3)
-    tuned_configs.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own, op=op))
+    tuned_configs.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own))
     assert chosen(problem, op) == own
     assert chosen(op=op) == config
 
@@ -130,7 +131,7 @@ def test_another_device_or_product_does_not(own_file):
     assert chosen(target=Target(90, 132, "NVIDIA H100 80GB HBM3")) == UNUSUAL  # the same multiprocessor
     assert chosen(target=Target(90, 132)) == UNUSUAL  # named for ahead-of-time lowering
     assert chosen(target=Target(100, 148)) != UNUSUAL
-    assert chosen(op="dx") == heuristic_config("dx", PROBLEM, HOPPER)
+    assert chosen(op="dx") == heuristic_config(jgg.KernelConfigDX, PROBLEM, HOPPER)
 
 
 def test_the_nearest_entry_is_used(own_file):
@@ -153,16 +154,16 @@ def test_an_entry_that_does_not_fit_is_passed_over(own_file):
     float32 = dataclasses.replace(PROBLEM, out_dtype=jnp.dtype("float32"))
     assert chosen(float32) == far
     tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), wide))
-    assert chosen(float32) == heuristic_config("forward", float32, HOPPER)
-    given = tuned_configs.choose_config("forward", float32, HOPPER, wide)
+    assert chosen(float32) == heuristic_config(jgg.KernelConfigForward, float32, HOPPER)
+    given = tuned_configs.choose_config(jgg.KernelConfigForward, float32, HOPPER, wide)
     assert given == wide  # refused where it is compiled, and its memory known
 
 
 def test_an_entry_for_the_warp_specialised_kernel_is_passed_over_where_that_cannot_run(own_file):
     weighted = gemm(**SIZES, weighted=True)
-    tuned_configs.merge(own_file, entry(weighted, specialized_config("dx", "enk"), op="dx"))
+    tuned_configs.merge(own_file, entry(weighted, specialized_config(jgg.KernelConfigDX, "enk")))
     far = gemm(**SIZES | {"in_features": 1024}, weighted=True)
-    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigDX(band=3), op="dx"))
+    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigDX(band=3)))
     assert chosen(weighted, op="dx") == jgg.KernelConfigDX(band=3)
 
 
@@ -234,14 +235,14 @@ def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, conte
     own_file.parent.mkdir()
     own_file.write_text(content)
     with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations"):
-        assert chosen() == heuristic_config("forward", PROBLEM, HOPPER)
+        assert chosen() == heuristic_config(jgg.KernelConfigForward, PROBLEM, HOPPER)
     with pytest.raises(ValueError, match=r"tuned\.json is no file"):
         tuned_configs.merge(own_file, entry())
     assert own_file.read_text() == content
 
 
 def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
-    others = [entry(op="dx", config=jgg.KernelConfigDX()), entry(device="NVIDIA H100")]
+    others = [entry(config=jgg.KernelConfigDX()), entry(device="NVIDIA H100")]
     for each in (*others, entry(milliseconds=2.0)):
         tuned_configs.merge(own_file, each)
     tuned_configs.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
@@ -273,7 +274,9 @@ def test_search(op, own_file):
     assert {trial.failure for trial in trials} == {None}
     assert found.milliseconds == min(trial.milliseconds for trial in trials)
     assert tuned_configs.parse(own_file) == (found,)
-    assert tuned_configs.find(op, gemm(**TINY), HOPPER) is None  # what the interpreter measured is for no GPU
+    assert (
+        tuned_configs.find(CONFIG_TYPES[op], gemm(**TINY), HOPPER) is None
+    )  # what the interpreter measured is for no GPU
 
 
 @pytest.mark.interpret
@@ -323,14 +326,12 @@ def test_candidates_fit_the_device():
         for problem in layer.gemms().values():
             for op in CONFIG_TYPES:
                 configs = tuning.first_candidates(op, problem, HOPPER)
-                assert configs[0] == heuristic_config(op, problem, HOPPER)
+                assert configs[0] == heuristic_config(CONFIG_TYPES[op], problem, HOPPER)
                 assert len(set(configs)) == len(configs) > 2
                 for config in configs:
-                    steps = {"forward": "block_k", "dx": "block_n", "dw": "block_m"}
-                    step = getattr(config, steps[op])
-                    blocks = config.block_m * config.block_n * config.block_k // step
+                    rows, columns, _ = config.tile(problem.w_layout)
                     threads = 32 * config.num_warps * (2 if config.warp_specialized else 1)  # of a cluster
-                    assert blocks // threads <= 128  # accumulators of a thread
+                    assert rows * columns // threads <= 128  # accumulators of a thread
 
 
 def test_tune_needs_a_gpu(monkeypatch):

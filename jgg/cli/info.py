@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from jgg.cli.machine import CUDA_PLUGINS, Device, Facts, gather
-from jgg.configs.warp_specialization import COMPUTE_CAPABILITY
+from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
 from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, numbers, satisfies, unlike
 
@@ -71,7 +71,7 @@ def _choose(facts: Facts) -> tuple[str, str, str | None]:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
     other = unlike(WARP_SPECIALIZED, facts.versions)
-    if other and numbers(capability) == divmod(COMPUTE_CAPABILITY, 10):
+    if other and numbers(capability) == divmod(SPECIALIZED_COMPUTE_CAPABILITY, 10):
         has += f"; without the warp-specialised kernels, the fastest: {other}"
     return "triton", has, None
 

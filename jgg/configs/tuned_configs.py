@@ -13,8 +13,9 @@ from typing import Any, Self, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import CONFIG_TYPES, can_run, heuristic_config
-from jgg.configs.warp_specialization import why_not
+from jgg.configs.heuristic import heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDX
+from jgg.configs.requirements import can_run, why_not_specialized
 from jgg.files import cache_folder, locked, replace_text
 from jgg.gpu_target import Target
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
@@ -28,9 +29,8 @@ class Entry:
     """A measured configuration.
 
     Attributes:
-      op: "forward", "dx" or "dw".
       problem: what was computed.
-      config: the fastest configuration, of the op's type.
+      config: the fastest configuration, of the product's type.
       milliseconds: of one call on the device.
       device: as the driver names it.
       compute_capability: 10 * major + minor; the entry serves every device that has it.
@@ -38,14 +38,18 @@ class Entry:
       date: ISO 8601.
     """
 
-    op: str
     problem: GroupedGemmProblem
-    config: Any
+    config: KernelConfig
     milliseconds: float
     device: str
     compute_capability: int
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     date: str = ""
+
+    @property
+    def op(self) -> str:
+        """The product: "forward", "dx" or "dw"."""
+        return self.config.op
 
     @property
     def tflops(self) -> float:
@@ -78,7 +82,6 @@ class Entry:
         if not 0 < milliseconds < math.inf:
             raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
         return cls(
-            op=entry["op"],
             problem=_made_of(GroupedGemmProblem, problem, 2**31 - 1),
             config=_made_of(CONFIG_TYPES[entry["op"]], entry["config"], 2**12),  # kernels multiply by it in int32
             milliseconds=milliseconds,
@@ -92,8 +95,9 @@ class Entry:
 def _made_of(kind, values, most):
     """An object of a dataclass, if the values are of the types that it declares and ints from 1 to `most`."""
     made = kind(**values)
-    for name, declared in get_type_hints(kind).items():
-        value = getattr(made, name)
+    declarations = get_type_hints(kind)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        declared, value = declarations[name], getattr(made, name)
         is_of_type = declared is Any or isinstance(value, declared)
         if not is_of_type or (type(value) is bool and declared is not bool):  # Python takes True for an int
             raise TypeError(f"{name} must be {declared}, got {value!r}")
@@ -102,29 +106,31 @@ def _made_of(kind, values, most):
     return made
 
 
-def choose_config(op: str, problem: GroupedGemmProblem, target: Target, given=None):
+def choose_config(
+    kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target, given: KernelConfig | None = None
+) -> KernelConfig:
     """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
     The heuristic also chooses in place of a given one for the warp-specialised kernel where that cannot run. Files are
     read at trace time.
     """
     if given is None:
-        return _tuned_config(op, problem, target) or heuristic_config(op, problem, target)
-    reason = why_not(op, problem, target) if given.warp_specialized else None
+        return _tuned_config(kind, problem, target) or heuristic_config(kind, problem, target)
+    reason = why_not_specialized(kind, problem, target) if given.warp_specialized else None
     if reason is None:
         return given
-    _logger.info("The warp-specialised kernel is not used for this %s: %s", op, reason)
-    return heuristic_config(op, problem, target)
+    _logger.info("The warp-specialised kernel is not used for this %s: %s", kind.op, reason)
+    return heuristic_config(kind, problem, target)
 
 
-def _tuned_config(op, problem, target):
-    entry = find(op, problem, target)
+def _tuned_config(kind, problem, target):
+    entry = find(kind, problem, target)
     if entry is None and target.has_tma and problem.dtype.itemsize == 2:  # what files are about
-        _log_miss(op, problem)
+        _log_miss(kind.op, problem)
     return entry and entry.config
 
 
-def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
+def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> Entry | None:
     """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
 
     An entry must be for the same product with the same options, compute capability and size of dtype, none of K, N and
@@ -136,13 +142,13 @@ def find(op: str, problem: GroupedGemmProblem, target: Target) -> Entry | None:
             entry
             for entry in load(path)
             if entry.compute_capability == target.compute_capability
-            and entry.op == op
-            and _options(op, entry.problem) == _options(op, problem)
+            and type(entry.config) is kind
+            and _options(kind, entry.problem) == _options(kind, problem)
             and max(_distances(entry.problem, problem)[:3]) <= 1
         ]
         for entry in sorted(near, key=functools.partial(_remoteness, problem, target)):
             entry = in_layout(problem.w_layout, entry)
-            if can_run(op, problem, target, entry.config):
+            if can_run(problem, target, entry.config):
                 return entry
     return None
 
@@ -157,9 +163,7 @@ def in_layout(w_layout: str, entry: Entry) -> Entry:
     """The entry for weights of that layout; dW's tiles are turned with dw, which is stored as w is."""
     if entry.problem.w_layout == w_layout:
         return entry
-    config = entry.config
-    if entry.op == "dw":
-        config = dataclasses.replace(config, block_n=config.block_k, block_k=config.block_n)
+    config = entry.config.with_tile(entry.config.tile(entry.problem.w_layout), w_layout)
     return dataclasses.replace(entry, problem=dataclasses.replace(entry.problem, w_layout=w_layout), config=config)
 
 
@@ -231,7 +235,7 @@ def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
         replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
 
 
-def _options(op, problem):
+def _options(kind, problem):
     """What must be the same; precision is for float32 alone, and dx knows no bias."""
     precision = problem.precision if problem.dtype.itemsize == 4 else None
     return (
@@ -241,7 +245,7 @@ def _options(op, problem):
         problem.permute_x,
         problem.permute_y,
         problem.has_topk_weights,
-        problem.has_bias and op != "dx",
+        problem.has_bias and kind is not KernelConfigDX,
     )
 
 

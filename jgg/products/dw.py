@@ -46,7 +46,7 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
 
 def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
-    launcher = launcher._replace(config=choose_config("dw", problem, launcher.target, launcher.config))
+    launcher = launcher._replace(config=choose_config(KernelConfigDW, problem, launcher.target, launcher.config))
     config, target = launcher.config, launcher.target
     scales = row_scales(topk_weights, gather_indices)
     copies_x = problem.permute_x and not config.fuse_gather

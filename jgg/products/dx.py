@@ -67,7 +67,7 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
     """Without row sums, dx of tokens is made a part of its columns after the other, each added up by token."""
     dy, x, bounds, gather_indices = operands.dy, operands.x, operands.bounds, operands.gather_indices
-    launcher = launcher._replace(config=choose_config("dx", problem, launcher.target, launcher.config))
+    launcher = launcher._replace(config=choose_config(KernelConfigDX, problem, launcher.target, launcher.config))
     if problem.permute_y and not launcher.config.fuse_gather:
         dy = combine(launcher, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
@@ -93,7 +93,7 @@ def _multiply_rows(
     config, target = launcher.config, launcher.target
     if config.warp_specialized:
         dx = warp_specialized.multiply_rows(
-            launcher, "dx", problem, terms, w, bounds, gather_indices,
+            launcher, problem, terms, w, bounds, gather_indices,
             gathers=problem.permute_y, first_column=first_column,
         )  # fmt: skip
         return dx, None

@@ -53,7 +53,7 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     product = problem
     if problem.combine_y:
         product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
-    launcher = launcher._replace(config=choose_config("forward", product, launcher.target, launcher.config))
+    launcher = launcher._replace(config=choose_config(KernelConfigForward, product, launcher.target, launcher.config))
     if product.permute_x and not launcher.config.fuse_gather:
         x = expert_order(launcher, x, gather_indices, product.topk)
         product = dataclasses.replace(product, permute_x=False)
@@ -78,7 +78,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
         problem = dataclasses.replace(problem, permute_y=False)
     if config.warp_specialized:
         y = warp_specialized.multiply_rows(
-            launcher, "forward", problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
+            launcher, problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
             gathers=problem.permute_x, first_column=first_column,
         )  # fmt: skip
         return token_order(launcher, y, gather_indices) if scatter_after else y

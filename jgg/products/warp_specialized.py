@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jgg.backends.choice import Launcher
-from jgg.configs.kernel_configs import output_axes
-from jgg.configs.warp_specialization import max_columns
+from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
+from jgg.configs.requirements import max_columns
 from jgg.problem import GroupedGemmProblem
 from jgg.products import column_parts
 from jgg.products.launch import Launch, bounded_rows, matrices, matrix, tile_operands
@@ -22,7 +22,7 @@ _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgr
 
 
 def multiply_rows(
-    launcher: Launcher, op: str, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
+    launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int,
 ):  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
@@ -34,14 +34,14 @@ def multiply_rows(
     from jgg.kernels.hopper import hopper_kernel
 
     config = launcher.config
-    block_columns, step = _blocks(op, problem, config)
-    dtype = problem.out_dtype if op == "forward" else problem.dtype
-    features = {"n": problem.out_features, "k": problem.in_features}
-    _, columns, reduced = output_axes(op, problem.w_layout)
+    is_forward = isinstance(config, KernelConfigForward)
+    block_columns, step = _blocks(problem, config)
+    dtype = problem.out_dtype if is_forward else problem.dtype
+    _, columns, reduced = config.sizes(problem)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
-    tiles = math.ceil(len(schedule.group) / 2) * math.ceil(features[columns] / block_columns)
+    tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
     # w [E, columns, reduced] is turned in shared memory
-    is_turned = (op == "forward") == (problem.w_layout == "enk")
+    is_turned = is_forward == (problem.w_layout == "enk")
     launch = Launch(
         operands={
             "left": terms.rows,
@@ -61,19 +61,19 @@ def multiply_rows(
             **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
             "right": matrices(w.shape, (block_columns, step) if is_turned else (step, block_columns)),
         },
-        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, features[columns]), dtype)},
+        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, columns), dtype)},
         constants={
             "HAS_TERMS": "" if terms.num_terms is None else "left",
             "RAGGED_M": True,
             "LEFT": 0,
-            "REDUCED": features[reduced],
-            "COLUMNS": features[columns],
+            "REDUCED": reduced,
+            "COLUMNS": columns,
             "RIGHT_IS_TURNED": is_turned,
             "GATHERS": gathers,
-            "TOPK": problem.topk if gathers and op == "forward" else 1,
+            "TOPK": problem.topk if gathers and is_forward else 1,
             "Y_BLOCK_STRIDE": 0,
             "Y_GROUP_STRIDE": 0,
-            "Y_ROW_STRIDE": features[columns],
+            "Y_ROW_STRIDE": columns,
             "Y_COLUMN_STRIDE": 1,
             **_constants(config, block_columns, step),
         },
@@ -97,7 +97,7 @@ def multiply_row_blocks(
     from jgg.kernels.hopper import hopper_kernel
 
     config, target = launcher.config, launcher.target
-    block_columns, step = _blocks("dw", problem, config)
+    block_columns, step = _blocks(problem, config)
     left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
     gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
     is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
@@ -147,19 +147,21 @@ def multiply_row_blocks(
     return launcher.run(hopper_kernel, launch)["y"]
 
 
-def _blocks(op, problem, config):
+def _blocks(problem: GroupedGemmProblem, config: KernelConfig) -> tuple[int, int]:
     """Columns of an output tile, and the step along the reduced axis.
 
     Raises: ValueError: the kernel has no such tiles.
     """
-    axes = output_axes(op, problem.w_layout)
-    rows, columns, step = blocks = tuple(getattr(config, f"block_{axis}") for axis in axes)
+    rows, columns, step = tile = config.tile(problem.w_layout)
+    names = config.blocks(problem.w_layout)
     if rows != 2 * _TILE_ROWS or columns not in (128, 256) or step != 64:
-        names = ", ".join(f"block_{axis}" for axis in axes)
-        raise ValueError(f"{names} of {op} with warp_specialized must be 256, 128 or 256, and 64, got {blocks}.")
-    if columns > max_columns(op, problem):
         raise ValueError(
-            f"block_{axes[1]} of {op} with warp_specialized and a result in {problem.out_dtype} must be 128, "
+            f"{', '.join(names)} of {config.op} with warp_specialized must be 256, 128 or 256, and 64, "
+            f"got {tuple(tile)}."
+        )
+    if columns > max_columns(type(config), problem):
+        raise ValueError(
+            f"{names[1]} of {config.op} with warp_specialized and a result in {problem.out_dtype} must be 128, "
             f"got {columns}."
         )
     return columns, step
