@@ -18,7 +18,7 @@ jax_triton = pytest.importorskip("jax_triton")
 from jax_triton import triton_lib  # noqa: E402
 
 from jgg.backends import compile_ahead  # noqa: E402
-from jgg.backends.interpreter_lock import InterpreterLock  # noqa: E402
+from jgg.backends.interpret import InterpreterLock  # noqa: E402
 from jgg.versions import WARP_SPECIALIZED, unlike  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None

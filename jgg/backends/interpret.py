@@ -1,16 +1,17 @@
 """Runs the same kernels on the CPU by Triton's interpreter, under `jax.jit`, to check them where there is no GPU."""
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.backends.interpreter_lock import INTERPRETER_LOCK
 from jgg.gpu_target import Target
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.launch import Launch
@@ -19,6 +20,39 @@ from jgg.versions import check_kernels_can_run
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
 TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
 _PACKAGE = "jgg.interpreted_kernels"
+
+
+class InterpreterLock:
+    """Triton's language, parts of which its interpreter replaces while it runs, for every thread.
+
+    So several threads may compile, or one may interpret and nothing may be compiled meanwhile.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._compiling = 0
+
+    @contextlib.contextmanager
+    def compiles(self):
+        """Held while kernels are compiled."""
+        with self._changed:
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._compiling -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def interprets(self):
+        """Held while a kernel is interpreted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._compiling == 0)
+            yield
+
+
+INTERPRETER_LOCK = InterpreterLock()
 
 
 def call(kernel, launch: Launch) -> dict[str, jax.Array]:

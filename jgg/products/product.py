@@ -10,7 +10,7 @@ from jax.interpreters import ad, mlir
 
 from jgg.backends import choice, compile_ahead
 from jgg.backends.choice import How, Launcher
-from jgg.backends.interpreter_lock import INTERPRETER_LOCK
+from jgg.backends.interpret import INTERPRETER_LOCK
 from jgg.gpu_target import known_target
 from jgg.products.partitioning import Letters, define_partitioned
 
