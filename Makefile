@@ -69,7 +69,7 @@ test-versions: $(BIN)/python
 	$(BIN)/python tools/versions.py --folder .versions
 
 sanitize: $(DEV_STAMP)
-	$(BIN)/python tests/sanitize.py $(if $(TOOLS),--tools $(TOOLS)) $(ARGS)
+	$(BIN)/python -m tests.programs.sanitize $(if $(TOOLS),--tools $(TOOLS)) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

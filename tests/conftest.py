@@ -1,12 +1,11 @@
 """Makes implicit promotion of dtypes and ranks an error, names hypothesis's profiles, divides tests among workers."""
 
-import generated
 import jax
 import jax.numpy as jnp
 import pytest
-import workers
 
 from jgg.backends import compile_ahead, triton
+from tests.support import generated, workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -27,7 +27,7 @@ REQUIRED = ("flatbuffers", "hypothesis", "pytest", "pytest-xdist")  # by the tes
 SHOWN = ("jax", "triton", "jax-triton", "flax")
 QUICK = ["versions", "compiling", "routing_kernels", "activation_kernels"]
 CORE = [*QUICK, "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls", "warp_specialization"]
-LOWERING = "tests/test_lowering.py::test_kernels_compile_and_fit"
+LOWERING = "tests/compiling/test_lowering.py::test_kernels_compile_and_fit"
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
@@ -73,7 +73,7 @@ def run_tests(python: Path, *arguments: str) -> str:
 
 def results(python: Path, quick: bool) -> dict[str, str]:
     """What came of each kind of test."""
-    files = [f"tests/test_{name}.py" for name in (QUICK if quick else CORE)]
+    files = [str(path) for name in (QUICK if quick else CORE) for path in ROOT.glob(f"tests/*/test_{name}.py")]
     found = {"tests": run_tests(python, *files)}
     if not quick:
         for capability in ("80", "90"):

@@ -1,0 +1,339 @@
+"""The command line: what it prints, writes and refuses."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg
+from jgg.cli import demo, info, main, options
+from jgg.cli.demo import train
+from jgg.cli.demo.data import held_out_windows, load_corpus
+from jgg.cli.demo.model import LanguageModel, measure
+from jgg.cli.machine import Device, Facts, TunedEntries, TunedFile, gather
+from tests.support import processes
+from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
+
+VERSIONS = {
+    "jgg": jgg.__version__,
+    "python": "3.12.1",
+    "jax": "0.11.2",
+    "jaxlib": "0.11.2",
+    "jax-triton": "0.4.1",
+    "triton": "3.9.0",
+    "jax-cuda12-plugin": "0.11.2",
+    "jax-cuda13-plugin": None,
+    "flax": "0.12.1",
+}
+CPU = Device("cpu", "cpu")
+H100 = Device("cuda", "NVIDIA H100", "9.0", 132, 80 * 2**30)
+A100 = Device("cuda", "NVIDIA A100", "8.0", 108, 80 * 2**30)
+V100 = Device("cuda", "Tesla V100", "7.0", 80, 16 * 2**30)
+
+
+def facts(device=CPU, versions=None, **changes):
+    """A Linux machine on which every package is as it should be, but for the changes."""
+    defaults = {"system": "Linux", "has_nvidia_gpu": device is not CPU}
+    return Facts(versions=VERSIONS | (versions or {}), devices=(device,), **(defaults | changes))
+
+
+NO_TRITON = {"triton": None, "jax-triton": None}
+INSTALL_TRITON = "pip install 'triton>=3.7.1' 'jax-triton>=0.4.1,<0.5'"
+# name: (facts, implementation, part of the reason, commands)
+ASSESSMENTS = {
+    "GPU": (facts(H100), "triton", "compute capability 9.0", []),
+    "CPU": (facts(), "xla", "no NVIDIA GPU", []),
+    "CPU without Triton": (facts(versions=NO_TRITON), "xla", "no NVIDIA GPU", []),
+    "old GPU": (facts(V100), "xla", "need 8.0", []),
+    "macOS": (facts(system="Darwin"), "xla", "Linux only", []),
+    "no Triton": (facts(H100, NO_TRITON), "xla", "triton and jax-triton", [INSTALL_TRITON]),
+    "old Triton": (
+        facts(H100, {"triton": "3.6.1"}),
+        "triton",
+        "compute capability 9.0",
+        ["pip install 'triton>=3.7.1'"],
+    ),
+    "Triton without the warp-specialised kernels": (
+        facts(H100, {"triton": "3.8.0"}),
+        "triton",
+        "without the warp-specialised kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
+        [],
+    ),
+    "the same on a GPU that has none": (facts(A100, {"triton": "3.8.0"}), "triton", "compute capability 8.0", []),
+    "new JAX": (
+        facts(H100, {"jax": "0.13.0", "jaxlib": "0.13.0", "jax-cuda12-plugin": "0.13.0"}),
+        "triton",
+        "compute capability 9.0",
+        ["pip install 'jax>=0.11.1,<0.13'"],
+    ),
+    "no plugin": (
+        facts(versions={"jax-cuda12-plugin": None}, has_nvidia_gpu=True),
+        "xla",
+        "plugin is not installed",
+        ["pip install 'jgg[cuda12]'"],
+    ),
+    "plugin of another version": (
+        facts(versions={"jax-cuda12-plugin": None, "jax-cuda13-plugin": "0.11.1"}, has_nvidia_gpu=True),
+        "xla",
+        "another version",
+        ["pip install 'jgg[cuda13]'"],
+    ),
+    "GPU hidden": (
+        facts(has_nvidia_gpu=True, jax_platforms="cpu"),
+        "xla",
+        "JAX_PLATFORMS",
+        ["unset JAX_PLATFORMS"],
+    ),
+    "GPU unusable": (
+        facts(has_nvidia_gpu=True),
+        "xla",
+        "no CUDA device",
+        ["python -c 'import jax; jax.devices(\"cuda\")'"],
+    ),
+    "no backend": (
+        dataclasses.replace(facts(), devices=(), backend_error="Unable to initialize cuda"),
+        "xla",
+        "no NVIDIA GPU",
+        ["unset JAX_PLATFORMS"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSESSMENTS)
+def test_info_says_what_runs_and_what_mends(name, monkeypatch, capsys):
+    machine, implementation, reason, commands = ASSESSMENTS[name]
+    monkeypatch.setattr(info, "gather", lambda: machine)
+
+    assert main(["info", "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["implementation"] == implementation
+    assert reason in output["reason"]
+    assert [problem["command"] for problem in output["problems"]] == commands
+
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  {implementation}: {output['reason']}" in lines
+    assert [line.strip() for line in lines if line.startswith("    ")] == commands
+
+
+def test_info_tells_which_tuned_files_serve_this_device(monkeypatch, capsys):
+    files = (
+        TunedFile("own.json", entries=(TunedEntries("NVIDIA H100", "9.0", 2), TunedEntries("NVIDIA B200", "10.0", 3))),
+        TunedFile("bad.json", damage="bad.json is damaged"),
+        TunedFile("shipped.json", entries=(TunedEntries("NVIDIA H200", "9.0", 100),)),
+    )
+    monkeypatch.setattr(info, "gather", lambda: facts(H100, tuned_files=files))
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  own.json: 2 measured on NVIDIA H100" in lines
+    assert "  own.json: 3 measured on NVIDIA B200, not used here" in lines
+    assert "  ignored: bad.json is damaged" in lines
+    assert (
+        "  shipped.json: 100 measured on NVIDIA H200, used here too: NVIDIA H100 has the same multiprocessor" in lines
+    )
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tuned_files"]
+    assert found[2]["entries"] == [{"device": "NVIDIA H200", "compute_capability": "9.0", "count": 100}]
+
+
+def test_info_reads_the_tuned_files(monkeypatch, tmp_path):
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv("JGG_TUNED", str(path))
+    assert path not in [Path(file.path) for file in gather().tuned_files]
+    path.write_text("{")
+    damaged = gather().tuned_files[0]
+    assert (damaged.path, damaged.entries) == (str(path), ())
+    assert "tuned.json is no file of tuned configurations" in damaged.damage
+
+
+def test_info_of_this_machine(capsys):
+    assert main(["info", "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["versions"]["jax"] == jax.__version__
+    assert [device["kind"] for device in output["devices"]] == [device.device_kind for device in jax.local_devices()]
+
+
+def test_info_knows_the_requirements():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, specifier in info.REQUIREMENTS.items():
+        assert any(requirement.partition(";")[0] == name + specifier for requirement in project["dependencies"]), name
+    extras = project["optional-dependencies"]
+    assert set(extras) >= {"demo", "cuda12", "cuda13"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["demo", "--steps", "0"], "--steps: must be 1 or more, got 0"),
+        (["demo", "--temperature", "0"], "--temperature: must be greater than 0"),
+        (["demo", "--topk", "9"], "--topk 9 is more than --experts 8"),
+        (["demo", "--hidden", "100"], "--hidden must be a multiple of 64, got 100"),
+        (["demo", "--seq", "1000000"], "--seq must be less than"),
+        (["demo", "--out", "nowhere/demo"], "which is no folder"),
+        (["demo", "--implementation", "triton"], "needs a GPU that JAX can use"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(options, "device_target", lambda: None)
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_package_the_demo_says_what_installs_it():
+    program = """
+import sys
+sys.modules["flax"] = None  # so that its import fails
+from jgg.cli import main
+assert not {"matplotlib", "optax", "rich"} & sys.modules.keys()
+sys.exit(main(["demo"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("jgg: flax is not installed: pip install 'jgg[demo]'\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_module_runs_as_the_command():
+    assert processes.run("-m", "jgg", "--version") == f"jgg {jgg.__version__}\n"
+
+
+def test_command_as_installed_starts_quietly():
+    """Without a GPU the CUDA plugin of a development environment has much to say."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module = scripts["jgg"].partition(":")[0]
+    done = subprocess.run([sys.executable, "-m", module, "info"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Versions\n")
+
+
+SMALL = ["--steps=20", "--batch=16", "--seq=64", "--hidden=64", "--layers=1", "--experts=4"]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("optax_promotion")
+def test_demo_learns_and_writes(tmp_path, capsys):
+    out = tmp_path / "small"
+    assert main(["demo", *SMALL, "--out", str(out)]) == 0
+    output = capsys.readouterr().out
+    result = json.loads(out.with_suffix(".json").read_text())
+
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert set(result) >= {"config", "versions", "device", "history", "final", "sample"}
+    assert result["config"]["experts"] == 4
+    assert result["implementation"] == "xla"
+    assert not result["interrupted"]
+    losses = [point["bits_per_byte"] for point in result["history"]["train"]]
+    held_out = result["history"]["held_out"]
+    assert losses[-1] < losses[0] < 8.1
+    assert held_out[-1]["step"] == 20
+    assert held_out[-1]["bits_per_byte"] == result["final"]["held_out_bits_per_byte"] < 6
+    np.testing.assert_allclose(np.sum(result["expert_load"], axis=1), [1], rtol=1e-6)
+    assert result["sample"].startswith("The ")
+    assert f"Held out: {result['final']['held_out_bits_per_byte']:.3f} bits per byte" in output
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("optax_promotion")
+def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    log = train.Trainer._log
+
+    def interrupt(trainer, step, *arguments):
+        if step > 10:
+            raise KeyboardInterrupt
+        log(trainer, step, *arguments)
+
+    monkeypatch.setattr(train.Trainer, "_log", interrupt)
+    out = tmp_path / "interrupted"
+    assert main(["demo", *SMALL, "--quiet", "--out", str(out)]) == 130
+    result = json.loads(out.with_suffix(".json").read_text())
+    assert result["interrupted"]
+    assert result["history"]["train"][-1]["step"] == result["final"]["steps"] <= 10
+    assert out.with_suffix(".png").exists()
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    settings = demo.Settings(
+        steps=1, batch=2, seq=16, hidden=64, layers=1, experts=4, topk=2, seed=0, out="",
+        implementation=None, dtype="float32", temperature=1.0, quiet=True,
+    )  # fmt: skip
+    model = LanguageModel(settings, rngs=nnx.Rngs(0))
+    model.head.kernel[...] = jax.random.normal(jax.random.key(1), (64, 256))
+    graphdef, params = nnx.split(model)
+    return graphdef, params, jax.jit(functools.partial(measure, graphdef, params))
+
+
+def test_model_predicts_bytes_from_earlier_ones_alone(small_model):
+    *_, measure_windows = small_model
+    windows = np.random.default_rng(0).integers(0, 256, (2, 17), dtype=np.uint8)
+    changed = windows.copy()
+    changed[:, 9] += 1
+    bits, other = measure_windows(windows).bits, measure_windows(changed).bits
+    np.testing.assert_allclose(bits[:, :8], other[:, :8], rtol=1e-5)
+    assert (jnp.abs(bits[:, 8:] - other[:, 8:]) > 1e-3).all()
+
+
+def test_model_measures_loads_and_their_imbalance(small_model):
+    *_, measure_windows = small_model
+    measured = measure_windows(np.zeros((2, 17), np.uint8))  # every position is routed alike
+    np.testing.assert_array_equal(np.sort(measured.group_sizes, axis=1), [[0, 0, 32, 32]])
+    assert 1 < measured.imbalance < 4
+
+
+def test_held_out_windows_predict_every_byte_once():
+    text = np.arange(100, dtype=np.uint8)
+    windows, is_real = held_out_windows(text, seq=16, batch=4)
+    assert windows.shape == (2, 4, 17)
+    np.testing.assert_array_equal(windows[:, :, 1:][is_real], text[1:])
+    np.testing.assert_array_equal(windows[:, :, :-1][is_real], text[:-1])
+
+
+def test_evaluation_is_the_mean_over_all_held_out_bytes(small_model):
+    graphdef, params, measure_windows = small_model
+    text = np.random.default_rng(0).integers(0, 256, 38, dtype=np.uint8)
+    value = train.make_evaluate(graphdef)(params, *held_out_windows(text, seq=16, batch=2))
+    padded = np.pad(text, (0, 11))
+    bits = [measure_windows(padded[[range(i, i + 17)] * 2]).bits[0] for i in (0, 16, 32)]
+    np.testing.assert_allclose(value, np.concatenate(bits)[:37].mean(), rtol=1e-5)
+
+
+def test_held_out_text_is_not_in_the_training_text():
+    train, held_out = (part.tobytes() for part in load_corpus())
+    assert 300_000 < len(train) < 1_000_000
+    assert 0.08 < len(held_out) / (len(train) + len(held_out)) < 0.101
+    paragraphs = {p for p in held_out.split(b"\n\n") if p.strip()}
+    assert not paragraphs & set(train.split(b"\n\n"))
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_implementation_is_read_off_the_program():
+    pytest.importorskip("jax_cuda12_plugin")
+
+    def program(platform, implementation=None):
+        def product(x, w, group_sizes):
+            return jgg.ragged_dot(x, w, group_sizes, implementation=implementation)
+
+        sizes = jnp.full(4, 16, jnp.int32)
+        with jgg.target(90):
+            traced = jax.jit(product).trace(jnp.ones((64, 32)), jnp.ones((4, 32, 32)), sizes)
+            return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert train.implementation_in(program("cpu")) == "xla"
+    assert train.implementation_in(program("cuda")) == "triton"
+    assert train.implementation_in(program("cuda", "xla")) == "xla"
+    assert train.implementation_in(program("cpu", "interpret")) == "interpret"

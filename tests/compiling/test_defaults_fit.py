@@ -1,0 +1,83 @@
+"""What is chosen by default fits every GPU: random problems, compiled on a machine with none.
+
+JGG_FIT_CASES=N compiles N problems in place of 40.
+"""
+
+import json
+import os
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgg
+from jgg.configs import tuned_configs
+from jgg.configs.heuristic import heuristic_config
+from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.configs.requirements import can_run
+from jgg.gpu_target import current_target
+from tests.programs.lower_defaults import DEVICES, device, random_problem
+from tests.support import processes
+
+COUNT = int(os.environ.get("JGG_FIT_CASES", 40))
+
+
+def lowered(compute_capability):
+    """The kernels that lower_defaults.py compiled, in a process of its own since it replaces what launches them."""
+    count = COUNT // len(DEVICES)
+    output = processes.run_program(
+        "lower_defaults", compute_capability, count, 0,
+        timeout=max(600, 60 * count), JAX_PLATFORMS="cpu", JGG_TUNED="nonesuch",
+    )  # fmt: skip
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def table(rows):
+    return "".join(f"\n{row}" for row in rows)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compute_capability", DEVICES)
+def test_kernels_fit(compute_capability):
+    kernels = lowered(compute_capability)
+    with jgg.target(compute_capability):
+        limit = current_target().shared_memory
+    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
+    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
+    surprising = [kernel for kernel in kernels if kernel["most"] and kernel["shared_memory"] > kernel["most"]]
+    assert not surprising, f"more than jgg.configs.requirements.shared_memory says: {table(surprising)}"
+    assert {"forward_kernel", "dx_kernel", "dw_kernel"} < {kernel["kernel"] for kernel in kernels}
+
+
+@pytest.mark.parametrize("compute_capability", [80, 86, 89, 90, 100, 103, 120])
+def test_every_choice_is_expected_to_fit(compute_capability):
+    rng = random.Random(compute_capability)
+    with device(compute_capability):
+        target = current_target()
+    for _ in range(300):
+        problem = random_problem(rng)
+        for op in CONFIG_TYPES:
+            plain = heuristic_config(CONFIG_TYPES[op], problem, target, may_specialize=False)
+            for config in (plain, tuned_configs.choose_config(CONFIG_TYPES[op], problem, target)):
+                assert can_run(problem, target, config), (op, problem, config)
+
+
+def test_tuned_configurations_are_expected_to_fit():
+    """As they were measured on the device, they do: none is passed over."""
+    for path in tuned_configs.shipped_files():
+        for entry in tuned_configs.parse(path):
+            with jgg.target(entry.compute_capability):
+                assert can_run(entry.problem, current_target(), entry.config), entry
+
+
+def test_a_given_configuration_that_does_not_fit_is_refused():
+    x, w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    config = jgg.KernelConfigForward(num_stages=5)
+
+    def forward(x, w, sizes):
+        return jgg.grouped_gemm(x, w, sizes, kernel_config_fwd=config, implementation="triton")
+
+    with jgg.target(89), pytest.raises(ValueError, match=r"kernel_config_fwd.* 101376 bytes .*sm_89, got 1\d+ bytes"):
+        jax.jit(forward).trace(x, w, sizes).lower(lowering_platforms=("cuda",))

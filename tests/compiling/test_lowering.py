@@ -1,0 +1,90 @@
+"""The kernels compiled for every kind of GPU, on a machine with none.
+
+A process for each, since jax-triton reads where to dump its kernels when it is imported.
+"""
+
+import json
+
+import pytest
+
+import jgg
+from jgg.configs import tuned_configs
+from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.gpu_target import current_target
+from jgg.versions import WARP_SPECIALIZED, unlike
+from tests.programs.lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
+from tests.support import processes
+
+TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])
+
+
+def lowered(folder, compute_capability, *files):
+    """The kernels that lower_kernels.py compiled."""
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": str(folder)}
+    output = processes.run_program("lower_kernels", compute_capability, *files, timeout=600, **environment)
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def assert_fit(kernels, compute_capability):
+    with jgg.target(compute_capability):
+        limit = current_target().shared_memory
+    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
+    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
+
+
+@pytest.mark.thorough
+@TARGETS
+def test_kernels_compile_and_fit(compute_capability, tmp_path):
+    kernels = lowered(tmp_path, compute_capability)
+    assert_fit(kernels, compute_capability)
+    spilling = [kernel for kernel in kernels if kernel["spills"]]
+    assert not spilling, f"registers spill: {table(spilling)}"
+    specialized = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel"]
+    slow = [kernel for kernel in specialized if kernel["stores"] != ["st.global.v4.b32"]]
+    assert not slow, f"stores of less than 16 bytes: {table(slow)}"
+    assert {kernel["kernel"] for kernel in kernels} == {
+        *KERNELS,
+        "combine_kernel",
+        "group_sums_kernel",
+        *LAYER_KERNELS,
+        *(["hopper_kernel"] if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else []),
+    }
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
+def test_tuned_configurations_compile_and_fit(path, tmp_path):
+    (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}
+    kernels = lowered(tmp_path, compute_capability, path)
+    assert kernels
+    assert_fit(kernels, compute_capability)
+
+
+def test_a_tuned_file_comes_along():
+    (path,) = tuned_configs.shipped_files()
+    entries = tuned_configs.parse(path)
+    assert {entry.op for entry in entries} == CONFIG_TYPES.keys()
+    assert len({entry.identity for entry in entries}) == len(entries)
+
+
+def table(kernels):
+    return "".join(f"\n{kernel}" for kernel in kernels)
+
+
+@pytest.mark.thorough
+@TARGETS
+@pytest.mark.parametrize(("mode", "same"), MODES.items())
+def test_every_choice_of_the_heuristic_is_compiled(mode, same, compute_capability):
+    """What test_kernels_compile_and_fit compiles has every configuration that there can be."""
+    with jgg.target(compute_capability):
+        target = current_target()
+
+    compiled = {
+        config
+        for lowered_mode in (mode, same or mode)
+        for problem, products in problems_to_lower(target, lowered_mode)
+        for op, config in chosen_configs(target, problem, *lowered_mode).items()
+        if op in products
+    }
+    chosen = {config for problem in every_problem() for config in chosen_configs(target, problem, *mode).values()}
+    assert chosen <= compiled

@@ -1,0 +1,273 @@
+"""The Flax layers: against NumPy, against each other, and under what Flax does with layers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgg
+import jgg.linen
+import jgg.nnx
+import jgg.sharding
+from jgg.layers import MoELayer
+from tests.support.moe_oracle import FUNCTIONS, expected, sigmoid
+
+pytestmark = pytest.mark.xdist_group("flax")  # one worker compiles what they share
+SIZES = {"hidden_features": 20, "num_experts": 8, "topk": 2}
+OPTIONS = {
+    "defaults": {},
+    "OLMoE": {"normalize": False},
+    "gpt-oss": {
+        "score": "topk_softmax",
+        "activation": "clamped_swiglu",
+        "interleaved": True,
+        "use_bias": True,
+        "use_router_bias": True,
+    },
+    "DeepSeek-V3": {
+        "score": "sigmoid",
+        "scale": 2.5,
+        "num_groups": 4,
+        "topk_groups": 2,
+        "use_selection_bias": True,
+        "shared_features": 12,
+    },
+    "Qwen2-MoE": {"shared_features": 24, "use_shared_gate": True},
+    "Llama-4": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "shared_features": 20},
+    "not gated": {"activation": "relu_squared", "shared_features": 12},
+}
+X = np.random.default_rng(0).normal(size=(3, 5, 24)).astype(np.float32)
+
+
+def nnx_layer(seed=0, **options):
+    layer = jgg.nnx.MoE(24, rngs=nnx.Rngs(seed), precision="highest", **(SIZES | options))
+    for name, shape in layer.layer.shapes.items():
+        if name.startswith("b_"):  # zeros would hide what becomes of them
+            getattr(layer, name)[...] = jax.random.normal(jax.random.key(len(name)), shape)
+    if layer.layer.use_selection_bias:
+        layer.selection_bias[...] = jnp.linspace(-0.3, 0.3, 8)
+    return layer
+
+
+def linen_layer(layer, **options):
+    """The Linen layer with the parameters of an NNX layer."""
+    module = jgg.linen.MoE(precision="highest", **(SIZES | options))
+    variables = {"params": {name: getattr(layer, name)[...] for name in layer.layer.shapes}}
+    if layer.layer.use_selection_bias:
+        variables["router"] = {"selection_bias": layer.selection_bias[...]}
+    return module, variables
+
+
+def oracle(layer, x):
+    """y by NumPy; which experts a token goes to, and with what weights, is jgg.route's."""
+    p = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in layer.layer.shapes}
+    options = layer.layer
+    tokens = x.reshape(-1, x.shape[-1]).astype(np.float64)
+    logits = tokens @ p["w_router"] + p.get("b_router", 0)
+    names = ("score", "normalize", "scale", "num_groups", "topk_groups")
+    routing = jgg.route(
+        jnp.asarray(logits, jnp.float32),
+        options.topk,
+        selection_bias=layer.selection_bias[...] if options.use_selection_bias else None,
+        **{name: getattr(options, name) for name in names},
+    )
+    weights = np.asarray(routing.topk_weights, np.float64)
+    floats = {"x": tokens, "topk_weights": weights, "b_gate_up": None, "b_down": None} | {
+        name: p[name] for name in ("w_gate_up", "w_down", "b_gate_up", "b_down") if name in p
+    }
+    if options.scale_input:
+        floats |= {"x": tokens * weights, "topk_weights": np.ones_like(weights)}
+    chosen = np.asarray(routing.topk_indices)
+    y, _ = expected(floats, chosen, np.zeros_like(tokens), options.activation, options.interleaved, "ekn")
+    if options.shared_features:
+        halves = np.split(tokens @ p["w_shared_gate_up"], 2 if options.activation != "relu_squared" else 1, axis=1)
+        shared = FUNCTIONS[options.activation](*halves) @ p["w_shared_down"]
+        y += shared * (sigmoid(tokens @ p["w_shared_gate"]) if options.use_shared_gate else 1)
+    return y.reshape(x.shape)
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.max(np.abs(want)))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_both_layers_compute_what_numpy_does(options):
+    layer = nnx_layer(**options)
+    module, variables = linen_layer(layer, **options)
+    want = oracle(layer, X)
+    close(nnx.jit(lambda layer, x: layer(x))(layer, X), want)
+    close(jax.jit(module.apply)(variables, X), want)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_both_layers_have_the_same_gradients(options):
+    layer = nnx_layer(**options)
+    module, variables = linen_layer(layer, **options)
+    own = nnx.jit(nnx.grad(lambda layer: jnp.sum(jnp.square(layer(X)))))(layer)
+
+    @jax.jit
+    @jax.grad
+    def linens(params):
+        return jnp.sum(jnp.square(module.apply(variables | {"params": params}, X)))
+
+    gradients = linens(variables["params"])
+    assert set(own) == set(gradients) == set(layer.layer.shapes)  # the selection bias gets none
+    for name, gradient in gradients.items():
+        close(own[name][...], gradient)
+        is_constant = options.get("topk") == 1 and name == "w_router" and not options.get("scale_input")
+        assert is_constant or np.any(np.asarray(gradient)), name
+
+
+def test_linen_makes_the_same_parameters():
+    for options in OPTIONS.values():
+        layer = nnx_layer(**options)
+        variables = jgg.linen.MoE(**(SIZES | options)).init(jax.random.key(0), X)
+        shapes = jax.tree.map(jnp.shape, variables["params"])
+        assert shapes == layer.layer.shapes
+        assert ("router" in variables) == layer.layer.use_selection_bias
+
+
+def test_initial_experts_have_the_scale_of_their_own_inputs():
+    layer = jgg.nnx.MoE(256, 64, num_experts=16, topk=1, rngs=nnx.Rngs(0))
+    for w, features in ((layer.w_gate_up, 256), (layer.w_down, 64)):
+        np.testing.assert_allclose(np.std(w[...]), features**-0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_dtypes(dtype):
+    layer = nnx_layer(dtype=dtype, **OPTIONS["DeepSeek-V3"])
+    x = jnp.asarray(X)
+    gradients = nnx.grad(lambda layer: jnp.sum(layer(x).astype(jnp.float32)))(layer)
+    assert layer(x).dtype == (dtype or jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    close(layer(x).astype(jnp.float32), oracle(layer, X), 1e-5 if dtype is None else 3e-2)
+    module, variables = linen_layer(layer, dtype=dtype, **OPTIONS["DeepSeek-V3"])
+    close(module.apply(variables, x).astype(jnp.float32), layer(x).astype(jnp.float32), 1e-6)
+
+
+def test_metrics_are_intermediates():
+    layer = nnx_layer()
+    module, variables = linen_layer(layer)
+    _, sown = nnx.capture(layer, nnx.Intermediate)(X)
+    _, linens = module.apply(variables, X, mutable="intermediates")
+    logits = jnp.asarray(X).reshape(15, 24) @ layer.w_router[...]
+    indices = np.argsort(-np.asarray(logits), axis=1)[:, :2]
+    for got in (sown, linens["intermediates"]):
+        np.testing.assert_array_equal(got["group_sizes"][0], np.bincount(indices.ravel(), minlength=8))
+        close(got["load_balancing_loss"][0], jgg.load_balancing_loss(logits, jnp.asarray(indices)))
+        close(got["router_z_loss"][0], jgg.router_z_loss(logits))
+    module.apply(variables, X)  # nobody asks for them
+
+
+def test_scan_and_remat_over_layers():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return jgg.nnx.MoE(24, rngs=nnx.Rngs(key), precision="highest", **SIZES)
+
+    layers = make(jax.random.split(jax.random.key(0), 3))
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(layers, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(x, layer):
+            return x + layer(x)
+
+        return jnp.sum(jnp.square(forward(x, layers)))
+
+    value, gradients = loss(layers, jnp.asarray(X))
+    graphdef, state = nnx.split(layers)
+
+    @jax.value_and_grad
+    def unrolled(state):
+        x = jnp.asarray(X)
+        for index in range(3):
+            x = x + nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[index], state))(x)  # noqa: B023
+        return jnp.sum(jnp.square(x))
+
+    want, want_gradients = unrolled(state)
+    close(value, want)
+    jax.tree.map(close, nnx.to_pure_dict(gradients), nnx.to_pure_dict(want_gradients))
+
+
+def test_training_with_optax_leaves_the_selection_bias_to_its_own_rule(optax_promotion):
+    layer = nnx_layer(**OPTIONS["DeepSeek-V3"])
+    before = np.asarray(layer.selection_bias[...])
+    optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+    target = jnp.roll(jnp.asarray(X), 1, axis=-1)
+
+    @nnx.jit
+    def step(layer, optimizer):
+        loss, gradients = nnx.value_and_grad(lambda layer: jnp.mean(jnp.square(layer(X) - target)))(layer)
+        optimizer.update(layer, gradients)
+        return loss
+
+    losses = [float(step(layer, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_array_equal(layer.selection_bias[...], before)
+
+    _, sown = nnx.capture(layer, nnx.Intermediate)(X)
+    sizes = sown["group_sizes"][0]
+    layer.selection_bias[...] = jgg.update_selection_bias(layer.selection_bias[...], sizes, 0.01)
+    np.testing.assert_allclose(layer.selection_bias[...] - before, 0.01 * np.sign(15 * 2 / 8 - sizes), atol=1e-6)
+
+
+def test_sharding_metadata():
+    names = (None, "model", None)
+    layer = nnx_layer(kernel_metadata={"out_sharding": names, "eager_sharding": False})
+    assert layer.w_gate_up.get_metadata("out_sharding") == names == layer.w_down.get_metadata("out_sharding")
+    assert layer.w_router.get_metadata("out_sharding", None) is None
+    module = jgg.linen.MoE(kernel_init=nn.with_partitioning(nn.initializers.ones, names), **SIZES)
+    params = module.init(jax.random.key(0), X)["params"]
+    assert params["w_gate_up"].names == names
+    assert np.isfinite(module.apply({"params": params}, X)).all()
+
+
+ERRORS = {
+    "topk": ({"topk": 9}, "topk must be between 1 and num_experts, 8, got 9"),
+    "score": ({"score": "relu"}, "score must be one of .*got 'relu'"),
+    "activation": ({"activation": "swish"}, "activation must be an Activation or one of"),
+    "scale_input": ({"scale_input": True}, "scale_input needs topk to be 1, got 2"),
+    "topk_groups": (
+        {"num_groups": 2, "topk_groups": 3},
+        "topk_groups must be between 1 and num_groups, 2, got 3",
+    ),
+    "num_groups": ({"num_groups": 3}, "num_groups must divide the number of experts, 8, got 3"),
+    "scale": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    "hidden features": ({"hidden_features": 0}, "hidden_features must be a positive int, got 0"),
+    "implementation": ({"implementation": "x"}, "implementation must be one of .* got 'x'"),
+    "precision": ({"precision": "exact"}, "precision must be None, .* got 'exact'"),
+    "gates and ups apart": (
+        {"sharding": jgg.sharding.MoESharding(jax.sharding.AbstractMesh((2,), ("a",)), tensor="a")},
+        "interleaved must be True with a tensor axis",
+    ),
+    "shared gate": ({"use_shared_gate": True}, "use_shared_gate needs shared_features to be 1 or more, got 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        jgg.nnx.MoE(24, rngs=nnx.Rngs(0), **(SIZES | options))
+    with pytest.raises(ValueError, match=message):
+        jgg.linen.MoE(**(SIZES | options))
+
+
+def test_weights_that_the_devices_do_not_divide():
+    sharding = jgg.sharding.MoESharding(jax.sharding.AbstractMesh((3,), ("a",)), expert="a")
+    init = sharding.split_init(nn.initializers.ones, "w_gate_up")
+    with pytest.raises(ValueError, match=r"w_gate_up must have a multiple of 3 along axis 0, .* got \[8, 24, 40\]"):
+        init(jax.random.key(0), (8, 24, 40), jnp.float32)
+
+
+def test_x_of_other_features():
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., H\] with H equal to in_features, 24, got \[2, 25\]"):
+        nnx_layer()(jnp.ones((2, 25)))
+    with pytest.raises(TypeError, match="scor"):
+        jgg.nnx.MoE(24, rngs=nnx.Rngs(0), scor="softmax", **SIZES)
+    assert MoELayer(24, **SIZES) == MoELayer(24, **SIZES)

@@ -1,0 +1,180 @@
+"""Checkpoints of Hugging Face: against the outputs and gradients of its own blocks (data/hf), and bit for bit."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jgg.hf
+import jgg.linen
+import jgg.nnx
+from jgg.activations import clamped_swiglu
+from jgg.hf_families import FAMILIES, SELECTION_BIAS
+
+DATA = Path(__file__).parents[1] / "data" / "hf"
+EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+
+
+def load(name):
+    """config, weights, and the rest of the reference data of a family."""
+    config = json.loads((DATA / f"{name}.json").read_text())
+    with np.load(DATA / f"{name}.npz") as file:
+        arrays = dict(file)
+    groups = {
+        group: {key.removeprefix(f"{group}/"): array for key, array in arrays.items() if key.startswith(f"{group}/")}
+        for group in ("weights", "grads")
+    }
+    return config, groups["weights"], groups["grads"], {key: arrays[key] for key in ("x", "dy", "y", "dx")}
+
+
+def close(got, want, what):
+    error = np.max(np.abs(np.asarray(got) - want)) / max(np.max(np.abs(want)), 1e-30)  # zeros of an expert unchosen
+    assert error <= 1e-4, f"{what}: {error:.1e}"
+
+
+@EVERY_FAMILY
+def test_outputs_and_gradients_are_those_of_the_original(name):
+    config, weights, gradients, data = load(name)
+    params = jgg.hf.from_hf(config, weights, 0)
+    selection_bias = params.pop(SELECTION_BIAS, None)
+    layer = jgg.hf.moe_layer(config)
+
+    @jax.jit
+    def run(params, x, dy):
+        def apply(params, x):
+            bias = None if selection_bias is None else jnp.asarray(selection_bias)
+            return layer.apply(params, x, bias, precision="highest")[0]
+
+        y, vjp = jax.vjp(apply, params, x)
+        return y, *vjp(dy)
+
+    y, d_params, dx = run(params, data["x"], data["dy"])
+    close(y, data["y"], "y")
+    close(dx, data["dx"], "dx")
+    zeros = {} if selection_bias is None else {SELECTION_BIAS: np.zeros_like(selection_bias)}
+    own = jgg.hf.to_hf(config, d_params | zeros, 0)
+    assert gradients.keys() <= own.keys()
+    assert own.keys() - gradients.keys() == {key for key in own if key.endswith("e_score_correction_bias")}
+    for key, want in gradients.items():
+        close(own[key], want, key)
+
+
+@pytest.mark.thorough
+@EVERY_FAMILY
+def test_flax_layers_take_the_parameters(name):
+    config, weights, _, data = load(name)
+    params = jgg.hf.from_hf(config, weights, 0)
+    options = vars(jgg.hf.moe_layer(config))
+    layer = jgg.nnx.MoE(**options, precision="highest", rngs=nnx.Rngs(0))
+    for key, value in params.items():
+        getattr(layer, key)[...] = value
+    close(layer(jnp.asarray(data["x"])), data["y"], "nnx")
+
+    module = jgg.linen.MoE(
+        precision="highest", **{key: value for key, value in options.items() if key != "in_features"}
+    )
+    variables = {"params": {key: value for key, value in params.items() if key != SELECTION_BIAS}}
+    if SELECTION_BIAS in params:
+        variables["router"] = {SELECTION_BIAS: params[SELECTION_BIAS]}
+    close(module.apply(variables, jnp.asarray(data["x"])), data["y"], "linen")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@EVERY_FAMILY
+def test_there_and_back_bit_for_bit(name, dtype):
+    config, weights, _, _ = load(name)
+    weights = {key: array.astype(dtype) for key, array in weights.items()}
+    params = jgg.hf.from_hf(config, weights, 0)
+    sizes = jgg.hf.moe_layer(config)
+    assert {key: array.shape for key, array in params.items() if key != SELECTION_BIAS} == sizes.shapes
+    back = jgg.hf.to_hf(config, params, 0)
+    assert back.keys() == weights.keys()
+    for key, array in weights.items():
+        assert (back[key].dtype, back[key].shape) == (array.dtype, array.shape), key
+        assert back[key].tobytes() == array.tobytes(), key
+
+
+def rename(weights, layer):
+    return {key.replace("layers.0.", f"layers.{layer}."): array + layer for key, array in weights.items()}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "llama4", "gpt_oss"])
+def test_checkpoint_reads_one_layer_at_a_time(name, is_sharded, tmp_path, monkeypatch):
+    config, weights, _, _ = load(name)
+    layers = {layer: rename(weights, layer) for layer in (1, 3, 12)}
+    everything = {key: array for layer in layers.values() for key, array in layer.items()} | {"lm_head": np.ones(3)}
+    files = {"model.safetensors": everything}
+    if is_sharded:
+        names = sorted(everything)
+        files = {f"model-{shard}.safetensors": {key: everything[key] for key in names[shard::2]} for shard in (0, 1)}
+        index = {key: file for file, part in files.items() for key in part}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for file, part in files.items():
+        save_file(part, tmp_path / file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert jgg.hf.read_config(tmp_path) == config == jgg.hf.read_config(tmp_path / "config.json")
+    checkpoint = jgg.hf.Checkpoint(tmp_path)
+    assert checkpoint.moe_layers(config) == [1, 3, 12]
+    assert len(checkpoint) == len(everything)
+    read = []
+    one = jgg.hf.Checkpoint.__getitem__
+    monkeypatch.setattr(jgg.hf.Checkpoint, "__getitem__", lambda self, key: read.append(key) or one(self, key))
+    params = jgg.hf.from_hf(config, checkpoint, 3)
+    assert sorted(read) == sorted(layers[3])
+    for key, array in jgg.hf.to_hf(config, params, 3).items():
+        np.testing.assert_array_equal(array, layers[3][key])
+
+
+def test_errors_name_the_tensor():
+    config, weights, _, _ = load("mixtral")
+    key = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    without = {name: array for name, array in weights.items() if name != key}
+    with pytest.raises(ValueError, match=f"{key} is missing in the MoE block"):
+        jgg.hf.from_hf(config, without, 0)
+    extra = key.replace("w3.weight", "w3.weight_scale_inv")
+    with pytest.raises(ValueError, match=f"{extra} is not expected in the MoE block"):
+        jgg.hf.from_hf(config, weights | {extra: np.ones(1)}, 0)
+    with pytest.raises(ValueError, match=rf"{key} must have shape \[24, 32\], got \[24, 31\]"):
+        jgg.hf.from_hf(config, weights | {key: weights[key][:, 1:]}, 0)
+    with pytest.raises(ValueError, match=f"{key} must have the dtype of .*w1.weight, float32, got float16"):
+        jgg.hf.from_hf(config, weights | {key: weights[key].astype(np.float16)}, 0)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\..* is missing"):
+        jgg.hf.from_hf(config, weights, 1)
+    jgg.hf.from_hf(config, weights | {"model.layers.1.block_sparse_moe.gate.weight": np.ones(1)}, 0)
+
+
+def test_errors_name_the_parameter():
+    config, weights, _, _ = load("deepseek_v3")
+    params = jgg.hf.from_hf(config, weights, 0)
+    with pytest.raises(ValueError, match="selection_bias is missing"):
+        jgg.hf.to_hf(config, {key: array for key, array in params.items() if key != SELECTION_BIAS}, 0)
+    with pytest.raises(ValueError, match="b_router is not expected"):
+        jgg.hf.to_hf(config, params | {"b_router": np.ones(8)}, 0)
+    with pytest.raises(ValueError, match=r"w_router must have shape \[32, 8\], got \[8, 32\]"):
+        jgg.hf.to_hf(config, params | {"w_router": params["w_router"].T}, 0)
+
+
+def test_configs_that_transformers_5_writes():
+    config, _, _, _ = load("qwen3_moe")
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in config.items()}
+    assert jgg.hf.moe_layer(renamed) == jgg.hf.moe_layer(config)
+    config, _, _, _ = load("gpt_oss")
+    assert jgg.hf.moe_layer(config | {"swiglu_alpha": 1.5}).activation == clamped_swiglu(1.5, 1.5)
+
+
+def test_errors_of_configs():
+    config, _, _, _ = load("qwen3_moe")
+    with pytest.raises(ValueError, match=r"model_type must be one of .*'mixtral'.*got 'bert'"):
+        jgg.hf.moe_layer(config | {"model_type": "bert"})
+    with pytest.raises(ValueError, match="config of model_type 'qwen3_moe' must have 'num_experts', got none"):
+        jgg.hf.moe_layer({key: value for key, value in config.items() if key != "num_experts"})
+    with pytest.raises(ValueError, match=r"hidden_act must be one of .*got 'tanh'"):
+        jgg.hf.moe_layer(config | {"hidden_act": "tanh"})

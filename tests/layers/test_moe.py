@@ -1,0 +1,359 @@
+"""The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
+from jax.test_util import check_grads
+
+import jgg
+from jgg.activations import ACTIVATIONS, clamped_swiglu
+from jgg.moe import moe_mlp
+from tests.support import oracle
+from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
+from tests.support.moe_runs import IMPLEMENTATIONS, run
+
+LAYOUTS = pytest.mark.parametrize(
+    ("biased", "w_layout"),
+    [
+        (False, "enk"),
+        (True, "ekn"),
+        pytest.param(False, "ekn", marks=pytest.mark.thorough),
+        pytest.param(True, "enk", marks=pytest.mark.thorough),
+    ],
+)
+
+
+def assert_close(got, want, tolerance, name):
+    if want is None:
+        assert got is None, name
+        return
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape, name
+    assert np.isfinite(got).all(), name
+    error = np.max(np.abs(got - want), initial=0) / max(np.max(np.abs(want), initial=0), 1e-30)
+    assert error <= tolerance or not np.any(want - got), f"{name}: {error:.1e}"
+
+
+def assert_right(implementation, activation="swiglu", interleaved=False, w_layout="enk", **options):
+    floats, chosen, dy = make(activation, w_layout=w_layout, **options)
+    y, grads = expected(floats, chosen, dy, activation, interleaved, w_layout)
+    got_y, got_grads = run(floats, chosen, dy, implementation, activation, interleaved=interleaved, w_layout=w_layout)
+    assert_close(got_y, y, 1e-5, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-5, name)
+
+
+def test_every_activation_has_an_oracle():
+    assert FUNCTIONS.keys() == ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("implementation", [None, IMPLEMENTATIONS[3]])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_activation(activation, implementation):
+    assert_right(implementation, activation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_gate_and_up_in_turns(activation, implementation):
+    assert_right(implementation, activation, interleaved=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@LAYOUTS
+def test_layout_and_bias(biased, w_layout, implementation):
+    assert_right(implementation, w_layout=w_layout, biased=biased)
+
+
+CASES = {
+    "one token": {"tokens": 1},
+    "no token": {"tokens": 0},
+    "one expert": {"experts": 1, "topk": 1},
+    "every expert": {"experts": 4, "topk": 4},
+    "an expert that nobody chose": {"tokens": 3, "chosen": [[0, 1], [1, 3], [3, 0]]},
+    "all tokens on one expert": {"tokens": 4, "topk": 1, "chosen": [[2]] * 4},
+    "features of no block": {"features": 17, "hidden": 33},
+    "many": {"tokens": 70, "features": 32, "hidden": 48, "experts": 16, "topk": 4},
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(case, implementation):
+    assert_right(implementation, biased=True, **case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@LAYOUTS
+def test_fewer_rows_than_choices(biased, w_layout, implementation):
+    floats, chosen, dy = make(biased=biased, w_layout=w_layout)
+    chosen[::3, 1] = chosen[4] = DATA["experts"]  # no such expert
+    floats["topk_weights"][chosen == DATA["experts"]] = np.nan
+    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
+    num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
+    got_y, got_grads = run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=num_rows)
+    assert_close(got_y, y, 1e-5, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-5, name)
+
+
+def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **sizes):
+    floats, chosen, dy = make(w_layout=w_layout, **sizes)
+    floats = {
+        name: a if a is None else np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for name, a in floats.items()
+    }
+    dy = np.asarray(jnp.asarray(dy, jnp.bfloat16), np.float32)
+    if num_rows is not None:
+        rows = np.argsort(chosen.reshape(-1), kind="stable")
+        chosen.reshape(-1)[rows[num_rows:]] = DATA["experts"]  # no such expert
+    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
+    got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16, num_rows=num_rows, w_layout=w_layout)
+    assert got_y.dtype == jnp.bfloat16
+    assert_close(got_y, y, 1e-2, "y")
+    for name, want in grads.items():
+        assert_close(got_grads[name], want, 2e-2, name)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
+def test_bfloat16_is_as_right_as_its_products(implementation):
+    assert_right_in_bfloat16(implementation, tokens=64, features=64, hidden=48, biased=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num_rows", [None, 350])
+def test_sizes_of_the_warp_specialised_kernel(num_rows, biased, w_layout):
+    """Large enough for it, and for it to gather x and dy as it loads them."""
+    sizes = {"tokens": 200, "features": 1032, "hidden": 136, "biased": biased}
+    assert_right_in_bfloat16("triton", num_rows, w_layout, **sizes)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_experts(implementation):
+    floats, chosen, dy = make(biased=True, experts=0, chosen=np.zeros((13, 2)))
+    y, gradients = run(floats, chosen, dy, implementation)
+    for array, like in ((y, floats["x"]), *((gradients[name], floats[name]) for name in floats)):
+        np.testing.assert_array_equal(array, np.zeros_like(like))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_of_a_token_stays_there(implementation):
+    floats, chosen, dy = make(biased=True)
+    clean, _ = run(floats, chosen, dy, implementation)
+    floats["x"][3] = np.nan
+    got, grads = run(floats, chosen, dy, implementation)
+    others = np.arange(len(dy)) != 3
+    np.testing.assert_array_equal(got[others], clean[others])
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.asarray(grads["x"])[others]).all()
+    untouched = [e for e in range(DATA["experts"]) if e not in chosen[3]]
+    assert np.isfinite(np.asarray(grads["w_gate_up"])[untouched]).all()
+
+
+def test_parameters_of_the_clamped_swiglu():
+    floats, chosen, dy = make("clamped_swiglu")
+    floats["w_gate_up"] *= 5
+    got, _ = run(floats, chosen, dy, None, clamped_swiglu(limit=1.5, alpha=0.7))
+    FUNCTIONS["own"], ACTIVATIONS["own"] = lambda gate, up: clamped(gate, up, 1.5, 0.7), clamped_swiglu(1.5, 0.7)
+    try:
+        want, _ = expected(floats, chosen, dy, "own", False, "enk")
+    finally:
+        del FUNCTIONS["own"], ACTIVATIONS["own"]
+    assert_close(got, want, 1e-5, "y")
+    assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_vmap_with_shared_weights(implementation):
+    batch = [make(seed=seed) for seed in range(3)]
+    shared, _, _ = make(seed=9)
+    ws = [jnp.asarray(shared[name]) for name in ("w_gate_up", "w_down")]
+
+    def loss(ws, x, topk_weights, chosen, dy):
+        routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, DATA["experts"]))
+        y = moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
+        return jnp.sum(y * dy)
+
+    arrays = [jnp.stack([jnp.asarray(f[name]) for f, _, _ in batch]) for name in ("x", "topk_weights")]
+    arrays += [jnp.stack([jnp.asarray(part[index]) for part in batch]) for index in (1, 2)]
+    gradient = jax.grad(loss, argnums=(0, 1))
+    d_ws, d_x = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0, 0)))(ws, *arrays)
+    for index, (floats, chosen, dy) in enumerate(batch):
+        floats = floats | {name: shared[name] for name in ("w_gate_up", "w_down")}
+        _, want = expected(floats, chosen, dy, "swiglu", False, "enk")
+        assert_close(d_x[index], want["x"], 2e-5, "x")
+        for got, name in zip(d_ws, ("w_gate_up", "w_down"), strict=True):
+            assert_close(got[index], want[name], 2e-5, name)
+
+
+def loss_of(dtype=jnp.float32, policy=None, **sizes):
+    floats, chosen, _ = make(**sizes)
+    experts = floats["w_gate_up"].shape[0]
+    arrays = {name: jnp.asarray(a, dtype) for name, a in floats.items() if a is not None}
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
+
+    def loss(arrays):
+        routing = jgg.Routing(
+            arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
+        )
+        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
+
+
+def residual_bytes(function, arrays):
+    """Bytes kept for the backward pass, the weights and what is constant aside."""
+    kept = [
+        aval
+        for aval, source in saved_residuals(function, arrays)
+        if "w_gate_up" not in source and "w_down" not in source and "literal" not in source
+    ]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept), kept
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_kept_for_the_backward_pass(dtype):
+    sizes = {"tokens": 256, "features": 64, "hidden": 48, "experts": 8, "topk": 4}
+    function, arrays = loss_of(dtype, **sizes)
+    total, kept = residual_bytes(function, arrays)
+    rows, itemsize = 256 * 4, jnp.dtype(dtype).itemsize
+    x, pre_activation, y = 256 * 64 * itemsize, rows * 2 * 48 * itemsize, 256 * 64 * 4
+    assert total >= x + pre_activation  # else the measure misses what must be there
+    assert total <= x + pre_activation + 32 * rows + y, kept  # y: of this test's own square
+
+
+@pytest.mark.parametrize("names", [(), ("jgg_x",), ("jgg_pre_activation",), ("jgg_x", "jgg_pre_activation")])
+def test_policies_know_the_residuals_by_name(names):
+    sizes = {"tokens": 64, "features": 32, "hidden": 16, "experts": 4, "topk": 2}
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    function, arrays = loss_of(policy=policy, **sizes)
+    shapes = [aval.shape for aval, source in saved_residuals(function, arrays) if "argument" not in source]
+    assert ((128, 32) in shapes) == ("jgg_pre_activation" in names)
+    plain, _ = loss_of(**sizes)
+    for got, want in zip(
+        jax.tree.leaves(jax.grad(function)(arrays)), jax.tree.leaves(jax.grad(plain)(arrays)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_product_spares_multiprocessors(launched):
+    tokens, hidden, features, experts, topk = 2048, 512, 512, 16, 2
+    shapes = ((tokens, hidden), (experts, 2 * features, hidden), (experts, hidden, features))
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
+
+    def grids(**options):
+        launched.clear()
+
+        @jax.jit
+        @jax.grad
+        def gradient(arrays, indices):
+            routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
+            return jnp.sum(moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
+
+        with jgg.target(90, 132):
+            gradient.trace(arrays, indices).lower(lowering_platforms=("cuda",))
+        return [(name, launch.grid) for name, launch in launched]
+
+    *all_others, (name, (clusters,)) = grids()
+    assert name == "hopper_kernel"
+    assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
+
+
+@pytest.mark.thorough
+def test_xla_to_second_order():
+    floats, chosen, _ = make(tokens=4, features=6, hidden=4, experts=3)
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), 3)
+
+    def function(x, w_gate_up, w_down, topk_weights):
+        routing = jgg.Routing(topk_weights, jnp.asarray(chosen), group_sizes, gather_indices)
+        return moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
+
+    arrays = [jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down", "topk_weights")]
+    check_grads(function, arrays, order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
+
+
+def call(**changes):
+    floats, chosen, _ = make()
+    arrays = {name: jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down")}
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
+    routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
+    parts = {name.removeprefix("routing."): changes.pop(name) for name in list(changes) if name.startswith("routing.")}
+    return moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
+
+
+ERRORS = {
+    "x": ({"x": jnp.ones(24)}, ValueError, r"x must be \[T, H\], 2-dimensional, got \[24\]"),
+    "x of other features": ({"x": jnp.ones((13, 25))}, ValueError, "w_gate_up must have H in-features equal to x's 25"),
+    "tokens": ({"x": jnp.ones((12, 24))}, ValueError, r"routing.topk_weights must be \[T, k\] with T equal to x's 12"),
+    "w_gate_up": ({"w_gate_up": jnp.ones((5, 40))}, ValueError, r"w_gate_up must be \[E, 2 \* I, H\] or"),
+    "odd": ({"w_gate_up": jnp.ones((5, 41, 24))}, ValueError, "w_gate_up must have 2 \\* I out-features .* got 41"),
+    "w_down": (
+        {"w_down": jnp.ones((5, 24, 21))},
+        ValueError,
+        r"w_down must have E, I, H = \[5, 20, 24\].*\[5, 21, 24\]",
+    ),
+    "dtype": ({"w_down": jnp.ones((5, 24, 20), jnp.bfloat16)}, TypeError, "w_down must have the dtype of x, float32"),
+    "b_gate_up": ({"b_gate_up": jnp.ones((5, 20))}, ValueError, r"b_gate_up must be \[E, N\] = \[5, 40\]"),
+    "b_down": ({"b_down": jnp.ones((4, 24))}, ValueError, r"b_down must be \[E, N\] = \[5, 24\]"),
+    "activation": (
+        {"activation": "swish"},
+        ValueError,
+        "activation must be an Activation or one of .*'swiglu'.*'swish'",
+    ),
+    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
+    "expected_rows": ({"expected_rows": 0}, ValueError, "expected_rows must be None or an int of at least 1, got 0"),
+    "choices": (
+        {"routing.topk_indices": jnp.zeros((13, 1), jnp.int32)},
+        ValueError,
+        r"routing.topk_indices must be \[T, k\] = \[13, 2\] as routing.topk_weights, got \[13, 1\]",
+    ),
+    "no choice": ({"routing.topk_weights": jnp.ones((13, 0))}, ValueError, "routing.topk_weights .* k at least 1, got"),
+    "weights": (
+        {"routing.topk_weights": jnp.ones((13, 2), jnp.int32)},
+        TypeError,
+        "routing.topk_weights must be one of float32, float16, bfloat16, got int32",
+    ),
+    "float choices": (
+        {"routing.topk_indices": jnp.ones((13, 2))},
+        TypeError,
+        "routing.topk_indices must be an integer array, got float32",
+    ),
+    "no sizes": ({"routing.group_sizes": None}, TypeError, "routing.group_sizes must be an array, got None"),
+    "sizes": (
+        {"routing.group_sizes": jnp.zeros(4, jnp.int32)},
+        ValueError,
+        r"routing.group_sizes must be \[E\] = \[5\], got \[4\]",
+    ),
+    "rows": (
+        {"routing.gather_indices": jnp.zeros(27, jnp.int32)},
+        ValueError,
+        r"routing.gather_indices must be \[M\] with M at most T \* k = 26, got \[27\]",
+    ),
+    "spare_sms": ({"spare_sms": -1}, ValueError, "spare_sms must be an int of at least 0, got -1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(changes, error, message):
+    assert np.isfinite(np.asarray(call())).all()
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_oracle_agrees_with_the_grouped_gemm_oracle():
+    """The first product of the oracle above is that of the one oracle of grouped GEMM."""
+    floats, chosen, dy = make(topk=1, tokens=6, chosen=[[0], [0], [1], [3], [4], [4]])
+    floats["topk_weights"][:] = 1
+    y, _ = expected(floats, chosen, dy, "swiglu", False, "enk")
+    sizes = np.bincount(chosen[:, 0], minlength=5)
+    pre = oracle.grouped_gemm(floats["x"], floats["w_gate_up"], sizes)
+    hidden = FUNCTIONS["swiglu"](*np.split(pre, 2, axis=1))
+    np.testing.assert_allclose(oracle.grouped_gemm(hidden, floats["w_down"], sizes), y, rtol=1e-12)

@@ -1,0 +1,128 @@
+"""The kernels of routing against the NumPy routers and sorts of test_routing, and bit for bit against the xla path."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.backends.choice import How
+from jgg.gpu_target import current_target
+from jgg.products.launch import MAX_EXPERTS
+from jgg.products.top_k import TOP_K, TopK
+from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
+
+KERNELS = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
+)
+# one of each way to choose: plain, with two groups' scores, with fewer groups of one, with no token, with one expert
+CHOSEN = ["mixtral", "qwen3-next", "deepseek-v3", "groups-of-one", "kimi-k2", "no-token", "every-expert", "one-expert"]
+
+
+@KERNELS
+@pytest.mark.parametrize("name", CHOSEN)
+def test_route(name, implementation):
+    family, options, num_tokens, num_experts, topk, more = FAMILIES[name]
+    logits = random_logits(num_tokens, num_experts)
+    route = jax.jit(functools.partial(jgg.route, topk=topk, implementation=implementation, **(options | more)))
+    assert_routed(route(logits), logits, topk, family, options)
+
+
+@KERNELS
+@pytest.mark.parametrize("num_experts", [1, 5, 16, 130])
+def test_equal_infinite_and_bad_scores_have_the_order_of_xla(num_experts, implementation):
+    rng = np.random.default_rng(num_experts)
+    special = [-np.inf, np.inf, np.nan, -np.float32(np.nan), -0.0, 0.0, 1e-30, -1e-30, 3.4e38, -3.4e38, 1.0, -1.0]
+    scores = jnp.asarray(rng.choice(np.array(special, np.float32), (33, num_experts)))
+    topk = min(num_experts, 9)
+    hows = [How(name, current_target()) for name in (implementation, "xla")]
+    got, want = (TOP_K(how, TopK(scores), topk=topk)[0] for how in hows)
+    np.testing.assert_array_equal(got, want)
+
+
+@KERNELS
+def test_bad_logits_choose_different_experts(implementation):
+    logits = jnp.asarray(list(BAD_TOKENS.values()), jnp.float32)
+    routing = jgg.route(logits, 8, implementation=implementation)
+    np.testing.assert_array_equal(np.sort(routing.topk_indices, axis=1), np.tile(np.arange(8), (len(logits), 1)))
+    np.testing.assert_array_equal(routing.group_sizes, np.full(8, len(logits)))
+
+
+def assert_sorted(experts, num_experts, implementation):
+    got = jgg.sort_by_expert(jnp.asarray(experts), num_experts, implementation)
+    for array, want in zip(got, reference_sort(experts, num_experts), strict=True):
+        np.testing.assert_array_equal(array, want)
+        assert array.dtype == jnp.int32
+
+
+SORTS = {
+    "one row": (1, 1, 0, 1),
+    "one block": (60, 7, 0, 7),
+    "several programs": (1500, 16, 0, 16),
+    "several steps of each program": (9001, 512, 0, 512),
+    "experts that have no row": (500, 100, 40, 60),
+    "all rows on one expert": (700, 64, 63, 64),
+    "rows of no expert": (700, 20, -5, 40),
+    "no row of any expert": (70, 20, 20, 40),
+    "more experts than a power of two": (300, 130, 0, 130),
+    "as many experts as fit": (300, MAX_EXPERTS, 0, MAX_EXPERTS),
+    "more experts than fit": (300, MAX_EXPERTS + 1, 0, MAX_EXPERTS + 1),
+}
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "first", "last"),
+    [
+        pytest.param(*sizes, id=name, marks=[pytest.mark.thorough] * name.startswith("several steps"))
+        for name, sizes in SORTS.items()
+    ],
+)
+def test_sort(num_rows, num_experts, first, last, implementation):
+    experts = np.random.default_rng(num_rows).integers(first, last, num_rows).astype(np.int32)
+    assert_sorted(experts, num_experts, implementation)
+
+
+@KERNELS
+def test_weights_and_gradients_are_those_of_xla(implementation):
+    logits = random_logits(9, 16)
+
+    def weights(logits, implementation):
+        return jgg.route(logits, 3, score="sigmoid", num_groups=4, topk_groups=2, implementation=implementation)[0]
+
+    for got, want in zip(*(
+        jax.vjp(functools.partial(weights, implementation=name), logits) for name in (implementation, "xla")
+    ), strict=True):  # fmt: skip
+        if callable(got):
+            got, want = (vjp(jnp.arange(27, dtype=jnp.float32).reshape(9, 3))[0] for vjp in (got, want))
+        np.testing.assert_array_equal(got, want)
+
+
+@KERNELS
+def test_under_vmap(implementation):
+    logits = jnp.stack([random_logits(12, 16), random_logits(12, 16)[::-1]])
+    routing = jax.jit(jax.vmap(functools.partial(jgg.route, topk=4, implementation=implementation)))(logits)
+    for i in range(2):
+        want = jgg.route(logits[i], 4, implementation="xla")
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, i=i: leaf[i], routing), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(8192, 128, 8), (131_072, 512, 10), (1, 256, 8)])
+def test_large_and_small_batches(num_tokens, num_experts, topk):
+    logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
+    route = jax.jit(functools.partial(jgg.route, topk=topk), static_argnames="implementation")
+    first, second, by_xla = (route(logits, implementation=name) for name in ("triton", "triton", "xla"))
+    for again, want in ((second, first), (by_xla, first)):
+        jax.tree.map(np.testing.assert_array_equal, again, want)
+
+
+def test_an_implementation_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
+        jgg.route(jnp.zeros((2, 4)), 2, implementation="cuda")
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
+        jgg.sort_by_expert(jnp.zeros((2, 4), jnp.int32), 2, implementation="cuda")

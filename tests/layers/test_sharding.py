@@ -1,0 +1,249 @@
+"""MoE layers on several devices and in several processes, in processes of their own; and what a mesh refuses."""
+
+import functools
+import itertools
+import socket
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.products.partitioning import WAY_OUT, Axes, split_letters
+from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
+from tests.support import processes
+from tests.support.sharded_cases import CASES, assert_case_is_right, make
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.thorough
+def test_every_strategy_on_eight_devices():
+    assert processes.run_program("run_sharding").splitlines() == [*CASES, "all right"]
+
+
+def meshes_of_gpus():
+    """(case, shape of a mesh) of 2 and 4 devices, where each axis is split by the case, its experts' among them."""
+    for name, (axes, _, _) in CASES.items():
+        used, experts = set("".join(map("".join, axes.values()))), set(axes.get("expert", ""))
+        for shape in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
+            split = {axis for axis, size in zip("abc", shape, strict=True) if size > 1}
+            if experts <= split <= used:
+                yield name, shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "shape"), list(meshes_of_gpus()))
+def test_every_strategy_on_gpus(name, shape):
+    count = np.prod(shape)
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    assert_case_is_right(name, jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("Auto", jax.P()), ("Auto", jax.P("a", None, "b")), ("Explicit", jax.P())], ids=str
+)
+def test_inside_a_mesh_of_gpus(kind, spec):
+    """ragged_dot and its gradients, of whole weights or, on Auto axes, of weights split over experts and features."""
+    count = 4 if jax.device_count() >= 4 else 2
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    mesh = jax.make_mesh((2, count // 2), ("a", "b"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 64), (4, 64, 48)))
+    sizes = jnp.asarray([10, 0, 25, 3], jnp.int32)
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(jgg.ragged_dot(x, w, sizes, precision="highest")))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    want = jax.device_get(step(x, w))
+    with jax.set_mesh(mesh):
+        got = step(x, jax.device_put(w, jax.NamedSharding(mesh, spec)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), jax.device_get(got), want)
+
+
+def test_plain_jit_splits_features_and_experts_and_refuses_rows():
+    assert "all right" in processes.run_program("run_partitioned")
+
+
+def ways_to_split(*shape):
+    """An array in every way that the axes of MESH, of 2 and 4 devices, can split it, evenly or not."""
+    for names in itertools.product(((), ("a",), ("b",), ("a", "b")), repeat=len(shape)):
+        used = sum(names, ())
+        if len(set(used)) == len(used):
+            yield jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(MESH, jax.P(*names)))
+
+
+def test_operands_are_split_as_the_weights_are_or_refused():
+    axes = Axes((".k", "ekn", "en"), (".n",), ("ek",), None)
+    for operands in itertools.product(ways_to_split(6, 8), ways_to_split(2, 8, 12), ways_to_split(2, 12)):
+        x, w, _ = (array.sharding.spec for array in operands)
+        if x[0]:
+            refusal = "An array of rows [6, 8] must not be split over its rows, got "
+        elif "b" in (w[0] or ()) or w[2] == ("a", "b"):  # 2 experts over 4 or 8 devices
+            refusal = "Weights [2, 8, 12] must be split evenly, got "
+        else:
+            refusal = None
+        try:
+            split = split_letters(axes, operands, (jax.ShapeDtypeStruct((6, 12), jnp.float32),))
+        except ValueError as error:
+            assert refusal and str(error).startswith(refusal) and str(error).endswith(WAY_OUT), operands
+        else:
+            assert not refusal, operands
+            kept = jax.NamedSharding(MESH, jax.P(*(split.get(letter) for letter in "ekn")))
+            assert kept.is_equivalent_to(operands[1].sharding, 3), operands
+
+
+@pytest.mark.thorough
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    both = [processes.start("-m", "tests.programs.run_two_processes", i, port) for i in range(2)]
+    try:
+        for process in both:
+            assert "all right" in processes.printed(process)  # between lines of gloo
+    finally:
+        for process in both:
+            process.kill()
+
+
+# what is wrong: (arguments of MoESharding, the message's beginning)
+WRONG_AXES = {
+    "no such axis": ({"expert": "c"}, "expert must be of the mesh's axes ('a', 'b'), got 'c'"),
+    "no such data axis": ({"data": ("a", "c")}, "data must be of the mesh's axes ('a', 'b'), got 'c'"),
+    "an axis twice": ({"fsdp": "a", "tensor": "a"}, "fsdp must name an axis that no other does, got 'a'"),
+    "no such exchange": ({"exchange": "mail"}, "exchange must be one of ('all_gather', 'ragged_all_to_all'), got"),
+    "no room": ({"buffer_factor": 0}, "buffer_factor must be None or a number greater than 0, got 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_AXES.values(), ids=WRONG_AXES)
+def test_wrong_axes(arguments, message):
+    with pytest.raises(ValueError) as error:
+        MoESharding(MESH, **arguments)
+    assert str(error.value).startswith(message)
+
+
+def zeros(**shapes):
+    return {name: np.zeros(shape, np.int32 if name == "topk_indices" else np.float32) for name, shape in shapes.items()}
+
+
+# what is wrong: (axes, changed arrays or options, the message's beginning)
+WRONG_ARRAYS = {
+    "tokens do not divide": (
+        {"data": ("a", "b")},
+        zeros(x=(30, 12), topk_weights=(30, 3), topk_indices=(30, 3)),
+        "x must have a multiple of 8 along axis 0, the devices along 'a' and 'b' of the mesh, got [30, 12]",
+    ),
+    "experts do not divide": (
+        {"expert": "b"},
+        zeros(w_gate_up=(6, 12, 20), w_down=(6, 10, 12), b_gate_up=(6, 20), b_down=(6, 12)),
+        "w_gate_up must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [6, 12, 20]",
+    ),
+    "stored features do not divide": (
+        {"fsdp": "b"},
+        zeros(x=(32, 10), w_gate_up=(8, 10, 20), w_down=(8, 10, 10), b_down=(8, 10)),
+        "w_gate_up must have a multiple of 4 along axis 1",
+    ),
+    "too few axes": ({"tensor": "a"}, zeros(w_down=8), "w_down must be [E, H, I] or [E, I, H], 3-dimensional, got [8]"),
+    "gates and ups apart": ({"tensor": "a"}, {"interleaved": False}, "interleaved must be True with a tensor axis"),
+    "no such layout": ({"tensor": "a"}, {"w_layout": "nek"}, "w_layout must be one of ('enk', 'ekn'), got 'nek'"),
+    "features disagree": (
+        {"expert": "b"},
+        zeros(x=(32, 11)),
+        "w_gate_up must have H in-features equal to x's 11",
+    ),
+}
+WRONG_DTYPES = {}
+for exchange in ("all_gather", "ragged_all_to_all"):
+    axes = {"expert": "b", "exchange": exchange}
+    WRONG_ARRAYS |= {
+        f"fewer weights than choices, {exchange}": (
+            axes,
+            zeros(topk_weights=(32, 2)),
+            "topk_indices must be [T, k] = [32, 2] as topk_weights, got [32, 3]",
+        ),
+        f"fewer tokens of choices, {exchange}": (
+            axes,
+            zeros(topk_weights=(16, 3), topk_indices=(16, 3)),
+            "topk_weights must be [T, k] with T equal to x's 32 and k at least 1, got [16, 3]",
+        ),
+        f"more tokens of weights, {exchange}": (
+            axes,
+            zeros(topk_weights=(64, 3)),
+            "topk_weights must be [T, k] with T equal to x's 32",
+        ),
+        f"biases, {exchange}": (axes, zeros(b_down=(8, 11)), "b_down must be [E, N] = [8, 12], got [8, 11]"),
+    }
+    WRONG_DTYPES |= {
+        f"float choices, {exchange}": (
+            axes,
+            {"topk_indices": np.zeros((32, 3), np.float32)},
+            "topk_indices must be an integer array, got float32",
+        ),
+        f"integer weights, {exchange}": (
+            axes,
+            {"topk_weights": np.zeros((32, 3), np.int32)},
+            "topk_weights must be one of float32, float16, bfloat16, got int32",
+        ),
+        f"weights of another dtype, {exchange}": (
+            axes,
+            {"w_down": np.zeros((8, 10, 12), np.float16)},
+            "w_down must have the dtype of x, float32, got float16",
+        ),
+    }
+
+
+@pytest.mark.parametrize(("axes", "changes", "message"), WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
+def test_wrong_arrays(axes, changes, message):
+    assert message_of(ValueError, axes, changes).startswith(message)
+
+
+@pytest.mark.parametrize(("axes", "changes", "message"), WRONG_DTYPES.values(), ids=WRONG_DTYPES)
+def test_wrong_dtypes(axes, changes, message):
+    assert message_of(TypeError, axes, changes).startswith(message)
+
+
+def message_of(error, axes, changes):
+    floats, chosen, _ = make("uneven")
+    arguments = {**floats, "topk_indices": chosen, "interleaved": True, "w_layout": "ekn"} | changes
+    sharding = MoESharding(MESH, **axes)
+    with pytest.raises(error) as raised:
+        jax.eval_shape(lambda: sharded_moe_mlp(**arguments, sharding=sharding))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])
+def test_lowers_for_gpus_that_are_not_there(exchange):
+    sharding = MoESharding(MESH, data="a", expert="b", exchange=exchange)
+    floats, chosen, _ = make("uneven")
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in floats.items()}
+
+    @jax.jit
+    @jax.grad
+    def gradients(floats):
+        return jnp.sum(sharded_moe_mlp(**floats, topk_indices=chosen, sharding=sharding, w_layout="ekn")[0])
+
+    with jgg.target(90):
+        text = gradients.trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton_kernel_call" in text
+    assert ("ragged_all_to_all" in text) == (exchange == "ragged_all_to_all")
+
+
+def test_room():
+    """The buffer is the factor times the even share, T * k, and never more than all rows there are."""
+    rooms = [MoESharding(MESH, expert="b", buffer_factor=factor).capacity(30) for factor in (None, 4, 9, 1, 1.25)]
+    assert rooms == [120, 120, 120, 30, 38]
+
+
+def test_interleave():
+    array = jnp.arange(12).reshape(2, 6)
+    np.testing.assert_array_equal(interleave(array), [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]])
+    np.testing.assert_array_equal(interleave(array, 0), array)
+    with pytest.raises(ValueError, match=r"array must have 2 \* I features along axis 0, got \[3\]"):
+        interleave(jnp.arange(3))

@@ -1,0 +1,146 @@
+"""Products and copies in parts of their columns: the same bits, where XLA keeps results in slices too, and how many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.moe import moe_mlp
+from jgg.products import column_parts
+from tests.support.moe_oracle import DATA, make
+from tests.support.moe_runs import IMPLEMENTATIONS, run
+
+FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
+
+
+@pytest.fixture
+def part_width(monkeypatch):
+    """Sets the columns of a part of what is computed in parts."""
+
+    def set_width(width):
+        jax.clear_caches()
+        for function in ("summed_width", "copied_width"):
+            monkeypatch.setattr(column_parts, function, lambda *_: width)
+
+    yield set_width
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_width):
+    floats, chosen, dy = make(features=80, biased=biased, w_layout=w_layout)
+    results = []
+    for width in (80, 32):
+        part_width(width)
+        results.append(run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=20))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_of_columns_of_the_warp_specialised_kernel(biased, w_layout, part_width):
+    floats, chosen, dy = make(biased=biased, w_layout=w_layout, **FOR_SPECIALIZED)
+    results = []
+    for width in (640, 256):
+        part_width(width)
+        results.append(run(floats, chosen, dy, "triton", dtype=jnp.bfloat16, w_layout=w_layout))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+def test_parts_of_columns_in_a_scan_over_layers(w_layout, dtype, part_width):
+    """Where XLA writes a layer's results into slices of those of all layers."""
+    part_width(256)
+    layers = [make(seed=seed, w_layout=w_layout, **FOR_SPECIALIZED) for seed in range(3)]
+    x, dy = jnp.asarray(layers[0][0]["x"], dtype), jnp.asarray(layers[0][2], dtype)
+    weights = [{name: jnp.asarray(floats[name], dtype) for name in ("w_gate_up", "w_down")} for floats, _, _ in layers]
+    chosen = jnp.asarray(layers[0][1])
+    routing = jgg.Routing(
+        jnp.asarray(layers[0][0]["topk_weights"]), chosen, *jgg.sort_by_expert(chosen, FOR_SPECIALIZED["experts"])
+    )
+
+    def layer(x, weights):
+        y = moe_mlp(x, **weights, routing=routing, w_layout=w_layout, implementation="triton")
+        return y, y
+
+    @jax.jit
+    def scanned(x, weights):
+        (_, ys), vjp = jax.vjp(lambda x, weights: jax.lax.scan(layer, x, weights), x, weights)
+        return ys, *vjp((dy, jnp.zeros_like(ys)))
+
+    @jax.jit
+    def unrolled(x, weights):
+        def forward(x, weights):
+            ys = [x := layer(x, layer_weights)[0] for layer_weights in weights]
+            return x, jnp.stack(ys)
+
+        (_, ys), vjp = jax.vjp(forward, x, weights)
+        dx, d_weights = vjp((dy, jnp.zeros_like(ys)))
+        return ys, dx, jax.tree.map(lambda *arrays: jnp.stack(arrays), *d_weights)
+
+    results = scanned(x, jax.tree.map(lambda *arrays: jnp.stack(arrays), *weights)), unrolled(x, weights)
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.any(want)
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_what_is_written_over_is_kept_where_it_is_needed():
+    floats, chosen, dy = make()
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
+
+    def forward(x):
+        routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
+        return moe_mlp(x, jnp.asarray(floats["w_gate_up"]), jnp.asarray(floats["w_down"]), routing)
+
+    _, vjp = jax.vjp(forward, jnp.asarray(floats["x"]))
+    results = [vjp(jnp.asarray(dy)), vjp(jnp.asarray(dy)), *jax.jit(lambda dy: (vjp(dy), vjp(dy)))(jnp.asarray(dy))]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result[0], results[0][0])
+
+
+def lower_layer(tokens, hidden, features, experts, topk, **options):
+    """Lowers forward and backward of a layer for an H200."""
+    shapes = ((tokens, hidden), (experts, 2 * features, hidden), (experts, hidden, features))
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
+
+    @jax.jit
+    def run(arrays, indices, dy):
+        routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
+        y, vjp = jax.vjp(lambda arrays: moe_mlp(*arrays, routing, implementation="triton", **options), arrays)
+        return y, vjp(dy)
+
+    with jgg.target(90, 132):
+        run.trace(arrays, indices, arrays[0]).lower(lowering_platforms=("cuda",))
+
+
+def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
+    """Of a layer whose rows of hidden features outweigh its weights."""
+    tokens, features, topk = 24576, 256, 8
+    lower_layer(tokens, 1536, features, 128, topk)
+    widths = [result.shape[1] for _, launch in launched for result in launch.result_types.values()
+              if result.ndim == 2 and result.shape[0] == tokens * topk]  # fmt: skip
+    assert max(widths) == 2 * features
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "expected_rows", "parts"),
+    [
+        (8192, 128, None, [2048]),  # the weights take more memory
+        (32768, 32, None, 4 * [512]),
+        (32768, 32, 65536, 2 * [1024]),  # most of the rows are none, and a device is busy with few columns for a moment
+        (131_072, 128, None, 4 * [512]),
+    ],
+)
+def test_columns_of_parts(tokens, experts, expected_rows, parts, launched):
+    lower_layer(tokens, 2048, 768, experts, 8, expected_rows=expected_rows)
+    sums = [launch.constants["COLUMNS"] for name, launch in launched
+            if name == "combine_kernel" and launch.constants["TOPK"] == 8]  # fmt: skip
+    assert sums == 2 * parts  # of the down product and of dX of up

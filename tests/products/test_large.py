@@ -1,0 +1,139 @@
+"""Arrays of more than 2**32 elements: the layer and the weights of DeepSeek-V3, whole, and a layer of very many rows.
+
+Each is compared where addresses are largest, with the oracles of a few tokens and of the last expert. The small sizes
+check these tests themselves.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from tests.support import moe_oracle
+
+GPU = (pytest.mark.gpu, pytest.mark.large)
+PRODUCTS = {
+    # E, K, N, rows; each expert has some rows, the last one most
+    "small": (5, 24, 40, 40),
+    "deepseek-v3-up": (256, 7168, 4096, 640),
+}
+LAYERS = {
+    # tokens, features, hidden, experts, topk
+    "small": (40, 24, 20, 6, 2),
+    "deepseek-v3": (512, 7168, 2048, 256, 2),
+    "many-rows": (2**17, 256, 1056, 16, 8),  # 2**20 rows of 2,112 features before the activation
+}
+
+
+def on(cases):
+    for name, sizes in cases.items():
+        small = name == "small"
+        yield pytest.param("xla" if small else "triton", *sizes, id=name, marks=() if small else GPU)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(key, shape, scale=1.0):
+    """Random bfloat16 [E, ...], one expert after the other: no array of wider numbers is as large."""
+
+    def one(key):
+        return (scale * jax.random.normal(key, shape[1:])).astype(jnp.bfloat16)
+
+    return jax.lax.map(one, jax.random.split(key, shape[0]))
+
+
+def float64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def assert_near(got, expected, tolerance=8e-3):
+    """By default as bfloat16 rounds, which has 8 bits."""
+    error = np.abs(float64(got) - expected)
+    assert np.max(error) <= tolerance * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize(("implementation", "experts", "in_features", "out_features", "rows"), [*on(PRODUCTS)])
+def test_products(implementation, experts, in_features, out_features, rows):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = normal(keys[0], (experts, out_features, in_features))
+    x, dy = normal(keys[1], (rows, in_features)), normal(keys[2], (rows, out_features))
+    last = rows - 2 * (experts - 1) - 3  # and 3 rows of no expert
+    group_sizes = jnp.full(experts, 2, jnp.int32).at[-1].set(last)
+    options = {"implementation": implementation, "group_sizes": group_sizes}
+    y = jax.jit(functools.partial(jgg.grouped_gemm_forward, **options))(x, w)
+    dx = jax.jit(functools.partial(jgg.grouped_gemm_dx, gather_indices=None, **options))(dy, w)
+    assert not jnp.any(y[-3:]) and not jnp.any(dx[-3:])
+    dw = jax.jit(functools.partial(jgg.grouped_gemm_dw, **options))(x, dy)
+    for expert in (0, experts // 2, experts - 2, experts - 1):
+        own = slice(2 * expert, 2 * expert + (last if expert == experts - 1 else 2))
+        matrix, some_x, some_dy = float64(w[expert]), float64(x[own]), float64(dy[own])
+        assert_near(y[own], some_x @ matrix.T)
+        assert_near(dx[own], some_dy @ matrix)
+        assert_near(dw[expert], some_dy.T @ some_x)
+
+
+@pytest.mark.parametrize(("implementation", "tokens", "features", "hidden", "experts", "topk"), [*on(LAYERS)])
+def test_layer(implementation, tokens, features, hidden, experts, topk):
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    floats = {
+        "x": normal(next(keys), (tokens, features)),
+        "w_gate_up": normal(next(keys), (experts, 2 * hidden, features), features**-0.5),
+        "w_down": normal(next(keys), (experts, features, hidden), hidden**-0.5),
+        "topk_weights": jax.random.uniform(next(keys), (tokens, topk), minval=0.1),
+    }
+    dy = normal(next(keys), (tokens, features))
+    # the last expert only gets the last tokens, so that all that it does can be computed here
+    own = 4
+    chosen = np.argsort(np.random.default_rng(0).random((tokens, experts - 1)), axis=1)[:, :topk].astype(np.int32)
+    chosen[-own:, 0] = experts - 1
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def forward_and_backward(floats, dy):
+        def forward(floats):
+            routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
+            arrays = {name: array for name, array in floats.items() if name != "topk_weights"}
+            return jgg.moe_mlp(**arrays, routing=routing, implementation=implementation)
+
+        y, vjp = jax.vjp(forward, floats)
+        return y, *vjp(dy)
+
+    some_dy = float64(dy[-own:])
+    y, gradients = forward_and_backward(floats, dy)
+
+    # the last tokens, with those experts only that they have
+    some = chosen[-own:]
+    present = np.unique(some)
+    few = {name: float64(floats[name][-own:]) for name in ("x", "topk_weights")}
+    few |= {name: np.stack([float64(floats[name][e]) for e in present]) for name in ("w_gate_up", "w_down")}
+    expected_y, expected = expected_swiglu(few, np.searchsorted(present, some), some_dy)
+    assert_near(y[-own:], expected_y, 1e-2)
+    for name in ("x", "topk_weights"):
+        assert_near(gradients[name][-own:], expected[name], 2e-2)
+    for name in ("w_gate_up", "w_down"):
+        assert_near(gradients[name][experts - 1], expected[name], 2e-2)
+    assert all(bool(jnp.all(jnp.isfinite(g[0]))) for g in gradients.values())
+
+
+def expected_swiglu(floats, chosen, dy):
+    """y, and the gradients of x and topk_weights, of tokens; and of the last expert's weights."""
+    y, grads = np.zeros(floats["x"].shape), {name: np.zeros(floats[name].shape) for name in ("x", "topk_weights")}
+    grads |= {name: np.zeros(floats[name].shape[1:]) for name in ("w_gate_up", "w_down")}
+    for token, choices in enumerate(chosen):
+        for choice, e in enumerate(choices):
+            x, p, d = floats["x"][token], floats["topk_weights"][token, choice], dy[token]
+            up, down = floats["w_gate_up"][e], floats["w_down"][e]
+            a, b = np.split(up @ x, 2)
+            s = moe_oracle.sigmoid(a)
+            out = a * s * b
+            y[token] += p * (down @ out)
+            grads["topk_weights"][token, choice] = d @ (down @ out)
+            d_out = p * (down.T @ d)
+            d_pre = np.concatenate([d_out * b * (s + a * s * (1 - s)), d_out * a * s])
+            grads["x"][token] += up.T @ d_pre
+            if e == len(floats["w_down"]) - 1:
+                grads["w_gate_up"] += np.outer(d_pre, x)
+                grads["w_down"] += p * np.outer(d, out)
+    return y, grads

@@ -1,0 +1,140 @@
+"""Every way to shard an MoE layer on eight CPU devices; prints what was right."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jgg.linen
+import jgg.nnx
+from jgg.layers import MoELayer
+from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
+from tests.support.sharded_cases import CASES, assert_case_is_right, assert_close, make, on_mesh, place
+
+KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.Explicit}
+ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
+# those options that a mesh could treat differently
+LAYERS = {
+    "Auto": {"activation": "relu_squared", "shared_features": 12, "use_bias": True, "use_selection_bias": True},
+    "Explicit": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "interleaved": True},
+}
+X = np.random.default_rng(0).normal(size=(4, 3, 24)).astype(np.float32)
+
+
+def mesh_of(kind="Auto"):
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(KINDS[kind],) * 3)
+
+
+def check_layer(kind):
+    """A layer on a mesh against the same layer on one device: y, gradients and metrics."""
+    layer = MoELayer(24, **({"hidden_features": 20, "num_experts": 8, "topk": 2} | LAYERS[kind]))
+    sharding = MoESharding(mesh_of(kind), **ALL, exchange="ragged_all_to_all")
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in layer.shapes.items()}
+    selection_bias = np.linspace(-0.3, 0.3, 8, dtype=np.float32) if layer.use_selection_bias else None
+
+    def run(params, x, sharding=None):
+        def loss(params):
+            y, metrics = layer.apply(params, x, selection_bias, sharding=sharding, precision="highest")
+            return jnp.sum(jnp.square(y)) + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
+
+        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        return *results, gradients
+
+    want_y, want_metrics, want = jax.jit(run)(params, X)
+    specs = dict.fromkeys(params, jax.P()) | sharding.weight_specs("ekn")
+    split = {name: jax.device_put(array, sharding.named(specs[name])) for name, array in params.items()}
+    x = jax.device_put(X, sharding.named(jax.P(sharding.token_axes)))
+    y, metrics, got = jax.jit(functools.partial(run, sharding=sharding))(split, x)
+    assert_close(y, want_y, "y")
+    assert int(jnp.sum(metrics.group_sizes)) == 12 * layer.topk
+    for name, value in metrics._asdict().items():
+        assert_close(value, getattr(want_metrics, name), name)
+    for name in params:
+        assert_close(got[name], want[name], name)
+
+
+def check_flax():
+    """The Flax layers on a mesh give what they give without, from parameters that come into being split."""
+    sharding = MoESharding(mesh_of("Explicit"), expert="b", fsdp="a")
+    x = jax.device_put(X, sharding.named(jax.P(sharding.token_axes)))
+    layer = jgg.nnx.MoE(24, 20, num_experts=8, topk=2, use_selection_bias=True, sharding=sharding, rngs=nnx.Rngs(0))
+    assert layer.w_gate_up[...].sharding.spec == jax.P("b", "a", None)
+    module = jgg.linen.MoE(20, num_experts=8, topk=2, use_selection_bias=True, sharding=sharding)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
+    assert variables["params"]["w_down"].sharding.spec == jax.P("b", None, "a")
+    y, sown = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
+    assert int(sown["intermediates"]["overflow"][0]) == 0
+
+    whole = module.clone(sharding=None)
+    variables = jax.device_get(variables)
+    assert_close(y, jax.jit(whole.apply)(variables, X), "Linen")
+    variables["params"] = jax.device_get({name: getattr(layer, name)[...] for name in layer.layer.shapes})
+    assert_close(nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(whole.apply)(variables, X), "NNX")
+
+
+def check_weights_are_not_moved():
+    """Forward and backward gather no weight but those of fsdp, and keep none of those gathered."""
+    floats, chosen, dy = make("uneven")
+    sizes = {floats[name].size // 4 for name in ("w_gate_up", "w_down")}  # of a device, fsdp gathered
+    for axes, expected in (({"data": "a", "expert": "b", "tensor": "c"}, 0), (ALL, 4)):
+        sharding = MoESharding(mesh_of(), **axes)
+        program = jax.jit(functools.partial(on_mesh, sharding=sharding))
+        compiled = program.lower(*place(floats, chosen, dy, sharding)).compile().as_text()
+        gathered = [
+            np.prod([int(n) for n in re.findall(r"\d+", shape)])
+            for shape in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", compiled)
+        ]
+        assert sum(size in sizes for size in gathered) == expected, (axes, gathered)
+
+
+def check_explicit_weights_are_refused():
+    """On Explicit axes, weights that are split otherwise would have to move, and raise."""
+    sharding = MoESharding(mesh_of("Explicit"), expert="b")
+    floats, chosen, _ = make("uneven")
+    floats["w_down"] = jax.device_put(floats["w_down"], sharding.named(jax.P(None, "b")))
+    try:
+        sharded_moe_mlp(**floats, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn")
+    except ValueError as error:
+        assert str(error).startswith("w_down must be split as P('b', None, None)"), error
+    else:
+        raise AssertionError("moved weights without a word")
+
+
+def check_interleave():
+    """A layer of gates and ups side by side becomes one that a tensor axis can split."""
+    arrays, chosen, _ = make("uneven")
+
+    def y(sharding, arrays, **options):
+        options |= {"topk_indices": chosen, "w_layout": "ekn", "precision": "highest"}
+        return sharded_moe_mlp(**arrays, sharding=sharding, **options)[0]
+
+    want = y(MoESharding(mesh_of(), data="a"), arrays)
+    arrays |= {name: interleave(arrays[name]) for name in ("w_gate_up", "b_gate_up")}
+    assert_close(y(MoESharding(mesh_of(), tensor="c"), arrays, interleaved=True), want, "y")
+
+
+def main():
+    assert jax.device_count() == 8
+    for name in CASES:
+        assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
+        print(name, flush=True)
+    for check in (check_weights_are_not_moved, check_explicit_weights_are_refused, check_interleave, check_flax):
+        check()
+    for kind in KINDS:
+        check_layer(kind)
+    print("all right", flush=True)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    main()

@@ -1,0 +1,91 @@
+"""grouped_gemm of a small case as a function to transform, and the oracle's values for it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from tests.support import comparison, oracle
+from tests.support.cases import EVERYTHING, Case, make_data
+from tests.support.comparison import small_configs
+
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation",
+    [
+        "xla",
+        None,
+        pytest.param("interpret", marks=pytest.mark.interpret),
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ],
+)
+SMALL = {"group_sizes": (3, 0, 6, 1), "in_features": 4, "out_features": 5}
+# rows past the last group too
+WITH_EVERYTHING = Case("everything", num_rows=12, **SMALL, **EVERYTHING)
+PLAIN = Case("plain", num_rows=12, w_layout="ekn", **SMALL)
+IN_ORDER = Case("in-order", num_rows=12, gather="random", weighted=True, biased=True, **SMALL)
+NAMES = ("x", "w", "topk_weights", "bias")
+ORDER = (*NAMES, "group_sizes", "gather_indices", "dy")
+
+
+def differentiable(case, implementation):
+    """grouped_gemm of a case as a function of its arrays, and the arrays to differentiate it at."""
+    data = make_data(case, "float32")
+    configs = dict(small_configs()) if implementation in ("interpret", "triton") else {}
+    fixed = jax.tree.map(jnp.asarray, {"group_sizes": data.group_sizes, "gather_indices": data.gather_indices})
+
+    def function(arrays):
+        return jgg.grouped_gemm(
+            **arrays,
+            **fixed,
+            **case.options,
+            **configs,
+            implementation=implementation,
+            precision="highest",
+        )
+
+    arrays = {name: getattr(data, name) for name in NAMES if getattr(data, name) is not None}
+    return function, jax.tree.map(jnp.asarray, arrays), data
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), got, expected)
+
+
+def batch_of(case, count):
+    """Arrays of several cases that differ in their values, stacked, and each case's own data."""
+    all_data = [make_data(case, "float32", seed) for seed in range(count)]
+    stacked = {
+        name: np.stack([getattr(data, name) for data in all_data])
+        for name in (*NAMES, "group_sizes", "gather_indices", "dy")
+    }
+    # groups of each element have other sizes
+    stacked["group_sizes"] = np.stack([np.roll(data.group_sizes, i) for i, data in enumerate(all_data)])
+    return jax.tree.map(jnp.asarray, stacked)
+
+
+def forward_and_backward(case, implementation):
+    """y and the gradients of a case as a function of arrays in ORDER."""
+    configs = dict(small_configs()) if implementation in ("interpret", "triton") else {}
+    function = comparison.forward_and_backward(implementation, case.options | {"precision": "highest"}, configs)
+
+    def flat(x, w, topk_weights, bias, group_sizes, gather_indices, dy):
+        y, gradients = function((x, w, topk_weights, bias), group_sizes, gather_indices, dy)
+        return y, *gradients
+
+    return flat
+
+
+def expected_outputs(case, x, w, topk_weights, bias, group_sizes, gather_indices, dy):
+    arguments = {
+        "x": x,
+        "w": w,
+        "topk_weights": topk_weights,
+        "bias": bias,
+        "group_sizes": group_sizes,
+        "gather_indices": gather_indices,
+        **case.options,
+    }
+    return oracle.grouped_gemm(**arguments), *oracle.gradients(dy, **arguments)

@@ -1,0 +1,182 @@
+"""grouped_gemm under JAX's transformations: every one of them gives the oracle's values."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jgg
+from tests.support import oracle, processes
+from tests.support.cases import Case, make_data
+from tests.support.comparison import oracle_arguments
+from tests.support.transforms import IMPLEMENTATIONS, NAMES, PLAIN, WITH_EVERYTHING, assert_close, differentiable
+
+CASES = pytest.mark.parametrize("case", [WITH_EVERYTHING, PLAIN], ids=lambda case: case.name)
+
+
+def expected_gradients(case, data, dy):
+    gradients = oracle.gradients(dy, **oracle_arguments(case, data))
+    return {name: g for name, g in zip(NAMES, gradients, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize(
+    "case", [PLAIN, pytest.param(WITH_EVERYTHING, marks=pytest.mark.thorough)], ids=lambda case: case.name
+)
+def test_xla_to_second_order(case):
+    function, arrays, _ = differentiable(case, "xla")
+    check_grads(function, (arrays,), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("permute_x", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
+    """No further from float64 than that of `jax.lax.ragged_dot`, for values that the operands' dtype lacks too."""
+    if (dtype, implementation) == ("bfloat16", "interpret"):
+        return  # it does not take them
+    case = Case("wider", (33, 0, 50, 7), num_rows=96, in_features=40, out_features=72, out_dtype="float32")
+    if permute_x:
+        case = dataclasses.replace(case, permute_x=True, topk=2, gather="random")
+    data = make_data(case, dtype)
+    # of a range that float16 does not have; with it come weights and x that make d x and d w of one it has
+    data.dy[:] = data.dy * np.where(np.arange(96) < 48, 3e-9, 3e-8)[:, None]
+    x, w, sizes = jnp.asarray(data.x), jnp.asarray(data.w * 1000), jnp.asarray(data.group_sizes)
+    x = x * jnp.asarray(30000 / jnp.max(jnp.abs(x)), dtype)
+
+    def product(x, w):
+        indices = None if data.gather_indices is None else jnp.asarray(data.gather_indices)
+        return jgg.grouped_gemm(
+            x, w, sizes, gather_indices=indices, preferred_element_type=jnp.float32, implementation=implementation,
+            **case.options,
+        )  # fmt: skip
+
+    def by_lax(x, w):
+        rows = x[data.gather_indices // 2] if permute_x else x
+        return jax.lax.ragged_dot(rows, w.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32)
+
+    got = jax.jit(lambda dy: jax.vjp(product, x, w)[1](dy))(jnp.asarray(data.dy))
+    own = jax.vjp(by_lax, x, w)[1](jnp.asarray(data.dy))
+    arguments = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": data.group_sizes}
+    expected = oracle.gradients(data.dy, **arguments, gather_indices=data.gather_indices, **case.options)
+    assert got[0].dtype == got[1].dtype == dtype
+    for name, mine, lax, want in zip(("x", "w"), got, own, expected[:2], strict=True):
+        error, bound = (np.linalg.norm(np.asarray(a, np.float64) - want) / np.linalg.norm(want) for a in (mine, lax))
+        assert error <= 1.05 * bound, (name, error, bound)
+
+
+@CASES
+@IMPLEMENTATIONS
+def test_reverse_mode(case, implementation):
+    function, arrays, _ = differentiable(case, implementation)
+    check_grads(function, (arrays,), order=1, modes=("rev",), atol=1e-2, rtol=1e-2, eps=1e-2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_of_one_argument(name, implementation):
+    function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
+    rest = {other: array for other, array in arrays.items() if other != name}
+
+    @jax.jit
+    def gradient(array):
+        return jax.vjp(lambda array: function({**rest, name: array}), array)[1](jnp.asarray(data.dy))
+
+    assert_close(gradient(arrays[name])[0], expected_gradients(WITH_EVERYTHING, data, data.dy)[name])
+
+
+@IMPLEMENTATIONS
+def test_checkpoint_saves_what_a_policy_names(implementation, capsys):
+    function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
+
+    def loss(arrays):
+        return jnp.sum(jnp.sin(function(jax.tree.map(jnp.sin, arrays))) * data.dy)
+
+    expected = jax.grad(loss)(arrays)
+    saved = {}
+    for name in ("jgg_x", "another"):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        checkpointed = jax.checkpoint(loss, policy=policy)
+        assert_close(jax.jit(jax.grad(checkpointed))(arrays), expected)
+        jax.ad_checkpoint.print_saved_residuals(checkpointed, arrays)
+        lines = capsys.readouterr().out.splitlines()
+        saved[name] = [line for line in lines if line.startswith("f32[6,4] output of")]
+    # plain JAX keeps what JAX wants, under no name
+    assert len(saved["jgg_x"]) == (implementation != "xla")
+    assert not saved["another"]
+
+
+@pytest.mark.parametrize("name", ["jgg_x", "jgg_pre_activation"])
+@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_offload_what_a_policy_names(implementation, name):
+    """Through a scan over layers, as a model has them: the residual of each waits in the host's memory."""
+    layers, tokens, features, hidden, experts = 3, 6, 8, 5, 4
+    rng = np.random.default_rng(0)
+    shapes = (layers, experts, 2 * hidden, features), (layers, experts, features, hidden), (layers, features, experts)
+    weights = [jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for shape in shapes]
+    x = jnp.asarray(rng.standard_normal((tokens, features)), jnp.float32)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[name],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(x, weights):
+        w_gate_up, w_down, router = weights
+        y = jgg.moe_mlp(jnp.sin(x), w_gate_up, w_down, jgg.route(x @ router, 2), implementation=implementation)
+        return x + y, None
+
+    def gradient(layer):
+        return jax.grad(lambda weights, x: jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0])), argnums=(0, 1))
+
+    offloading = gradient(jax.checkpoint(layer, policy=policy))
+    assert_close(jax.jit(offloading)(weights, x), jax.jit(gradient(layer))(weights, x))
+    shape = (tokens, features) if name == "jgg_x" else (2 * tokens, 2 * hidden)
+    assert f"f32<host>[{','.join(map(str, (layers, *shape)))}]" in str(jax.make_jaxpr(offloading)(weights, x))
+
+
+@IMPLEMENTATIONS
+def test_scan_over_layers(implementation):
+    case = Case("layer", (3, 0, 6, 1), num_rows=12, in_features=4, out_features=4)
+    layers = [make_data(case, "float32", seed) for seed in range(3)]
+    x, dy, group_sizes = layers[0].x, layers[0].dy, jnp.asarray(layers[0].group_sizes)
+
+    @jax.jit
+    def run(x, w):
+        def layer(x, w):
+            return jgg.grouped_gemm(x, w, group_sizes, implementation=implementation, precision="highest"), None
+
+        y, vjp = jax.vjp(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
+        return y, *vjp(jnp.asarray(dy))
+
+    y, dx, dw = run(x, jnp.stack([layer.w for layer in layers]))
+    inputs = [x]
+    for layer in layers:
+        inputs.append(oracle.grouped_gemm(inputs[-1], layer.w, layer.group_sizes))
+    assert_close(y, inputs.pop())
+    for i, layer in reversed(list(enumerate(layers))):
+        gradients = oracle.gradients(dy, inputs.pop(), layer.w, layer.group_sizes)
+        assert_close(dw[i], gradients.w)
+        dy = gradients.x
+    assert_close(dx, dy)
+
+
+@IMPLEMENTATIONS
+def test_donated_rows(implementation):
+    case = Case("donation", (13, 0, 6, 1), num_rows=24, in_features=16, out_features=16)
+    function, arrays, data = differentiable(case, implementation)
+    # y has the shape of x and may take its memory, but not before the last row of x has been read
+    donating = jax.jit(lambda x, w: function({"x": x, "w": w}), donate_argnums=0)
+    y = donating(arrays["x"], arrays["w"])
+    assert arrays["x"].is_deleted()
+    assert_close(y, oracle.grouped_gemm(data.x, data.w, data.group_sizes))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["run_sharded", "run_sharded_moe"])
+def test_shard_map_over_several_devices(name):
+    """In a process of its own, since the number of devices is fixed when JAX starts."""
+    assert processes.run_program(name).split() == ["xla", "None", "interpret"]
