@@ -1,7 +1,5 @@
 """Runs the notebooks; their own assertions are the test."""
 
-import nbclient
-import nbformat
 import pytest
 
 from tests.support.processes import ROOT
@@ -18,6 +16,9 @@ def test_there_are_notebooks():
 # the client asks for an event loop in a way that newer Pythons warn of
 @pytest.mark.filterwarnings("default")
 def test_notebook(path, monkeypatch):
+    import nbclient
+    import nbformat
+
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = nbformat.read(path, as_version=4)
