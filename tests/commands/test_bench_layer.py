@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 from jgg.cli import bench_layer, bench_run, main
 from jgg.cli.console import number
 from jgg.measuring import layer as measuring
+from jgg.measuring.measurement import DENSE
+from jgg.measuring.peers import Peer
 from jgg.measuring.timing import Timing
 from jgg.measuring.workloads import Layer, load_layers
 
@@ -42,7 +45,8 @@ def run_bench(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(bench_layer, "measure", lambda function, arrays, *_: Timing(2e-3, jax.jit(function)(arrays)))
-    monkeypatch.setattr(bench_layer, "_time_dense", lambda *_: 1e-4)
+    dense = SimpleNamespace(measure=lambda: Timing(1e-4, None))
+    monkeypatch.setitem(bench_layer.PEERS, DENSE, Peer(lambda: None, lambda *_: [dense]))
     monkeypatch.setattr(bench_layer, "measure_memory", memory_of)
     monkeypatch.setattr(bench_layer, "LayerReference", CachedReference)
 

@@ -249,19 +249,17 @@ def test_demo_learns_and_writes(tmp_path, capsys):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    log = train.Trainer._log
-
-    def interrupt(trainer, step, *arguments):
-        if step > 10:
+    def interrupt(result):
+        if result.train[-1]["step"] == 10:
             raise KeyboardInterrupt
-        log(trainer, step, *arguments)
+        return ""
 
-    monkeypatch.setattr(train.Trainer, "_log", interrupt)
+    monkeypatch.setattr(train, "progress_line", interrupt)
     out = tmp_path / "interrupted"
     assert main(["demo", *SMALL, "--quiet", "--out", str(out)]) == 130
     result = json.loads(out.with_suffix(".json").read_text())
     assert result["interrupted"]
-    assert result["history"]["train"][-1]["step"] == result["final"]["steps"] <= 10
+    assert result["history"]["train"][-1]["step"] == result["final"]["steps"] == 10
     assert out.with_suffix(".png").exists()
     assert len(capsys.readouterr().out.splitlines()) == 1
 

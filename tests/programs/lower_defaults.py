@@ -20,21 +20,13 @@ from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import choose_config
-from jgg.gpu_target import _context, current_target
+from jgg.gpu_target import current_target
 from jgg.measuring.workloads import gemm, load_layers, operands
 from jgg.products import dw, dx, forward
 from tests.programs.lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
-DEVICES = {80: "NVIDIA A100-SXM4-80GB", 89: "NVIDIA L40S", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 DTYPES = [("bfloat16", None), ("bfloat16", None), ("float16", "high")]
 DTYPES += [("float32", precision) for precision in (None, "high", "highest")]
-
-
-def device(compute_capability):
-    """Makes kernels be for the GPU of that name, which a tuned file may have entries of."""
-    with jgg.target(compute_capability):
-        target = current_target()
-    return _context(dataclasses.replace(target, name=DEVICES.get(compute_capability, "")))
 
 
 def random_problem(rng):
@@ -101,7 +93,7 @@ def main():
     print_kernels()
     rng = random.Random(seed)
     names = [f"kernel_config_{name}" for name in ("fwd", "bwd_dx", "bwd_dw")]
-    with device(compute_capability):
+    with jgg.target(compute_capability):
         for index in range(count):
             problem, configs = random_problem(rng), {}
             if index % 2:  # as where the warp-specialised kernel cannot run, with another version of Triton
