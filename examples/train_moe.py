@@ -1,0 +1,298 @@
+"""Trains a decoder-only mixture-of-experts language model on the bytes of any text file, on all devices at hand.
+
+    python examples/train_moe.py --text book.txt                        # layers of Qwen3-30B-A3B's shape, on GPUs
+    python examples/train_moe.py --text book.txt --preset tiny          # a minute on a CPU
+    python examples/train_moe.py --text book.txt --checkpoints run1     # saves, and goes on from there when run again
+
+Tokens are split over all devices; experts over `--expert-parallel` of them, everything else is stored split (FSDP).
+MFU is model FLOPs utilization: the FLOPs that the model needs, without those that rematerialization repeats, over what
+the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install 'jgg[flax]' optax`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jgg.nnx
+from jgg.sharding import MoESharding
+
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
+VOCABULARY = 256  # bytes
+LOG_EVERY = 10
+# What the backward pass reads rather than computes again, with --remat names: jgg's names and those given below.
+SAVED_NAMES = ("jgg_x", "jgg_pre_activation", "jgg_routing", "attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of a step; batch is of sequences on each device."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    topk: int
+    expert_hidden: int
+    seq: int
+    batch: int
+    remat: str = "none"
+    grouped_gemm: str = "jgg"
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of the forward and backward pass: causal attention reads half of the sequence on average."""
+        projections = 2 * self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        attention = 4 * self.heads * self.head_dim * (self.seq + 1) / 2
+        router = 2 * self.hidden * self.experts
+        experts = 6 * self.hidden * self.expert_hidden * self.topk
+        return 3 * (self.layers * (projections + attention + router + experts) + 2 * self.hidden * VOCABULARY)
+
+
+PRESETS = {
+    "tiny": Config(2, 64, 4, 2, 16, experts=8, topk=2, expert_hidden=64, seq=64, batch=8),
+    # Qwen3-30B-A3B but for its 48 layers and its vocabulary
+    "qwen3-30b-a3b": Config(8, 2048, 32, 4, 128, experts=128, topk=8, expert_hidden=768, seq=4096, batch=4),
+}
+
+
+class RaggedDotMoE(jgg.nnx.MoE):
+    """The same layer with `jax.lax.ragged_dot` in jgg's place, for comparison on one device."""
+
+    def __call__(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = tokens.astype(jnp.float32) @ self.w_router[...].astype(jnp.float32)
+        topk = self.layer.topk
+        routing = jgg.route(logits, topk, implementation="xla")
+        dot = functools.partial(jax.lax.ragged_dot, group_sizes=routing.group_sizes)
+        pre = dot(tokens[routing.gather_indices // topk], self.w_gate_up[...].astype(x.dtype))
+        gate, up = jnp.split(pre, 2, axis=1)
+        rows = dot(jax.nn.silu(gate) * up, self.w_down[...].astype(x.dtype))
+        rows *= routing.topk_weights.reshape(-1)[routing.gather_indices][:, None].astype(x.dtype)
+        self.sow(nnx.Intermediate, "group_sizes", routing.group_sizes)
+        self.sow(nnx.Intermediate, "load_balancing_loss", jgg.load_balancing_loss(logits, routing.topk_indices))
+        y = jnp.zeros(tokens.shape, jnp.float32).at[routing.gather_indices // topk].add(rows.astype(jnp.float32))
+        return y.astype(x.dtype).reshape(x.shape)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [B, S, heads, D]; source: Su et al., RoFormer, 2021."""
+    half = x.shape[-1] // 2
+    frequencies = 1e6 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)[None, :, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nnx.Module):
+    """Causal attention with grouped queries, then experts; each is added to what it reads."""
+
+    def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
+        self.config, dense = config, functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, dtype=jnp.bfloat16, rngs=rngs)
+        self.attention_norm, self.moe_norm = norm(config.hidden), norm(config.hidden)
+        self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
+        self.qkv = dense(config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim)
+        self.out = dense(config.heads * config.head_dim, config.hidden)
+        layer, sharding = (jgg.nnx.MoE, sharding) if config.grouped_gemm == "jgg" else (RaggedDotMoE, None)
+        self.moe = layer(
+            config.hidden, config.expert_hidden, num_experts=config.experts, topk=config.topk, dtype=jnp.bfloat16,
+            sharding=sharding, rngs=rngs,
+        )  # fmt: skip
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:2], -1, self.config.head_dim)
+        q, k, v = jnp.split(heads, [self.config.heads, self.config.heads + self.config.kv_heads], axis=2)
+        on_gpu = jax.default_backend() == "gpu"
+        q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if on_gpu else None)
+        x = checkpoint_name(x + self.out(attended.reshape(*x.shape[:2], -1)), "attention")
+        return x + self.moe(self.moe_norm(x))
+
+
+class LanguageModel(nnx.Module):
+    """Gives the logits of each next byte."""
+
+    def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, config.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        self.blocks = nnx.List([Block(config, sharding, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        self.head = nnx.Linear(config.hidden, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.remat = config.remat
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """Maps text uint8 [B, S] to float32 logits [B, S, 256]."""
+        x = self.embed(text.astype(jnp.int32))
+        apply = Block.__call__
+        if self.remat != "none":
+            names = SAVED_NAMES if self.remat == "names" else ()
+            apply = nnx.remat(apply, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        for block in self.blocks:
+            x = apply(block, x)
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+
+def split_state(state, sharding: MoESharding):
+    """The parameters on the mesh: each but the experts', which are there already, split over its longest axis."""
+    devices = math.prod(sharding.mesh.shape.values())
+
+    def put(array):
+        if isinstance(array.sharding, jax.NamedSharding):
+            return array
+        axis = int(np.argmax(array.shape)) if array.ndim else None
+        names = [None] * array.ndim
+        if axis is not None and array.shape[axis] % devices == 0:
+            names[axis] = sharding.mesh.axis_names
+        return jax.device_put(array, sharding.named(jax.P(*names)))
+
+    return jax.tree.map(put, state)
+
+
+def make_step(graphdef, optimizer, sharding: MoESharding):
+    """The jitted step of training: (params, optimizer's state, text [B, S + 1]) -> (both after it, metrics)."""
+
+    def loss_of(params, text):
+        model = nnx.merge(graphdef, params)
+        logits, sown = nnx.capture(model, nnx.Intermediate)(text[:, :-1])
+        loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)))
+        layers = [layer["moe"] for layer in sown["blocks"].values()]
+        imbalance, group_sizes = (
+            jnp.stack([layer[name][0] for layer in layers]) for name in ("load_balancing_loss", "group_sizes")
+        )
+        load = jnp.max(group_sizes, axis=1) / jnp.mean(group_sizes.astype(jnp.float32), axis=1)
+        return loss + 0.01 * jnp.mean(imbalance), {"loss": loss, "load": jnp.max(load)}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, text):
+        text = jax.lax.with_sharding_constraint(text, sharding.named(jax.P(sharding.mesh.axis_names)))
+        gradients, metrics = jax.grad(loss_of, has_aux=True)(params, text)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, metrics
+
+    return step
+
+
+def batches(text: np.ndarray, config: Config, devices: int, first_step: int, seed: int):
+    """Windows of the text, uint8 [batch, seq + 1], at random; those of a step are the same in every run."""
+    for step in range(first_step, 2**31):
+        rng = np.random.default_rng((seed, step))
+        starts = rng.integers(0, len(text) - config.seq, (config.batch * devices, 1))
+        yield text[starts + np.arange(config.seq + 1)]
+
+
+def open_checkpoints(folder: Path | None):
+    """Orbax's manager of a folder, or None; it keeps the last two."""
+    if folder is None:
+        return None
+    import orbax.checkpoint as ocp
+
+    return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+
+def restored(manager, state):
+    """The state and step of the last checkpoint, split as `state` is, or what was given and 0."""
+    if manager is None or manager.latest_step() is None:
+        return state, 0
+    import orbax.checkpoint as ocp
+
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    step = manager.latest_step()
+    return manager.restore(step, args=ocp.args.StandardRestore(abstract)), step
+
+
+def save(manager, step: int, state) -> None:
+    """Writes a checkpoint in the background."""
+    if manager is not None:
+        import orbax.checkpoint as ocp
+
+        manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def train(config: Config, options: argparse.Namespace) -> float:
+    """Trains, printing progress; the loss of the last step, in nats per byte."""
+    text = np.frombuffer(options.text.read_bytes(), np.uint8)
+    if len(text) <= config.seq:
+        raise SystemExit(f"--text must have more than {config.seq} bytes, got {len(text)}")
+    devices = jax.device_count()
+    shape = (devices // options.expert_parallel, options.expert_parallel)
+    if math.prod(shape) != devices:
+        raise SystemExit(f"--expert-parallel must divide {devices}, the number of devices")
+    mesh = jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = MoESharding(mesh, fsdp="fsdp", expert="expert", buffer_factor=options.buffer_factor)
+    graphdef, params = nnx.split(LanguageModel(config, sharding, nnx.Rngs(options.seed)))
+    params = split_state(params, sharding)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, options.learning_rate, options.warmup, max(options.steps, options.warmup + 1)
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    state = params, split_state(optimizer.init(params), sharding)
+    manager = open_checkpoints(options.checkpoints)
+    (params, opt_state), first_step = restored(manager, state)
+    del state
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"{count / 1e6:,.1f} million parameters on {devices} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
+    )
+    peak = next((f for name, f in PEAK_FLOPS.items() if jax.devices()[0].device_kind.startswith(name)), None)
+    step_of, data = make_step(graphdef, optimizer, sharding), batches(text, config, devices, first_step, options.seed)
+    tokens, loss, start, logged = config.batch * devices * config.seq, math.nan, time.perf_counter(), first_step
+    for step in range(first_step + 1, options.steps + 1):
+        batch = jax.device_put(next(data), sharding.named(jax.P(mesh.axis_names)))
+        params, opt_state, metrics = step_of(params, opt_state, batch)
+        if step % LOG_EVERY == 0 or step in (first_step + 1, options.steps):
+            loss, load = (float(metrics[name]) for name in ("loss", "load"))
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            speed, logged = tokens * (step - logged) / seconds, step
+            mfu = f"{speed * config.flops_per_token / (peak * devices):.1%}" if peak else "unknown"
+            print(
+                f"step {step}: loss {loss:.3f}, {speed:,.0f} tokens/s, MFU {mfu}, fullest expert {load:.1f} x even",
+                flush=True,
+            )
+        if step % options.save_every == 0 or step == options.steps:
+            save(manager, step, (params, opt_state))
+    if manager is not None:
+        manager.wait_until_finished()
+        manager.close()
+    return loss
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
+    """The model and the options of a command line; every size of a preset is an option too."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="the file to learn")
+    parser.add_argument("--preset", choices=PRESETS, default="qwen3-30b-a3b", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
+    parser.add_argument("--warmup", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, help="devices that experts are split over (%(default)s)"
+    )
+    parser.add_argument("--buffer-factor", type=float, help="as in jgg.sharding.MoESharding; by default room for all")
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--remat", choices=("none", "names", "full"), help="what the backward pass computes again")
+    parser.add_argument("--grouped-gemm", choices=("jgg", "ragged_dot"), help="the latter on one device")
+    sizes = [field.name for field in dataclasses.fields(Config) if field.type is int]
+    for name in sizes:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    options = parser.parse_args(arguments)
+    given = {name: getattr(options, name) for name in (*sizes, "remat", "grouped_gemm")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(PRESETS[options.preset], **changes), options
+
+
+if __name__ == "__main__":
+    train(*parse())
