@@ -3,32 +3,61 @@
 Without sizes it tunes the layers that jgg knows. Interrupted, it keeps what it found.
 """
 
+import multiprocessing
 import os
+import queue
+from pathlib import Path
+from typing import NamedTuple
 
-from jgg.cli import options, tune_run
+from jgg.cli import options
+from jgg.cli.console import progress
 from jgg.cli.options import UsageError, positive_int
+from jgg.configs.tuned_configs import Entry
 from jgg.gpu_target import device_target
 from jgg.measuring.workloads import OPS, gemm
-from jgg.problem import W_LAYOUTS
-from jgg.tuning import output_file
+from jgg.problem import W_LAYOUTS, GroupedGemmProblem
+from jgg.tuning import output_file, tune_op
 
+# option: what it means, the problem's name for it, and what progress says of a product that has it
 _FLAGS = {
-    "permute_x": "x is in token order",
-    "permute_y": "y is in token order",
-    "weighted": "rows are scaled by top-k weights",
-    "biased": "with a bias",
+    "permute_x": ("x is in token order", "permute_x", "gathered"),
+    "permute_y": ("y is in token order", "permute_y", "scattered"),
+    "weighted": ("rows are scaled by top-k weights", "has_topk_weights", "weighted"),
+    "biased": ("with a bias", "has_bias", "biased"),
 }
 # how layers use their products: rows in expert order, or gathered and scattered
 _LAYER_OPTIONS: dict[str, tuple[dict[str, bool], ...]] = {
     "up": ({}, {"permute_x": True}),
     "down": ({}, {"permute_y": True, "weighted": True}),
 }
+_PATIENCE = 5  # seconds between looks at whether the processes still live
+
+
+class Search(NamedTuple):
+    """A product to tune; name is for the user's eyes."""
+
+    name: str
+    op: str
+    problem: GroupedGemmProblem
+
+    def __str__(self):
+        words = [word for _, flag, word in _FLAGS.values() if getattr(self.problem, flag)]
+        return " ".join([self.name, self.op, self.problem.w_layout, *words])
+
+
+class _Message(NamedTuple):
+    """What a search tells: its trials and best TF/s so far, and at its end the entry or why there is none."""
+
+    search: Search
+    trials: int
+    best: float | None
+    outcome: Entry | str | None = None
 
 
 def add_arguments(parser):
     """Declares the options of `jgg tune`."""
     options.add_shared(parser, *options.PRODUCTS)
-    for name, meaning in _FLAGS.items():
+    for name, (meaning, *_) in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"of a single product: {meaning}")
     parser.add_argument("--op", default=",".join(OPS), help="comma-separated (%(default)s)")
     parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
@@ -51,9 +80,9 @@ def run(args) -> int:
         out = output_file(args.out)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    searches = [tune_run.Search(name, op, problem) for name, problem in problems for op in ops]
+    searches = [Search(name, op, problem) for name, problem in problems for op in ops]
     workers = args.workers or min(8, os.cpu_count() or 1, len(searches))
-    return tune_run.run_all(searches, out, "interpret" if args.interpret else "triton", workers)
+    return run_all(searches, out, "interpret" if args.interpret else "triton", workers)
 
 
 def _problems(args):
@@ -71,3 +100,77 @@ def _problems(args):
         for product, variants in _LAYER_OPTIONS.items()
         for variant in variants
     ]
+
+
+def run_all(searches: list[Search], out: Path, implementation: str, workers: int) -> int:
+    """Runs the searches with a progress bar; returns 1 if for one no configuration works, else 0."""
+    failures = 0
+    with progress(len(searches)) as tell:
+
+        def receive(message):
+            nonlocal failures
+            search, trials, best, outcome = message
+            if isinstance(outcome, Entry):
+                print(f"{search}: {outcome.milliseconds:.3f} ms, {outcome.tflops:.0f} TF/s, {outcome.config}")
+            elif outcome is not None:
+                failures += 1
+                print(f"{search}: {outcome}")
+            speed = "none" if best is None else f"{best:.0f} TF/s"
+            tell(f"{search}: trial {trials}, best {speed}", outcome is not None)
+
+        if workers == 1:
+            for search in searches:
+                _run(search, out, implementation, receive)
+        else:
+            _run_in_processes(searches, out, implementation, workers, receive)
+    print(f"Wrote {out}")
+    return int(failures > 0)
+
+
+def _run(search, out, implementation, send, **how):
+    message = _Message(search, 0, None)
+
+    def report(trial):
+        nonlocal message
+        best = message.best
+        if trial.milliseconds is not None:
+            best = max(best or 0, search.problem.flops / trial.milliseconds / 1e9)
+        message = _Message(search, message.trials + 1, best)
+        send(message)
+
+    try:
+        outcome = tune_op(search.op, search.problem, out, implementation, report, **how)
+    except RuntimeError as error:
+        outcome = str(error)
+    send(message._replace(outcome=outcome))
+
+
+def _run_in_processes(searches, out, implementation, workers, receive):
+    """Runs them in processes that compile at once and take turns on the GPU."""
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which do not survive a fork
+    tasks, messages, lock = context.Queue(), context.Queue(), context.Lock()
+    for task in (*searches, *[None] * workers):
+        tasks.put(task)
+    arguments = tasks, messages, lock, out, implementation
+    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    left = len(searches)
+    try:
+        while left:
+            try:
+                message = messages.get(timeout=_PATIENCE)
+            except queue.Empty:
+                if not any(process.is_alive() for process in processes):
+                    raise RuntimeError(f"The processes ended with {left} searches left.") from None
+                continue
+            left -= message.outcome is not None
+            receive(message)
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _work(tasks, messages, lock, out, implementation):
+    for search in iter(tasks.get, None):
+        _run(search, out, implementation, messages.put, lock=lock)

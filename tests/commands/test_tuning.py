@@ -172,7 +172,7 @@ def test_a_miss_is_logged_once_with_the_command_that_fills_it(caplog, monkeypatc
 
     calls = []
     monkeypatch.setattr("jgg.cli.tune.device_target", lambda: HOPPER)
-    monkeypatch.setattr("jgg.cli.tune_run.run_all", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("jgg.cli.tune.run_all", lambda *arguments: calls.append(arguments) or 0)
     assert main(shlex.split(command)[1:]) == 0
     (((search,), *_),) = calls
     assert (search.problem, search.op) == (problem, "dw")
@@ -369,7 +369,7 @@ def test_command_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
             raise RuntimeError("No configuration of dx works")
         return tuning.tune_op(op, *arguments, **options)
 
-    monkeypatch.setattr("jgg.cli.tune_run.tune_op", tune_op)
+    monkeypatch.setattr("jgg.cli.tune.tune_op", tune_op)
     sizes = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2", "--dtype", "float32", "--w-layout", "enk"]
     out = tmp_path / "found.json"
     assert main(["tune", *sizes, "--op", "dx,dw", "--interpret", "--workers", "1", "--out", str(out)]) == 1

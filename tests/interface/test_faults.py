@@ -53,7 +53,7 @@ def on_a_gpu(monkeypatch):
         raise AssertionError("it begins to tune")
 
     monkeypatch.setattr("jgg.cli.tune.device_target", lambda: HOPPER)
-    monkeypatch.setattr("jgg.cli.tune_run.run_all", run_all)
+    monkeypatch.setattr("jgg.cli.tune.run_all", run_all)
 
 
 @pytest.mark.usefixtures("no_home", "on_a_gpu")
