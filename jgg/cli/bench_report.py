@@ -7,24 +7,22 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from jgg.cli.bench_layer import LayerRow
-from jgg.cli.bench_run import BOUNDS, Result, Row
+from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.machine import devices, origin
 from jgg.files import replace_text
-from jgg.measuring.layer import PASSES
-from jgg.measuring.measurement import DENSE, JGG, RIGHT, UNSUPPORTED
+from jgg.measuring.peers import DENSE
+from jgg.measuring.timing import RIGHT, UNSUPPORTED
 
 _TEXTS = ("GEMM", "M, K, N, E", "layer", "T, H, I, E, k", "op", "pass", "peer", "smallest of")  # columns that are words
+_SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 
 
 def show(result: Result) -> None:
     """Prints conditions, tables, what was not right, and ratios."""
     print(header(result))
-    if result.rows:
-        others = [*BOUNDS.values(), *result.peers]
-        headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *others)
-        print_table(headings, [_cells(row, others) for row in result.rows], _TEXTS)
+    names = [*BOUNDS.values(), *result.peers]
+    _print_rows(("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *names), result.rows)
     for line in _not_right(result):
         print(line)
     compared = [
@@ -35,11 +33,10 @@ def show(result: Result) -> None:
     if compared:
         print("jgg's speed over each peer's:")
         print_table(("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs"), compared, _TEXTS)
-    if result.layers:
-        headings = ("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", "dense")
-        print_table(headings, [_layer_cells(row, which) for row in result.layers for which in row.passes], _TEXTS)
-    for row in result.layers:
-        print(*_layer_notes(row), sep="\n")
+    passes = [row for layer in result.layers for row in layer.passes if row.measurements]
+    _print_rows(("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", DENSE), passes)
+    for layer in result.layers:
+        print(*_layer_notes(layer), sep="\n")
     if result.interrupted:
         print("Interrupted: not everything was measured")
 
@@ -59,25 +56,34 @@ def header(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _cells(row, others):
-    problem, values = row.problem, _numbers(row, JGG)
-    sizes = (problem.num_rows, problem.in_features, problem.out_features, problem.num_experts)
-    return (
-        f"{row.layer} {row.gemm}", ", ".join(map(str, sizes)), row.op,
-        _cell(row.measurements.get(JGG), values["milliseconds"]), number(values["tflops"]),
-        number(values["gbytes_per_second"]), _percent(values["percent_of_dense"]),
-        *(_cell(row.measurements.get(name), row.tflops(name)) for name in others),
-    )  # fmt: skip
+def _print_rows(headings, rows):
+    """Prints a table: name, sizes and op; then numbers of jgg's, by their headings, and the speeds of others."""
+    if rows:
+        print_table(headings, [_cells(row, headings[3:]) for row in rows], _TEXTS)
 
 
-def _cell(measurement, value):
+def _cells(row, headings):
+    numbers = _numbers(row, JGG)
+    percent = numbers["percent_of_dense"]
+    cells = {
+        "ms": _cell(row, JGG, numbers["milliseconds"]),
+        "TF/s": number(numbers["tflops"]),
+        "GB/s": number(numbers["gbytes_per_second"]),
+        "% of dense": "-" if percent is None else f"{percent:.1f}",
+    }
+    others = {name: _cell(row, name, row.tflops(name)) for name in headings if name not in cells}
+    if row.gemm:
+        sizes = tuple(getattr(row.problem, name) for name in _SIZES[:-1])
+    else:
+        sizes = dataclasses.astuple(row.problem.layer)[1:]
+    return row.name, ", ".join(map(str, sizes)), row.op, *((cells | others)[heading] for heading in headings)
+
+
+def _cell(row, name, value):
+    measurement = row.measurements.get(name)
     if measurement is None or measurement.status == UNSUPPORTED:
         return "-"
     return number(value) if measurement.status == RIGHT else measurement.status
-
-
-def _percent(value):
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _not_right(result):
@@ -86,7 +92,7 @@ def _not_right(result):
     for row in result.rows:
         for name, measurement in row.measurements.items():
             if measurement.status != RIGHT:
-                of = row.op if measurement.status == UNSUPPORTED else f"{row.layer} {row.gemm} {row.op}"
+                of = row.op if measurement.status == UNSUPPORTED else f"{row.name} {row.op}"
                 reasons.setdefault((name, str(measurement)), {})[of] = None
     return [f"{name}, {'; '.join(where)}: {what}" for (name, what), where in reasons.items()]
 
@@ -103,7 +109,7 @@ def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
                 found.setdefault(op, {})[name] = {
                     "geometric_mean": statistics.geometric_mean(ratio for ratio, _ in measured),
                     "smallest": smallest,
-                    "smallest_of": f"{row.layer} {row.gemm}",
+                    "smallest_of": row.name,
                     "gemms": len(measured),
                 }
     return found
@@ -113,38 +119,29 @@ def _ratios(result):
     return ratios(result.rows, result.settings.ops, sorted(result.peers, key=lambda name: name != DENSE))
 
 
-def _layer_cells(row, which):
-    layer, measurement = row.problem.layer, row.passes[which]
-    sizes = layer.tokens, layer.hidden, layer.expert_intermediate, layer.experts, layer.topk
-    milliseconds = measurement.seconds and measurement.seconds * 1e3
-    return (
-        layer.name, ", ".join(map(str, sizes)), which, _cell(measurement, milliseconds), number(row.tflops(which)),
-        _percent(row.percent_of_dense(which)), number(row.dense_tflops(which)),
-    )  # fmt: skip
-
-
-def _layer_notes(row: LayerRow) -> Iterator[str]:
+def _layer_notes(layer: LayerRow) -> Iterator[str]:
     """A line on the layer's routing, one on its memory, and one for whatever was not right."""
-    name = row.problem.layer.name
-    if row.route_seconds is not None and row.group_sizes is not None:
-        fewest, median, most = row.group_sizes
+    name = layer.problem.layer.name
+    if layer.route_seconds is not None and layer.group_sizes is not None:
+        fewest, median, most = layer.group_sizes
         yield (
-            f"{name}: routing and sorting {number(row.route_seconds * 1e6)} us;"
+            f"{name}: routing and sorting {number(layer.route_seconds * 1e6)} us;"
             f" rows of an expert {fewest} to {most}, median {median}"
         )
-    if row.memory is not None:
-        memory, limit = row.memory, row.problem.memory_limit
+    if layer.memory is not None:
+        memory, limit = layer.memory, layer.problem.memory_limit
         peak = "" if memory.peak_in_use is None else f"; in use at most {_megabytes(memory.peak_in_use)}"
         yield (
             f"{name}: forward + backward takes {_megabytes(memory.total)} (arguments {_megabytes(memory.arguments)},"
             f" results {_megabytes(memory.results)}, temporaries {_megabytes(memory.temporaries)}{peak}),"
             f" {100 * memory.total / limit:.0f}% of the {_megabytes(limit)} aimed at"
         )
-    for what, reason in row.failures.items():
+    for what, reason in layer.failures.items():
         yield f"{name} {what}: failed: {reason}"
-    for which, measurement in row.passes.items():
-        if measurement.status != RIGHT:
-            yield f"{name} {which}: {measurement}" + (f" ({measurement.variant})" if measurement.variant else "")
+    for row in layer.passes:
+        measurement = row.measurements.get(JGG)
+        if measurement is not None and measurement.status != RIGHT:
+            yield f"{name} {row.op}: {measurement}" + (f" ({measurement.variant})" if measurement.variant else "")
 
 
 def _megabytes(count):
@@ -166,52 +163,57 @@ def as_json(result: Result) -> dict:
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
         "rows": [_row_as_json(row) for row in result.rows],
-        "layers": [_layer_as_json(row) for row in result.layers],
+        "layers": [_layer_as_json(layer) for layer in result.layers],
     }
 
 
 def _row_as_json(row):
     problem = row.problem
-    sizes = ("num_rows", "in_features", "out_features", "num_experts", "topk")
     return {
         **{name: getattr(row, name) for name in ("layer", "gemm", "op")},
-        **{name: getattr(problem, name) for name in sizes},
+        **{name: getattr(problem, name) for name in _SIZES},
         "dtype": problem.dtype.name,
         "flops": problem.flops,
         "bytes": problem.bytes_accessed,
         "flops_per_byte": problem.flops / problem.bytes_accessed,
         "measurements": {
-            name: _finite(dataclasses.asdict(measurement)) | _numbers(row, name)
-            for name, measurement in row.measurements.items()
+            name: _finite(measurement) | _numbers(row, name) for name, measurement in row.measurements.items()
         },
     }
 
 
-def _layer_as_json(row):
-    numbers = {
-        "flops": row.problem.flops,
-        "tflops": row.tflops,
-        "dense_tflops": row.dense_tflops,
-        "percent_of_dense": row.percent_of_dense,
+def _layer_as_json(layer):
+    def by_pass(value, name):
+        return {row.op: value(row) for row in layer.passes if name is None or name in row.measurements}
+
+    return {
+        **{field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)},
+        "problem": dataclasses.asdict(layer.problem),
+        "memory": layer.memory and dataclasses.asdict(layer.memory),
+        "passes": by_pass(lambda row: _finite(row.measurements[JGG]), JGG),
+        "dense_seconds": by_pass(lambda row: row.seconds(DENSE), DENSE),
+        "flops": by_pass(lambda row: row.flops, None),
+        "tflops": by_pass(lambda row: row.tflops(JGG), None),
+        "dense_tflops": by_pass(lambda row: row.tflops(DENSE), None),
+        "percent_of_dense": by_pass(lambda row: _numbers(row, JGG)["percent_of_dense"], None),
+        "memory_limit": layer.problem.memory_limit,
     }
-    by_pass = {name: {which: value(which) for which in PASSES} for name, value in numbers.items()}
-    return dataclasses.asdict(row) | by_pass | {"memory_limit": row.problem.memory_limit}
 
 
 def _numbers(row, name):
     """What follows from the seconds of a call; None where there is no right one."""
-    seconds, dense = row.seconds(name), row.seconds(DENSE)
+    seconds, ratio = row.seconds(name), row.ratio(DENSE, name)
     return {
         "milliseconds": seconds and seconds * 1e3,
         "tflops": row.tflops(name),
         "gbytes_per_second": seconds and row.problem.bytes_accessed / seconds / 1e9,
-        "percent_of_dense": 100 * dense / seconds if seconds and dense else None,
+        "percent_of_dense": ratio and 100 * ratio,
     }
 
 
-def _finite(values):
-    """NaN and infinity as text, which JSON can hold."""
+def _finite(measurement):
+    """As JSON, which cannot hold NaN and infinity: they are text."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
+        for name, value in dataclasses.asdict(measurement).items()
     }

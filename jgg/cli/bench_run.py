@@ -1,43 +1,46 @@
-"""Measures for `jgg bench`: each product is checked against a reference, then timed, beside its bounds and peers."""
+"""Measures for `jgg bench`: products and whole layers are checked, then timed, beside their bounds and peers."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jgg.cli.bench import Settings
-from jgg.cli.bench_layer import STEPS, LayerRow, measure_layer
 from jgg.cli.console import progress
-from jgg.measuring.measurement import (
-    DENSE,
-    FAILED,
-    JGG,
-    RIGHT,
-    UNSUPPORTED,
-    WRONG,
-    Measurement,
-    check_and_time,
-    first_line,
-)
-from jgg.measuring.peers import PEERS, JaxProduct, Unsupported
-from jgg.measuring.timing import Reference, measure, product
-from jgg.measuring.workloads import group_sizes, operands
+from jgg.measuring.layer import PASSES, LayerProblem, LayerReference, Memory, layer_function, logits_of, measure_memory
+from jgg.measuring.peers import DENSE, PEERS, JaxProduct, Unsupported
+from jgg.measuring.timing import FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement, Reference, first_line, measure, product
+from jgg.measuring.workloads import OPS, group_sizes, operands
 from jgg.problem import GroupedGemmProblem
+from jgg.routing import route
 
+JGG = "jgg"
 BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of one product of one GEMM, by JGG, the values of BOUNDS and the names of peers."""
+    """The measurements of an op of a GEMM or a pass of a layer, by JGG, the values of BOUNDS and the names of peers."""
 
     layer: str
     gemm: str
     op: str
-    problem: GroupedGemmProblem
+    problem: GroupedGemmProblem | LayerProblem
     measurements: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the layer and its GEMM, which a whole layer has none of."""
+        return f"{self.layer} {self.gemm}".strip()
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a call."""
+        return self.problem.flops(self.op) if isinstance(self.problem, LayerProblem) else self.problem.flops
 
     def seconds(self, name: str) -> float | None:
         """Seconds of a call; None where there is no right one."""
@@ -47,12 +50,37 @@ class Row:
     def tflops(self, name: str) -> float | None:
         """TF/s, counting the rows that there are."""
         seconds = self.seconds(name)
-        return seconds and self.problem.flops / seconds / 1e12
+        return seconds and self.flops / seconds / 1e12
 
-    def ratio(self, name: str) -> float | None:
-        """How many times as fast as `name` jgg is."""
-        own, other = self.seconds(JGG), self.seconds(name)
+    def ratio(self, name: str, who: str = JGG) -> float | None:
+        """How many times as fast as `name` jgg is, or who else."""
+        own, other = self.seconds(who), self.seconds(name)
         return other / own if own and other else None
+
+
+@dataclasses.dataclass
+class LayerRow:
+    """The measurements of one layer.
+
+    Attributes:
+      passes: a row for each of `measuring.layer.PASSES`.
+      memory: of forward + backward.
+      route_seconds: of routing alone, from logits to sorted rows.
+      group_sizes: fewest, median and most rows of an expert.
+      failures: what raised, by what was measured, in one line each.
+    """
+
+    problem: LayerProblem
+    passes: list[Row]
+    memory: Memory | None = None
+    route_seconds: float | None = None
+    group_sizes: tuple[int, int, int] | None = None
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, problem: LayerProblem):
+        """One without measurements."""
+        return cls(problem, [Row(problem.layer.name, "", which, problem) for which in PASSES])
 
 
 @dataclasses.dataclass
@@ -79,15 +107,16 @@ class Result:
 
     @property
     def is_right(self) -> bool:
-        """Whether no product is wrong and none of jgg's failed."""
-        measured = [item for row in self.rows for item in row.measurements.items()]
-        return all(layer.is_right for layer in self.layers) and not any(
+        """Whether no product is wrong and nothing of jgg's failed."""
+        rows = [*self.rows, *(row for layer in self.layers for row in layer.passes)]
+        measured = [item for row in rows for item in row.measurements.items()]
+        return not any(layer.failures for layer in self.layers) and not any(
             m.status == WRONG or (m.status == FAILED and name in (JGG, *BOUNDS.values())) for name, m in measured
         )
 
 
-def run(settings: Settings, keep: Callable[[Result], Any] = lambda result: None) -> Result:
-    """Measures all products; an interrupt from the keyboard ends it with what there is.
+def run(settings: Settings, keep: Callable[[Result], Any]) -> Result:
+    """Measures everything; an interrupt from the keyboard ends it with what there is.
 
     keep(result) is called with what there is after each row, for a library that is measured may end the process.
     """
@@ -99,12 +128,11 @@ def run(settings: Settings, keep: Callable[[Result], Any] = lambda result: None)
             else:
                 result.skipped[name] = reason
         result.copy_bandwidth = copy_bandwidth()
-        _measure_rows(result, keep)
-        _measure_layers(result, keep)
+        _measure_all(result, keep)
         result.interrupted = False
     except KeyboardInterrupt:
         result.rows = [row for row in result.rows if row.measurements]
-        result.layers = [row for row in result.layers if row.passes]
+        result.layers = [layer for layer in result.layers if any(row.measurements for row in layer.passes)]
     return result
 
 
@@ -117,30 +145,21 @@ def copy_bandwidth() -> float:
     return num_bytes / timed.seconds
 
 
-def _measure_rows(result, keep):
-    settings = result.settings
+def _measure_all(result, keep):
+    settings, with_dense = result.settings, DENSE in result.peers
     problems = {op: settings.problems(op) for op in settings.gemm_ops}
     plan = _plan(settings.groups, result.peers)
-    rows = [
-        Row(layer, gemm, op, problems[op][layer, gemm])
-        for layer, gemm in settings.problems("forward")
-        for op in settings.gemm_ops
-    ]
-    with progress(len(rows) * sum(map(len, plan.values())), settings.quiet or not rows) as tell:
+    rows = [Row(*key, op, problems[op][key]) for key in settings.problems("forward") for op in settings.gemm_ops]
+    layers = [LayerRow.of(problem) for problem in settings.layer_problems]
+    steps = len(rows) * sum(map(len, plan.values())) + len(layers) * (2 + len(PASSES) + with_dense)
+    with progress(steps, settings.quiet) as tell:
         for row in rows:
             result.rows.append(row)
             _measure_row(row, settings, plan, tell)
             keep(result)
-
-
-def _measure_layers(result, keep):
-    settings, with_dense = result.settings, DENSE in result.peers
-    problems = settings.layer_problems
-    with progress(len(problems) * (STEPS + with_dense), settings.quiet or not problems) as tell:
-        for problem in problems:
-            row = LayerRow(problem)
-            result.layers.append(row)
-            measure_layer(row, settings.seed, with_dense, tell)
+        for layer in layers:
+            result.layers.append(layer)
+            _measure_layer(layer, settings.seed, with_dense, tell)
             keep(result)
 
 
@@ -159,8 +178,7 @@ def _measure_row(row, settings, plan, tell):
     for groups, names in plan.items():
         sizes = group_sizes(groups, row.problem.num_rows, row.problem.num_experts, settings.seed)
         arrays["group_sizes"] = jnp.asarray(sizes)
-        measured = _measure_all(op, row, names, arrays, settings.implementation, tell)
-        for name, measurement in measured:
+        for name, measurement in _measure_each(op, row, names, arrays, settings.implementation, tell):
             labels = [name]
             if name == JGG:
                 labels = [JGG] if groups == settings.groups else []
@@ -168,27 +186,28 @@ def _measure_row(row, settings, plan, tell):
             row.measurements.update(dict.fromkeys(labels, measurement))
 
 
-def _measure_all(op, row, names, arrays, implementation, tell):
+def _measure_each(op, row, names, arrays, implementation, tell):
     """Yields each name with its measurement, all against one reference."""
     reference, reason = None, ""
+    problem = row.problem
     try:
-        reference = Reference.of(op, row.problem, arrays)
+        reference = Reference.of(op, problem, arrays)
     except Exception as error:  # such as too little memory: report it and go on
         reason = f"no reference: {first_line(error)}"
+    own = JaxProduct(product(op, problem, implementation), arrays, problem.flops, problem.bytes_accessed)
     for name in names:
-        what = f"{row.layer} {row.gemm} {row.op} {name}"
+        what = f"{row.name} {row.op} {name}"
         tell(what)
         if reference is None:
             yield name, Measurement(FAILED, reason=reason)
         elif name == JGG:
-            own = JaxProduct(product(op, row.problem, implementation), arrays, row.problem)
-            yield name, measure_best(lambda own=own: [own], reference)
+            yield name, measure_best(lambda: [own], reference)
         else:
-            yield name, measure_best(lambda name=name: PEERS[name].prepare(op, row.problem, arrays), reference)
+            yield name, measure_best(lambda name=name: PEERS[name].prepare(op, problem, arrays), reference)
         tell(what, 1)
 
 
-def measure_best(prepare: Callable, reference: Reference) -> Measurement:
+def measure_best(prepare: Callable[[], Iterable], reference: Reference | LayerReference) -> Measurement:
     """Checks and times each way that `prepare()` gives: the fastest right one, else the first wrong one."""
     try:
         ways = prepare()
@@ -196,16 +215,81 @@ def measure_best(prepare: Callable, reference: Reference) -> Measurement:
         return Measurement(UNSUPPORTED, reason=str(error))
     except Exception as error:  # whatever another library raises
         return Measurement(FAILED, reason=first_line(error))
-    measured = [_measure(way, reference) for way in ways]
+    measured = [_check_and_time(way, reference) for way in ways]
     order = (RIGHT, WRONG, FAILED)
     best = min(measured, key=lambda m: (order.index(m.status), m.seconds or 0))
     others = tuple(f"{m.variant}: {m}" for m in measured if m is not best and m.status != RIGHT)
     return dataclasses.replace(best, others=others)
 
 
-def _measure(way, reference):
-    def check(result):
-        error = reference.error(result)
-        return Measurement(RIGHT if error <= reference.bound else WRONG, error=error, allowed_error=reference.bound)
+def _check_and_time(way, reference):
+    """Checks a result, times what computes it if that is right, and checks the result of the calls that were timed."""
+    try:
+        checked, seconds = reference.check(way.compute()), None
+        if checked.status == RIGHT:
+            timed = way.measure()
+            checked, seconds = reference.check(timed.result), timed.seconds
+    except Exception as error:  # such as too little memory, or whatever another library raises
+        return Measurement(FAILED, reason=first_line(error), variant=way.variant)
+    seconds = seconds if checked.status == RIGHT else None
+    return dataclasses.replace(checked, seconds=seconds, variant=way.variant or checked.variant)
 
-    return dataclasses.replace(check_and_time(lambda: (way.compute(), check), way.measure), variant=way.variant)
+
+def _measure_layer(layer, seed, with_dense, tell):
+    """Fills in the measurements, what fails in `failures`; tells of 2 + len(PASSES) + with_dense steps."""
+    problem = layer.problem
+    arrays = problem.operands(seed)
+
+    @contextlib.contextmanager
+    def attempt(what):
+        tell(f"{problem.layer.name} {what}", 1)
+        try:
+            yield
+        except Exception as error:  # such as too little memory: report it and go on
+            layer.failures[what] = first_line(error)
+
+    with attempt("memory"):  # first, while little else is held
+        layer.memory = measure_memory(problem, arrays)
+    for row in layer.passes:
+        tell(f"{row.layer} {row.op}", 1)
+        row.measurements[JGG] = _measure_pass(problem, row.op, arrays)
+    with attempt("route + sort"):
+        _measure_routing(layer, arrays)
+    if with_dense:
+        with attempt("dense"):
+            _measure_dense(layer, seed)
+
+
+def _measure_pass(problem, which, arrays):
+    function = layer_function(problem, which)
+    way = JaxProduct(function, arrays, problem.flops(which), problem.bytes_accessed)
+    try:
+        reference = LayerReference.of(problem, which, arrays, way.compute()["topk_indices"])
+    except Exception as error:  # such as too little memory
+        return Measurement(FAILED, reason=first_line(error))
+    return measure_best(lambda: [way], reference)
+
+
+def _measure_routing(layer, arrays):
+    topk, implementation = layer.problem.layer.topk, layer.problem.implementation
+    logits = jax.jit(logits_of)(arrays["x"], arrays["w_router"])
+    arrays = {"logits": logits, "group_sizes": arrays["group_sizes"]}
+    way = JaxProduct(lambda a: route(a["logits"], topk, implementation=implementation), arrays, 0, 2 * logits.nbytes)
+    sizes = sorted(way.compute().group_sizes.tolist())
+    layer.group_sizes = sizes[0], int(statistics.median(sizes)), sizes[-1]
+    layer.route_seconds = way.measure().seconds
+
+
+def _measure_dense(layer, seed):
+    """Fills in the time of dense products with the sizes of the experts' ones: up and down, and their gradients."""
+    problem = layer.problem
+    one_expert = dataclasses.replace(problem.layer, experts=1, topk=1, tokens=problem.num_rows)
+    gemms = dataclasses.replace(problem, layer=one_expert).gemms
+    seconds = {op: sum(_time_dense(gemm, op, seed) for gemm in gemms) for op in OPS}
+    for row in layer.passes:
+        row.measurements[DENSE] = Measurement(RIGHT, sum(seconds[op] for op in PASSES[row.op]))
+
+
+def _time_dense(gemm, op, seed):
+    (way,) = PEERS[DENSE].prepare(op, gemm, operands(gemm, "one", seed))
+    return way.measure().seconds

@@ -1,18 +1,17 @@
 """The plots of `jgg bench` and `jgg plan`; the only module of them that needs matplotlib."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from jgg.cli.bench_layer import LayerRow
-from jgg.cli.bench_run import Result
+from jgg.cli.bench_run import JGG, Result
 from jgg.cli.machine import devices
 from jgg.exchange import EXCHANGES
 from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
-from jgg.measuring.layer import PASSES
-from jgg.measuring.measurement import DENSE, JGG
+from jgg.measuring.peers import DENSE
 from jgg.measuring.workloads import Layer
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
@@ -21,20 +20,26 @@ _MORE = {"tensor": "tensor, with anything"} | {name: f"expert by {name}, with da
 
 def write_bench(result: Result) -> Path:
     """Draws the speeds of each op and of whole layers as bars, and jgg's products under the roofs of this device."""
-    ops = [op for op in result.settings.gemm_ops if any(row.op == op for row in result.rows)]
-    panels = [
-        *((3, functools.partial(_plot_op, result, op)) for op in ops),
-        *([(3, functools.partial(_plot_layers, result.layers))] if result.layers else []),
-        *([(5, functools.partial(_plot_roofline, result))] if ops else []),
-    ]
+    panels: list[tuple[int, Callable]] = []  # heights, and what draws on axes
+    for op in result.settings.gemm_ops:
+        rows = [row for row in result.rows if row.op == op]
+        speeds = {name: [row.tflops(name) for row in rows] for name in (JGG, *result.peers)}
+        if rows:
+            labels = [f"{row.layer}\n{row.gemm}" for row in rows]
+            panels.append((3, functools.partial(_plot_bars, op, labels, speeds, not panels)))
+    if result.layers:
+        by_pass = list(zip(*(layer.passes for layer in result.layers), strict=True))
+        speeds = {f"{who} {rows[0].op}": [row.tflops(who) for row in rows] for rows in by_pass for who in (JGG, DENSE)}
+        labels = [layer.problem.layer.name for layer in result.layers]
+        panels.append((3, functools.partial(_plot_bars, "whole layer, router included", labels, speeds, True)))
+    if result.rows:
+        panels.append((5, functools.partial(_plot_roofline, result)))
     heights = [height for height, _ in panels]
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     figure.suptitle(f"jgg bench: {devices()[0].kind}, {result.settings.dtype}, {result.settings.groups} groups")
     all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (_, draw) in zip(all_axes, panels, strict=True):
         draw(axes)
-    if ops:
-        all_axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, result.settings.out)
 
 
@@ -44,23 +49,7 @@ def _save(figure, prefix):
     return path
 
 
-def _plot_op(result, op, axes):
-    rows = [row for row in result.rows if row.op == op]
-    speeds = {name: [row.tflops(name) for row in rows] for name in (JGG, *result.peers)}
-    _plot_bars(axes, op, [f"{row.layer}\n{row.gemm}" for row in rows], speeds)
-
-
-def _plot_layers(rows, axes):
-    speeds = {
-        f"{who} {which}": [speed(row, which) for row in rows]
-        for which in PASSES
-        for who, speed in ((JGG, LayerRow.tflops), (DENSE, LayerRow.dense_tflops))
-    }
-    _plot_bars(axes, "whole layer, router included", [row.problem.layer.name for row in rows], speeds)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _plot_bars(axes, title, labels, speeds):
+def _plot_bars(title, labels, speeds, has_legend, axes):
     """A group of bars for each label, one for each name in speeds."""
     positions, width = np.arange(len(labels)), 0.8 / len(speeds)
     for i, (name, values) in enumerate(speeds.items()):
@@ -69,6 +58,8 @@ def _plot_bars(axes, title, labels, speeds):
     axes.set_xticks(positions, labels, fontsize="small", rotation=30 if len(labels) > 6 else 0)
     axes.set(ylabel="TF/s", title=title)
     axes.grid(axis="y", alpha=0.3)
+    if has_legend:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _plot_roofline(result, axes):

@@ -8,15 +8,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jgg.measuring.timing import jit_reference, relative_error
-from jgg.measuring.workloads import Layer
+from jgg.measuring.timing import RIGHT, WRONG, Measurement, jit_reference, relative_error
+from jgg.measuring.workloads import OPS, Layer
 from jgg.moe import moe_mlp
+from jgg.problem import GroupedGemmProblem
 from jgg.routing import Routing, route, sort_by_expert
 
-FORWARD, FORWARD_BACKWARD, ROUTE = "forward", "forward + backward", "route + sort"
-PASSES = (FORWARD, FORWARD_BACKWARD)
+FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
+PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and the ops of the experts' products in them
 WEIGHTS = ("w_router", "w_gate_up", "w_down")
-_FLOPS = {FORWARD: 6, FORWARD_BACKWARD: 18}  # times M * H * I
+CHOICE_ERROR = 1e-5  # relative to the largest logit: float32 sums of products of 16-bit numbers, in another order
 _SCHEDULE_TILES = 64  # rows of the smallest tile that a schedule of many rows has
 
 
@@ -43,23 +44,19 @@ class LayerProblem:
 
     def flops(self, which: str) -> int:
         """Floating-point operations of the experts' products in one of PASSES."""
-        return _FLOPS[which] * self.num_rows * self.layer.hidden * self.layer.expert_intermediate
+        return len(PASSES[which]) * sum(gemm.flops for gemm in self.gemms)
+
+    @property
+    def gemms(self) -> list[GroupedGemmProblem]:
+        """The experts' products, up and down."""
+        return list(self.layer.gemms(dtype=self.dtype, w_layout=self.w_layout).values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of x, y's cotangent and the weights."""
-        layer = self.layer
-        tokens, inner = (layer.tokens, layer.hidden), layer.expert_intermediate
-        up, down = (2 * inner, layer.hidden), (layer.hidden, inner)
-        if self.w_layout == "ekn":
-            up, down = up[::-1], down[::-1]
-        return {
-            "x": tokens,
-            "dy": tokens,
-            "w_router": (layer.hidden, layer.experts),
-            "w_gate_up": (layer.experts, *up),
-            "w_down": (layer.experts, *down),
-        }
+        tokens, (up, down) = (self.layer.tokens, self.layer.hidden), self.gemms
+        router = self.layer.hidden, self.layer.experts
+        return {"x": tokens, "dy": tokens, "w_router": router, "w_gate_up": up.w_shape, "w_down": down.w_shape}
 
     def operands(self, seed: int = 0) -> dict[str, jax.Array]:
         """Random arrays of `shapes`, and group_sizes [1], by which `timing.measure` ties one call to the next."""
@@ -108,20 +105,21 @@ def layer_function(problem: LayerProblem, which: str) -> Callable:
 
     The results are y, the experts chosen, and with the backward pass the gradients of x and the weights by name.
     """
+    choose = functools.partial(route, topk=problem.layer.topk, implementation=problem.implementation)
+    return functools.partial(_run, problem, which, choose, problem.implementation, None)
+
+
+def _run(problem, which, choose, implementation, precision, arrays):
+    """The results of a layer whose routing is choose(logits)."""
 
     def forward(floats):
-        logits = logits_of(floats["x"], floats["w_router"])
-        routing = route(logits, problem.layer.topk, implementation=problem.implementation)
+        routing = choose(logits_of(floats["x"], floats["w_router"]))
         y = moe_mlp(
             floats["x"], floats["w_gate_up"], floats["w_down"], routing,
-            w_layout=problem.w_layout, implementation=problem.implementation,
+            w_layout=problem.w_layout, precision=precision, implementation=implementation,
         )  # fmt: skip
         return y, routing.topk_indices
 
-    return functools.partial(_run, forward, which)
-
-
-def _run(forward, which, arrays):
     floats = {name: arrays[name] for name in ("x", *WEIGHTS)}
     if which == FORWARD:
         y, topk_indices = forward(floats)
@@ -130,16 +128,6 @@ def _run(forward, which, arrays):
     y, dy = jax.lax.optimization_barrier((y, arrays["dy"]))  # as in training, the backward pass comes after y
     (gradients,) = vjp(dy)
     return {"y": y, "topk_indices": topk_indices} | {f"d {name}": d for name, d in gradients.items()}
-
-
-@functools.cache
-def route_function(problem: LayerProblem) -> Callable:
-    """The function from {"logits": ...} to the Routing, all fields of it."""
-
-    def run(arrays):
-        return route(arrays["logits"], problem.layer.topk, implementation=problem.implementation)
-
-    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +150,7 @@ class LayerReference:
     def of(cls, problem: LayerProblem, which: str, arrays: dict, topk_indices: jax.Array):
         """Computes it for the experts chosen, topk_indices int32 [T, k].
 
-        A choice depends on the last bit of the logits where two of them are all but equal, so it is judged apart, by
-        `choice_error`.
+        A choice depends on the last bit of the logits where two of them are all but equal, so it is judged apart.
         """
         own = _expected(problem, which, None)(arrays, topk_indices)
         in_float32 = {name: array.astype(jnp.float32) for name, array in arrays.items() if name in problem.shapes}
@@ -172,16 +159,17 @@ class LayerReference:
         logits = logits_of(in_float32["x"], in_float32["w_router"])
         return cls(exact, bounds, logits)
 
-    def errors(self, results: dict) -> dict[str, float]:
-        """The largest error of each result relative to its largest element; NaN or Inf where it has some."""
-        return {name: float(relative_error(results[name], exact)) for name, exact in self.exact.items()}
-
-    def choice_error(self, topk_indices: jax.Array) -> float:
-        """By how much an expert left out beats one chosen, relative to the largest logit; infinite for a wrong index.
-
-        It is negative where every choice is right, and about the logits' rounding where they are equal but for that.
-        """
-        return float(_choice_error(self.logits, topk_indices))
+    def check(self, results: dict) -> Measurement:
+        """The measurement of results, with the error of the one that comes closest to its bound or passes it."""
+        choice_error = float(_choice_error(self.logits, results["topk_indices"]))
+        if not choice_error <= CHOICE_ERROR:
+            reason = f"an expert left out beats one chosen by {choice_error:.3g} of the largest logit"
+            return Measurement(WRONG, reason=reason)
+        errors = {name: float(relative_error(results[name], exact)) for name, exact in self.exact.items()}
+        is_right = all(errors[name] <= bound for name, bound in self.bounds.items())
+        worst = min(errors, key=lambda name: self.bounds[name] - errors[name] if errors[name] < jnp.inf else -jnp.inf)
+        status = RIGHT if is_right else WRONG
+        return Measurement(status, error=errors[worst], allowed_error=self.bounds[worst], variant=worst)
 
 
 @functools.cache
@@ -189,17 +177,11 @@ def _expected(problem, which, precision):
     """The compiled function (arrays, topk_indices) -> results but for the choices."""
 
     def run(arrays, topk_indices):
-        def forward(floats):
-            logits = logits_of(floats["x"], floats["w_router"])
+        def choose(logits):
             weights = jax.nn.softmax(jnp.take_along_axis(logits, topk_indices, axis=1))
-            routing = Routing(weights, topk_indices, *sort_by_expert(topk_indices, problem.layer.experts, "xla"))
-            y = moe_mlp(
-                floats["x"], floats["w_gate_up"], floats["w_down"], routing,
-                w_layout=problem.w_layout, precision=precision, implementation="xla",
-            )  # fmt: skip
-            return y, topk_indices
+            return Routing(weights, topk_indices, *sort_by_expert(topk_indices, problem.layer.experts, "xla"))
 
-        results = _run(forward, which, arrays)
+        results = _run(problem, which, choose, "xla", precision, arrays)
         del results["topk_indices"]
         return results
 
@@ -208,6 +190,10 @@ def _expected(problem, which, precision):
 
 @jax.jit
 def _choice_error(logits, topk_indices):
+    """By how much an expert left out beats one chosen, relative to the largest logit; infinite for a wrong index.
+
+    It is negative where every choice is right, and about the logits' rounding where they are equal but for that.
+    """
     num_tokens, num_experts = logits.shape
     in_range = jnp.all((topk_indices >= 0) & (topk_indices < num_experts))
     tokens = jnp.arange(num_tokens)[:, None]

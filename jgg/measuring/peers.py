@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.measuring.measurement import first_line
-from jgg.measuring.timing import LARGER_THAN_L2, REPEATS, Timing, calls_of_repeat, measure, stays_in_l2
+from jgg.measuring.timing import LARGER_THAN_L2, REPEATS, Timing, calls_of_repeat, first_line, measure, stays_in_l2
 from jgg.problem import GroupedGemmProblem
+
+DENSE = "dense"  # the peer that is a dense product of the same FLOPs
 
 
 class Unsupported(Exception):
@@ -41,22 +42,23 @@ def _same(array):
 
 @dataclasses.dataclass(frozen=True)
 class JaxProduct:
-    """A product computed by JAX.
+    """A product computed by JAX, or another function of arrays.
 
     Attributes:
       function, arrays: `function(arrays)` is the product.
-      problem: the product's sizes.
+      flops, bytes_accessed: of a call.
       finish: brings the product into jgg's layout; not timed.
       variant: what tells it from a peer's other ways.
     """
 
-    function: Callable[[dict[str, jax.Array]], jax.Array]
+    function: Callable[[dict[str, jax.Array]], Any]
     arrays: dict[str, jax.Array]
-    problem: GroupedGemmProblem
+    flops: int
+    bytes_accessed: int
     finish: Callable[[jax.Array], jax.Array] = _same
     variant: str = ""
 
-    def compute(self) -> jax.Array:
+    def compute(self):
         """The product, in jgg's layout."""
         return self.finish(jax.jit(self.function)(self.arrays))
 
@@ -67,20 +69,21 @@ class JaxProduct:
         start = time.perf_counter()
         jax.block_until_ready(program(self.arrays))
         is_slow = calls_of_repeat(time.perf_counter() - start) == 1
-        arguments = self.function, self.arrays, self.problem.flops, self.problem.bytes_accessed
+        arguments = self.function, self.arrays, self.flops, self.bytes_accessed
         timed = measure(*arguments, max_calls=1) if is_slow else measure(*arguments)
         return Timing(timed.seconds, self.finish(timed.result))
 
 
 def _dense(op, problem, arrays):
     """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group."""
-    w = "nk" if problem.w_layout == "enk" else "kn"
-    if op == "dw":
-        left, right, einsum = ("dy", "x", "mn,mk->nk") if w == "nk" else ("x", "dy", "mk,mn->kn")
-    else:
-        left, right, einsum = ("x", "w", f"mk,{w}->mn") if op == "forward" else ("dy", "w", f"mn,{w}->mk")
-    x = _rows(problem, arrays) if problem.permute_x else arrays["x"]
-    operands = {"x": x, "w": arrays["w"][0], "dy": arrays["dy"], "group_sizes": arrays["group_sizes"]}
+    w = problem.w_layout[1:]
+    left, right, einsum = {
+        "forward": ("x", "w", f"mk,{w}->mn"),
+        "dx": ("dy", "w", f"mn,{w}->mk"),
+        "dw": ("dy", "x", "mn,mk->nk") if w == "nk" else ("x", "dy", "mk,mn->kn"),
+    }[op]
+    x, w = _rows(problem, arrays), arrays["w"][0]
+    operands = {"x": x, "w": w, "dy": arrays["dy"], "group_sizes": arrays["group_sizes"]}
 
     def run(arrays):
         precision, dtype = problem.precision, problem.dtype
@@ -89,7 +92,8 @@ def _dense(op, problem, arrays):
     def among_experts(result):
         return jnp.zeros(problem.w_shape, result.dtype).at[0].set(result)
 
-    return [JaxProduct(run, operands, problem, among_experts if op == "dw" else _same)]
+    finish = among_experts if op == "dw" else _same
+    return [JaxProduct(run, operands, problem.flops, problem.bytes_accessed, finish)]
 
 
 def _ragged_dot(module, op, problem, arrays):
@@ -99,7 +103,7 @@ def _ragged_dot(module, op, problem, arrays):
     swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else _same
 
     def run(arrays):
-        x = _rows(problem, arrays) if problem.permute_x else arrays["x"]
+        x = _rows(problem, arrays)
 
         def product(x, w):
             return function(x, w, arrays["group_sizes"], precision=precision)
@@ -109,7 +113,8 @@ def _ragged_dot(module, op, problem, arrays):
         gradients = jax.vjp(product, x, arrays["w"])[1](arrays["dy"])
         return gradients[("dx", "dw").index(op)]
 
-    return [JaxProduct(run, arrays | {"w": swap(arrays["w"])}, problem, swap if op == "dw" else _same)]
+    finish = swap if op == "dw" else _same
+    return [JaxProduct(run, arrays | {"w": swap(arrays["w"])}, problem.flops, problem.bytes_accessed, finish)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +123,13 @@ class TorchProduct:
 
     Attributes:
       call: starts it and returns its tensor.
-      problem: the product's sizes.
+      bytes_accessed: of a call.
       out: the tensor that every call writes, where it is always the same one.
       variant: what tells it from a peer's other ways.
     """
 
     call: Callable[[], Any]
-    problem: GroupedGemmProblem
+    bytes_accessed: int
     out: Any = None
     variant: str = ""
 
@@ -136,8 +141,24 @@ class TorchProduct:
 
     def measure(self) -> Timing:
         """Times the product."""
-        seconds = _torch_seconds(self.call, flushes=stays_in_l2(self.problem.bytes_accessed))
+        seconds = _torch_seconds(self.call, flushes=stays_in_l2(self.bytes_accessed))
         return Timing(seconds, self.compute())
+
+
+def _torch_operands(op, problem, arrays):
+    """A, B, the first row of each group and the token of each row, or None where x is in expert order.
+
+    The product is D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T.
+    """
+    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
+    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
+    starts = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
+    if op == "dw":
+        a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
+        return a.t(), b.t(), starts, None
+    if op == "dx":
+        return dy, w_enk.transpose(1, 2), starts, None
+    return x, w_enk, starts, _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
 
 
 def _grouped_mm(op, problem, arrays):
@@ -145,21 +166,14 @@ def _grouped_mm(op, problem, arrays):
     torch = importlib.import_module("torch")
     if problem.dtype != jnp.bfloat16:
         raise Unsupported(f"torch._grouped_mm is measured for bfloat16, got {problem.dtype}")
-    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
-    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
-    ends = _to_torch(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32))
-    tokens = _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
-    grouped_mm = functools.partial(torch._grouped_mm, offs=ends)
+    a, b, starts, tokens = _torch_operands(op, problem, arrays)
+    ends = starts[1:].clone()  # aligned
 
     def call():
-        if op == "forward":
-            return grouped_mm(x if tokens is None else x.index_select(0, tokens), w_enk.transpose(1, 2))
-        if op == "dx":
-            return grouped_mm(dy, w_enk)
-        left, right = (dy, x) if problem.w_layout == "enk" else (x, dy)
-        return grouped_mm(left.t(), right)
+        rows = a if tokens is None else a.index_select(0, tokens)
+        return torch._grouped_mm(rows, b.transpose(-2, -1), offs=ends)
 
-    return [TorchProduct(call, problem)]
+    return [TorchProduct(call, problem.bytes_accessed)]
 
 
 _QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # the last: ping-pong
@@ -171,7 +185,11 @@ def _quack(op, problem, arrays):
     if problem.dtype == jnp.float32:
         raise Unsupported(f"QuACK is measured for 16-bit dtypes, got {problem.dtype}")
     gemm = importlib.import_module("quack.gemm").gemm
-    a, b, shape, lengths = _quack_operands(op, problem, arrays)
+    a, b, starts, tokens = _torch_operands(op, problem, arrays)
+    lengths = {"cu_seqlens_k" if op == "dw" else "cu_seqlens_m": starts}
+    if tokens is not None:
+        lengths["A_idx"] = tokens
+    shape = {"forward": problem.y_shape, "dx": problem.x_shape, "dw": problem.w_shape}[op]
     out = torch.empty(shape, dtype=a.dtype, device=a.device)
 
     def product(tile_m, tile_n, pingpong, cluster_m):
@@ -181,23 +199,10 @@ def _quack(op, problem, arrays):
             gemm(a, b, out, None, None, **sizes, pingpong=pingpong, persistent=True, **lengths)
             return out
 
-        return TorchProduct(call, problem, out, f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1")
+        variant = f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1"
+        return TorchProduct(call, problem.bytes_accessed, out, variant)
 
     return [product(*tile, cluster_m) for tile in _QUACK_TILES for cluster_m in (2, 1)]
-
-
-def _quack_operands(op, problem, arrays):
-    """A, B, D's shape and bounds of the groups: D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T."""
-    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
-    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
-    bounds = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
-    if op == "dw":
-        a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
-        return a.t(), b.t(), problem.w_shape, {"cu_seqlens_k": bounds}
-    if op == "dx":
-        return dy, w_enk.transpose(1, 2), problem.x_shape, {"cu_seqlens_m": bounds}
-    gather = {"A_idx": _to_torch(_tokens(problem, arrays))} if problem.permute_x else {}
-    return x, w_enk, problem.y_shape, {"cu_seqlens_m": bounds, **gather}
 
 
 def _tokens(problem, arrays):
@@ -206,24 +211,20 @@ def _tokens(problem, arrays):
 
 def _rows(problem, arrays):
     """X in expert order, [M, K]."""
-    return arrays["x"][_tokens(problem, arrays)]
+    return arrays["x"][_tokens(problem, arrays)] if problem.permute_x else arrays["x"]
 
 
-def _why_not_imported(*modules) -> str | None:
+def _why_not(*modules) -> str | None:
+    """Why modules cannot be imported, or torch, if it is one of them, cannot run on the GPU that JAX uses."""
     try:
         list(map(importlib.import_module, modules))
     except Exception as error:  # whatever another library raises
         return first_line(error)
-    return None
-
-
-def _why_no_torch(*modules) -> str | None:
-    """Why torch cannot run on the GPU that JAX uses, or needed modules cannot be imported."""
-    reason = _why_not_imported("torch", *modules)
-    if reason is not None or jax.default_backend() != "gpu":
-        return reason or "JAX has no GPU"
-    torch = importlib.import_module("torch")
-    return None if torch.cuda.is_available() else "torch has no CUDA device"
+    if "torch" not in modules:
+        return None
+    if jax.default_backend() != "gpu":
+        return "JAX has no GPU"
+    return None if importlib.import_module("torch").cuda.is_available() else "torch has no CUDA device"
 
 
 def _to_torch(array):
@@ -281,9 +282,9 @@ def _event_seconds(call, calls):
 
 
 PEERS = {
-    "dense": Peer(lambda: None, _dense),
+    DENSE: Peer(lambda: None, _dense),
     "ragged_dot": Peer(lambda: None, functools.partial(_ragged_dot, "jax.lax")),
-    "tokamax": Peer(lambda: _why_not_imported("tokamax"), functools.partial(_ragged_dot, "tokamax")),
-    "torch": Peer(_why_no_torch, _grouped_mm),
-    "quack": Peer(lambda: _why_no_torch("quack.gemm"), _quack),
+    "tokamax": Peer(lambda: _why_not("tokamax"), functools.partial(_ragged_dot, "tokamax")),
+    "torch": Peer(lambda: _why_not("torch"), _grouped_mm),
+    "quack": Peer(lambda: _why_not("torch", "quack.gemm"), _quack),
 }

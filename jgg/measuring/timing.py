@@ -1,4 +1,4 @@
-"""How long a product takes on the device, and whether it is right."""
+"""How long a product takes on the device, whether it is right, and what came of measuring it."""
 
 import dataclasses
 import functools
@@ -25,6 +25,41 @@ _SECONDS = {"gpu": 0.1, "cpu": 0.02}
 # FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
 _FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
 LARGER_THAN_L2 = 128 * 2**20  # bytes
+RIGHT, WRONG, FAILED, UNSUPPORTED = "right", "WRONG", "failed", "unsupported"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What came of checking and timing one thing.
+
+    Attributes:
+      status: RIGHT, WRONG, FAILED (it raised) or UNSUPPORTED.
+      seconds: of a call; None unless right.
+      error: largest error relative to the largest element.
+      allowed_error: what error may be.
+      reason: why it failed or is unsupported, in one line.
+      variant: which of several configurations it is, the fastest; of a layer the result that error is of.
+      others: what came of those configurations that were not right.
+    """
+
+    status: str
+    seconds: float | None = None
+    error: float | None = None
+    allowed_error: float | None = None
+    reason: str | None = None
+    variant: str = ""
+    others: tuple[str, ...] = ()
+
+    def __str__(self):
+        """The status with what explains it."""
+        if self.reason is not None:
+            return f"{self.status}: {self.reason}"
+        return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 @functools.cache  # so that programs of the same product share what is compiled
@@ -80,6 +115,11 @@ class Reference:
     def error(self, result) -> float:
         """The largest error of a result relative to the largest element; NaN or Inf where the result has some."""
         return float(relative_error(result, self.exact))
+
+    def check(self, result) -> Measurement:
+        """The measurement of a result, without seconds."""
+        error = self.error(result)
+        return Measurement(RIGHT if error <= self.bound else WRONG, error=error, allowed_error=self.bound)
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.cli import bench_layer, bench_run, main
+from jgg.cli import bench_run, main
 from jgg.cli.console import number
 from jgg.measuring import layer as measuring
-from jgg.measuring.measurement import DENSE
-from jgg.measuring.peers import Peer
+from jgg.measuring import peers
 from jgg.measuring.timing import Timing
 from jgg.measuring.workloads import Layer, load_layers
 
@@ -44,11 +43,11 @@ def run_bench(tmp_path, monkeypatch, capsys):
     """Runs `jgg bench --op layer` without timing anything; returns the exit code, what it printed and its JSON."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(bench_layer, "measure", lambda function, arrays, *_: Timing(2e-3, jax.jit(function)(arrays)))
+    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     dense = SimpleNamespace(measure=lambda: Timing(1e-4, None))
-    monkeypatch.setitem(bench_layer.PEERS, DENSE, Peer(lambda: None, lambda *_: [dense]))
-    monkeypatch.setattr(bench_layer, "measure_memory", memory_of)
-    monkeypatch.setattr(bench_layer, "LayerReference", CachedReference)
+    monkeypatch.setitem(peers.PEERS, peers.DENSE, peers.Peer(lambda: None, lambda *_: [dense]))
+    monkeypatch.setattr(bench_run, "measure_memory", memory_of)
+    monkeypatch.setattr(bench_run, "LayerReference", CachedReference)
 
     def run(*arguments):
         out = tmp_path / "result"
@@ -115,7 +114,7 @@ def changed(name, change):
 )
 def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
     wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
-    monkeypatch.setattr(bench_layer, "layer_function", wrong_function)
+    monkeypatch.setattr(bench_run, "layer_function", wrong_function)
     code, output, result = run_bench("--peers=none")
     assert code == 1
     passes = result["layers"][0]["passes"]
@@ -126,7 +125,7 @@ def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
 
 
 def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_bench, monkeypatch):
-    monkeypatch.setattr(bench_layer, "measure", lambda function, arrays, *_: Timing(
+    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: Timing(
         1e-3, jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, jax.jit(function)(arrays))
     ))  # fmt: skip
     code, _, result = run_bench("--peers=none")
@@ -138,7 +137,7 @@ def test_what_raises_is_a_failure_and_ends_nothing(run_bench, monkeypatch):
     def too_much(*_):
         raise RuntimeError("out of memory\nwith a long trace")
 
-    monkeypatch.setattr(bench_layer, "measure_memory", too_much)
+    monkeypatch.setattr(bench_run, "measure_memory", too_much)
     code, output, result = run_bench("--peers=none")
     assert code == 1
     assert result["layers"][0]["failures"] == {"memory": "RuntimeError: out of memory"}
@@ -156,7 +155,7 @@ def test_wrong_choices_are_told_from_close_ones():
 
 
 def test_a_wrong_choice_is_reported(run_bench, monkeypatch):
-    monkeypatch.setattr(bench_layer, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
+    monkeypatch.setattr(bench_run, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
     code, output, _ = run_bench("--peers=none")
     assert code == 1
     assert "WRONG: an expert left out beats one chosen by" in output
@@ -169,7 +168,7 @@ def test_bfloat16_stays_within_the_bounds():
     arrays = problem.operands()
     results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
     reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
-    assert bench_layer._check(reference, results).status == "right"
+    assert reference.check(results).status == "right"
     assert max(reference.bounds.values()) < 0.05
 
 
@@ -204,5 +203,5 @@ def test_few_and_many_tokens(tokens):
     problem, arrays = gpu_layer("qwen3-30b-a3b", tokens=tokens, hidden=512, expert_intermediate=128)
     results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
     reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
-    measurement = bench_layer._check(reference, results)
+    measurement = reference.check(results)
     assert measurement.status == "right", measurement
