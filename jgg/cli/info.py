@@ -12,23 +12,6 @@ from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, numbers, satisfies, unlike
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Something missing or wrong, and the command that mends it or tells more."""
-
-    what: str
-    command: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Assessment:
-    """What `implementation=None` leads to, why, and what to mend."""
-
-    implementation: str
-    reason: str
-    problems: tuple[Problem, ...]
-
-
 def add_arguments(parser):
     """Declares the options of `jgg info`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -39,21 +22,22 @@ def run(args) -> int:
     facts = gather()
     assessment = assess(facts)
     if args.json:
-        print(json.dumps(dataclasses.asdict(facts) | dataclasses.asdict(assessment), indent=2))
+        print(json.dumps(dataclasses.asdict(facts) | assessment, indent=2))
     else:
         print("\n".join(_lines(facts, assessment)))
     return 0
 
 
-def assess(facts: Facts) -> Assessment:
-    """Says from the facts alone which implementation runs, why, and what to mend."""
+def assess(facts: Facts) -> dict:
+    """Says from the facts alone which implementation runs, why, and what to mend by which command, as --json does."""
     implementation, reason, command = _choose(facts)
-    problems = list(_version_problems(facts))
+    problems = dict(_version_problems(facts))
     if facts.backend_error:
-        problems.append(Problem(f"JAX has no device: {facts.backend_error}", "unset JAX_PLATFORMS"))
-    if command and command not in [problem.command for problem in problems]:
-        problems.append(Problem(f"The GPU cannot be used: {reason}.", command))
-    return Assessment(implementation, reason, tuple(problems))
+        problems[f"JAX has no device: {facts.backend_error}"] = "unset JAX_PLATFORMS"
+    if command and command not in problems.values():
+        problems[f"The GPU cannot be used: {reason}."] = command
+    found = [{"what": what, "command": command} for what, command in problems.items()]
+    return {"implementation": implementation, "reason": reason, "problems": found}
 
 
 def _choose(facts: Facts) -> tuple[str, str, str | None]:
@@ -93,16 +77,16 @@ def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
 
 
 def _version_problems(facts):
+    """What is wrong with each version, and the command that mends it."""
     for name, specifier in REQUIREMENTS.items():
         version = facts.versions[name]
         if version is not None and not satisfies(version, specifier):
-            what = f"{name} is {version}, and jgg needs {specifier}."
-            yield Problem(what, f"pip install '{name}{specifier}'")
+            yield f"{name} is {version}, and jgg needs {specifier}.", f"pip install '{name}{specifier}'"
     for plugin, extra in CUDA_PLUGINS.items():
-        version = facts.versions[plugin]
+        version, jaxlib = facts.versions[plugin], facts.versions["jaxlib"]
         if version is not None and not _matches_jaxlib(facts, plugin):
-            what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {facts.versions['jaxlib']}."
-            yield Problem(what, f"pip install 'jgg[{extra}]'")
+            what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {jaxlib}."
+            yield what, f"pip install 'jgg[{extra}]'"
 
 
 def _matches_jaxlib(facts, plugin):
@@ -110,23 +94,18 @@ def _matches_jaxlib(facts, plugin):
     return version is not None and numbers(version) == numbers(jaxlib)
 
 
-def _lines(facts: Facts, assessment: Assessment):
+def _lines(facts: Facts, assessment: dict):
     yield "Versions"
-    for name, version in facts.versions.items():
-        yield f"  {name:<18} {version or 'not installed'}"
+    yield from (f"  {name:<18} {version or 'not installed'}" for name, version in facts.versions.items())
     yield "Devices"
-    for device in facts.devices:
-        yield f"  {_describe(device)}"
-    if not facts.devices:
-        yield "  none"
+    yield from map(_describe, facts.devices) if facts.devices else ["  none"]
     yield "Implementation"
-    yield f"  {assessment.implementation}: {assessment.reason}"
+    yield f"  {assessment['implementation']}: {assessment['reason']}"
     yield "Tuned configurations, in the order in which they are looked up"
     yield from _tuned_lines(facts)
-    yield "To mend" if assessment.problems else "Nothing to mend"
-    for problem in assessment.problems:
-        yield f"  {problem.what}"
-        yield f"    {problem.command}"
+    yield "To mend" if assessment["problems"] else "Nothing to mend"
+    for problem in assessment["problems"]:
+        yield f"  {problem['what']}\n    {problem['command']}"
 
 
 def _tuned_lines(facts):
@@ -152,4 +131,4 @@ def _describe(device: Device):
         parts += [f"compute capability {device.compute_capability}", f"{device.num_sms} SMs"]
     if device.memory_bytes is not None:
         parts.append(f"{device.memory_bytes / 2**30:.1f} GiB for JAX")
-    return ", ".join(parts)
+    return "  " + ", ".join(parts)

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ import jax
 
 import jgg
 from jgg.configs import tuned_configs
+from jgg.versions import installed
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
@@ -108,13 +108,8 @@ def origin() -> dict:
 
 def versions() -> dict[str, str | None]:
     """Versions of jgg, Python and the packages used; None for one that is not installed."""
-    found: dict[str, str | None] = {"jgg": jgg.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    own: dict[str, str | None] = {"jgg": jgg.__version__, "python": platform.python_version()}
+    return own | {package: installed(package) for package in _PACKAGES}
 
 
 def devices() -> tuple[Device, ...]:
