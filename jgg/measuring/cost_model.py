@@ -167,8 +167,8 @@ def _memory(layer, strategy, tokens, weights) -> float:
 def strategies(layer: Layer, cluster: Cluster, buffer_factor: float = 1.25) -> list[Strategy]:
     """All that divide the devices, the experts and their features by powers of two; tensor within a node."""
     found = []
-    for tensor in _powers_of_two(min(cluster.node_size, cluster.devices)):
-        for expert in _powers_of_two(cluster.devices // tensor):
+    for tensor in powers_of_two(min(cluster.node_size, cluster.devices)):
+        for expert in powers_of_two(cluster.devices // tensor):
             if layer.expert_intermediate % tensor or layer.experts % expert or cluster.devices % (tensor * expert):
                 continue
             replicas = cluster.devices // (tensor * expert)
@@ -185,5 +185,6 @@ def best(layer: Layer, cluster: Cluster, candidates: list[Strategy]) -> list[tup
     return sorted(fitting, key=lambda pair: (pair[1].seconds, pair[1].memory))
 
 
-def _powers_of_two(limit):
+def powers_of_two(limit: int) -> list[int]:
+    """From 1 to the limit."""
     return [2**i for i in range(limit.bit_length())]

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.measuring.timing import LARGER_THAN_L2, REPEATS, Timing, calls_of_repeat, first_line, measure, stays_in_l2
+from jgg.measuring import timing
+from jgg.measuring.timing import Timing, first_line, measure
 from jgg.problem import GroupedGemmProblem
 
 DENSE = "dense"  # the peer that is a dense product of the same FLOPs
@@ -66,9 +66,7 @@ class JaxProduct:
         """Times the product; its result is in jgg's layout."""
         program = jax.jit(self.function)
         jax.block_until_ready(program(self.arrays))  # compiles it
-        start = time.perf_counter()
-        jax.block_until_ready(program(self.arrays))
-        is_slow = calls_of_repeat(time.perf_counter() - start) == 1
+        is_slow = timing.calls_of_repeat(timing.median_seconds(lambda: program(self.arrays), 1)[0]) == 1
         arguments = self.function, self.arrays, self.flops, self.bytes_accessed
         timed = measure(*arguments, max_calls=1) if is_slow else measure(*arguments)
         return Timing(timed.seconds, self.finish(timed.result))
@@ -141,7 +139,7 @@ class TorchProduct:
 
     def measure(self) -> Timing:
         """Times the product."""
-        seconds = _torch_seconds(self.call, flushes=stays_in_l2(self.bytes_accessed))
+        seconds = _torch_seconds(self.call, flushes=timing.stays_in_l2(self.bytes_accessed))
         return Timing(seconds, self.compute())
 
 
@@ -253,17 +251,17 @@ def _to_jax(tensor):
 def _torch_seconds(call, flushes) -> float:
     """Seconds of a call on the device, taken as by `timing.measure`."""
     torch = importlib.import_module("torch")
-    filler = torch.zeros(LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
+    filler = torch.zeros(timing.LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
 
     def flush_and_call():
         if flushes:
             filler.max()
         call()
 
-    calls = calls_of_repeat(_event_seconds(flush_and_call, 3) / 3)
-    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(REPEATS))
+    calls = timing.calls_of_repeat(_event_seconds(flush_and_call, 3) / 3)
+    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(timing.REPEATS))
     if flushes:
-        seconds -= statistics.median(_event_seconds(filler.max, calls) for _ in range(REPEATS))
+        seconds -= statistics.median(_event_seconds(filler.max, calls) for _ in range(timing.REPEATS))
     torch.cuda.empty_cache()  # JAX needs the memory
     return max(seconds, 1e-9) / calls
 

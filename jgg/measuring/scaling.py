@@ -1,8 +1,8 @@
 """How fast a whole MoE layer is on several devices, at the same tokens for each, by every strategy."""
 
 import dataclasses
-import statistics
-import time
+import math
+import re
 from collections.abc import Iterable
 
 import jax
@@ -10,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.layers import MoELayer
-from jgg.measuring.collectives import bytes_sent
 from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, strategies
+from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding, map_tokens
 
 REPEATS = 7
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter)(-start)?\(.*replica_groups=(mesh\[.*?\] \{.*?\}|\S*)"
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +90,16 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
     moved = bytes_sent(str(program.as_text()))
     if strategy.exchange == "ragged_all_to_all":
         moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
+
+    def run():
+        for _ in range(steps):
+            result = program(params, x)
+        return result
+
     rows = np.asarray(metrics.group_sizes).reshape(strategy.expert, -1).sum(axis=1)
     return StrategyRow(
         strategy=strategy,
-        seconds=_seconds(program, params, x, steps),
+        seconds=median_seconds(run, REPEATS)[0] / steps,
         tokens=len(x),
         moved=moved,
         minimum=estimate.minimum * jnp.dtype(dtype).itemsize / BYTES,
@@ -139,21 +150,45 @@ def _sum_of_products(y, dy, sharding):
     return map_tokens(on_device, sharding, {"y": y, "dy": dy}, {}, jax.P())
 
 
-def _seconds(program, params, x, steps):
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        result = None
-        for _ in range(steps):
-            result = program(params, x)
-        jax.block_until_ready(result)
-        seconds.append((time.perf_counter() - start) / steps)
-    return statistics.median(seconds)
-
-
 def _error(module, params, x, y, tokens):
     """Of y, against the same layer on one device."""
     here = jax.devices()[0]
     params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
     want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
     return float(jnp.linalg.norm(y.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+
+
+def bytes_sent(hlo: str) -> float:
+    """Bytes that each device sends in the all-gathers, all-reduces and reduce-scatters of an HLO text, each run once.
+
+    They send what a ring does: of g devices, an all-gather g - 1 times its part, a reduce-scatter as much, an
+    all-reduce both. Other collectives are not counted; what a ragged all-to-all sends depends on data.
+    """
+    total = 0.0
+    for shapes, kind, is_async, groups in _COLLECTIVE.findall(hlo):
+        devices = _group_size(groups)
+        if shapes.startswith("(("):  # what starts a collective may show "((operands), results)"
+            shapes, is_async = shapes.partition("), ")[2], False
+        size = sum(
+            _ITEM_BYTES[dtype] * math.prod(int(n) for n in sizes.split(",") if n)
+            for dtype, sizes in _ARRAY.findall(shapes)
+        )
+        if kind == "reduce-scatter":
+            total += size * (devices - 1)
+        elif kind == "all-reduce":
+            total += 2 * size * (devices - 1) / devices
+        else:  # or, an all-gather, "(operand, result)"
+            results = size * devices / (devices + 1) if is_async else size
+            total += results * (devices - 1) / devices
+    return total
+
+
+def _group_size(groups):
+    """Of {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    if groups.startswith("mesh"):
+        mesh, _, names = groups.partition("] {")
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", names))
+    if groups.startswith("["):
+        return int(groups[1:].partition("]")[0].split(",")[-1])
+    return groups.partition("}")[0].count(",") + 1

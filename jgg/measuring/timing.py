@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,10 +234,15 @@ def _repeated(function, calls, flushes):
 
 
 def _time(program, arrays):
-    result = jax.block_until_ready(program(arrays))
-    seconds = []
-    for _ in range(REPEATS):
+    jax.block_until_ready(program(arrays))
+    return median_seconds(lambda: program(arrays), REPEATS)
+
+
+def median_seconds(call: Callable, repeats: int) -> tuple[float, Any]:
+    """The median of the seconds that each of so many calls takes on the device, and the last one's result."""
+    seconds, result = [], None
+    for _ in range(repeats):
         start = time.perf_counter()
-        result = jax.block_until_ready(program(arrays))
+        result = jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds), result

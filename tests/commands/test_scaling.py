@@ -8,7 +8,6 @@ import pytest
 
 from jgg.cli import main
 from jgg.measuring import scaling
-from jgg.measuring.collectives import bytes_sent
 from jgg.measuring.cost_model import Cluster, Strategy, best, cost, strategies
 from jgg.measuring.workloads import Layer
 from tests.support import processes
@@ -77,7 +76,7 @@ HLO = """
 
 def test_bytes_sent():
     at_once = 256 * 3 / 4 + 128 * 3 + 2 * 20 / 2 + 256 * 3 / 4 + 128 * 7
-    assert bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
+    assert scaling.bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
 
 
 def test_plan_prints_and_plots(tmp_path, capsys):
