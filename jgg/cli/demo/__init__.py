@@ -4,6 +4,87 @@ The model, over bytes and with `jgg.nnx.MoE` layers, learns the language referen
 carries for `help()`. Needs no network. Writes PREFIX.png and PREFIX.json.
 """
 
-from jgg.cli.demo.command import Settings, add_arguments, run
+import dataclasses
+from typing import Self
 
-__all__ = ["Settings", "add_arguments", "run"]
+from jgg.cli import options
+from jgg.cli.options import INTERRUPTED, UsageError, positive_float, positive_int
+
+HEAD_DIM = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of `jgg demo`, as the JSON file has them too."""
+
+    steps: int
+    batch: int
+    seq: int
+    hidden: int
+    layers: int
+    experts: int
+    topk: int
+    seed: int
+    out: str
+    implementation: str | None
+    dtype: str
+    temperature: float
+    quiet: bool
+
+    @classmethod
+    def from_args(cls, args) -> Self:
+        """Checks the options, and fills in what depends on the machine.
+
+        Raises: UsageError: options that do not fit together or do not fit this machine.
+        """
+        if args.topk > args.experts:
+            raise UsageError(f"--topk {args.topk} is more than --experts {args.experts}")
+        if args.hidden % HEAD_DIM:
+            raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
+        options.check_implementation(args.implementation)
+        values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        return cls(**values | {"dtype": args.dtype or options.default_dtype()})
+
+
+def add_arguments(parser):
+    """Declares the options of `jgg demo`."""
+    for name, default, meaning in (
+        ("steps", 600, "steps of training"),
+        ("batch", 8, "windows of text in a step"),
+        ("seq", 128, "bytes that are predicted in a window"),
+        ("hidden", 128, f"features of the model and of each expert, a multiple of {HEAD_DIM}"),
+        ("layers", 3, "layers, each of attention and experts"),
+        ("experts", 8, "experts in a layer"),
+        ("topk", 2, "experts that each byte goes to"),
+    ):
+        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
+    what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
+    options.add_shared(
+        parser,
+        "implementation",
+        dtype={"choices": ("float32", "bfloat16"), "help": what},
+        seed={"help": "of weights, batches and sample (%(default)s)"},
+        out={"default": "jgg-demo"},
+        quiet={"help": "print nothing but the result"},
+    )
+
+
+def run(args) -> int:
+    """Trains and reports; returns 0, or 130 after an interrupt from the keyboard."""
+    train = options.import_with_extra("jgg.cli.demo.train", "demo")
+    report = options.import_with_extra("jgg.cli.demo.report", "demo")
+    settings = Settings.from_args(args)
+    say = (lambda text: None) if settings.quiet else print
+
+    trainer = train.Trainer(settings)
+    say(report.header(trainer.result))
+    result = trainer.run()
+    if not result.train:  # interrupted before anything was measured
+        raise KeyboardInterrupt
+    paths = report.write(result)
+    if not settings.quiet:
+        report.show_details(result)
+    print(report.summary(result))
+    say("Wrote " + " and ".join(map(str, paths)))
+    return INTERRUPTED if result.interrupted else 0

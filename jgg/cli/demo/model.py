@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 import jgg.nnx
-from jgg.cli.demo.command import HEAD_DIM, Settings
+from jgg.cli.demo import HEAD_DIM, Settings
 
 NUM_BYTES = 256
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from jgg.cli.console import print_table
 from jgg.cli.demo.train import Result
-from jgg.cli.machine import devices, versions
+from jgg.cli.machine import devices, origin
 
 
 def header(result: Result) -> str:
@@ -59,24 +59,14 @@ def final_numbers(result: Result) -> dict:
 
 
 def write(result: Result) -> list[Path]:
-    """Writes the JSON file and the plot, and returns their paths."""
+    """Writes the plot and the JSON file, and returns their paths."""
     paths = [Path(f"{result.settings.out}{suffix}") for suffix in (".png", ".json")]
     plot(result).savefig(paths[0], dpi=120)
-    paths[1].write_text(json.dumps(as_json(result), indent=2) + "\n")
-    return paths
-
-
-def as_json(result: Result) -> dict:
-    """The result with the versions and the device that it is from."""
     content = dataclasses.asdict(result)
-    return {
-        "config": content.pop("settings"),
-        "versions": versions(),
-        "device": dataclasses.asdict(devices()[0]),
-        "final": final_numbers(result),
-        "history": {"train": content.pop("train"), "held_out": content.pop("held_out")},
-        **content,
-    }
+    config, history = content.pop("settings"), {name: content.pop(name) for name in ("train", "held_out")}
+    content |= origin() | {"config": config, "final": final_numbers(result), "history": history}
+    paths[1].write_text(json.dumps(content, indent=2) + "\n")
+    return paths
 
 
 def plot(result: Result) -> Figure:
@@ -90,18 +80,14 @@ def plot(result: Result) -> Figure:
     losses.set(xlabel="step", ylabel="bits per byte")
     losses.legend()
     losses.grid(alpha=0.3)
-    _plot_loads(loads, 100 * np.asarray(result.expert_load))
-    return figure
-
-
-def _plot_loads(axes, percent):
-    """A heatmap of percent [layers, E], of middle color where the load is even."""
+    percent = 100 * np.asarray(result.expert_load)  # [layers, E]
     even = 100 / percent.shape[1]
-    darkest = max(2 * even, percent.max())
-    image = axes.imshow(percent, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
+    darkest = max(2 * even, percent.max())  # the middle color is that of an even load
+    image = loads.imshow(percent, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
     for (layer, expert), load in np.ndenumerate(percent):
         color = "white" if load > 0.6 * darkest else "black"
-        axes.text(expert, layer, f"{load:.1f}", ha="center", va="center", color=color)
-    axes.set(xlabel="expert", ylabel="layer", title=f"load in % of a layer's rows (even: {even:.4g})")
-    axes.set(xticks=range(percent.shape[1]), yticks=range(percent.shape[0]))
-    axes.figure.colorbar(image, ax=axes)
+        loads.text(expert, layer, f"{load:.1f}", ha="center", va="center", color=color)
+    loads.set(xlabel="expert", ylabel="layer", title=f"load in % of a layer's rows (even: {even:.4g})")
+    loads.set(xticks=range(percent.shape[1]), yticks=range(percent.shape[0]))
+    figure.colorbar(image, ax=loads)
+    return figure

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from jgg.cli.console import progress
-from jgg.cli.demo.command import Settings
+from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import LanguageModel, measure, sample
 from jgg.cli.options import UsageError
@@ -86,7 +86,9 @@ class Trainer:
             raise UsageError(f"--seq must be less than {len(corpus.held_out)}, the held-out bytes")
         init_key, data_key, self._sample_key = jax.random.split(jax.random.key(settings.seed), 3)
         model = LanguageModel(settings, rngs=nnx.Rngs(init_key))
-        parameters = _count_parameters(model, settings)
+        total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
+        idle = experts * (settings.experts - settings.topk) // settings.experts
         self._graphdef, params = nnx.split(model)
         optimizer = _make_optimizer(settings)
         self._state = TrainState(params, optimizer.init(params), jnp.int32(0))
@@ -95,11 +97,8 @@ class Trainer:
         self._evaluate = make_evaluate(self._graphdef)
         step = make_step(self._graphdef, optimizer, settings, data_key)
         self._lowered_step = step.lower(self._state, self._text)
-        self.result = Result(
-            settings, implementation_in(self._lowered_step.as_text()),
-            train_bytes=len(corpus.train), held_out_bytes=len(corpus.held_out),
-            parameters=parameters[0], active_parameters=parameters[1],
-        )  # fmt: skip
+        implementation = implementation_in(self._lowered_step.as_text())
+        self.result = Result(settings, implementation, len(corpus.train), len(corpus.held_out), total, total - idle)
 
     def run(self) -> Result:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
@@ -220,10 +219,3 @@ def _make_optimizer(settings):
 
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def _count_parameters(model, settings):
-    """All parameters, and those that one byte meets."""
-    total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
-    return total, total - experts * (settings.experts - settings.topk) // settings.experts
