@@ -17,7 +17,7 @@ def main() -> int:
         import jax
 
         from jgg.cli import main
-        from jgg.cli.machine import has_nvidia_gpu
+        from jgg.cli.info import has_nvidia_gpu
 
         if not has_nvidia_gpu():
             with contextlib.suppress(RuntimeError):  # where no backend starts, the command meets that itself

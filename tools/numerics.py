@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from jgg.cli.machine import devices, versions
+from jgg.cli.info import devices, versions
 
 DTYPES = (
     ("float32", "default"),

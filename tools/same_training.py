@@ -21,7 +21,7 @@ from jgg.cli.demo import Settings, add_arguments
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import LanguageModel
 from jgg.cli.demo.train import TrainState, make_evaluate, make_step
-from jgg.cli.machine import devices, versions
+from jgg.cli.info import devices, versions
 
 PEAK_RATE = 3e-3
 SMOOTHED = 10  # steps that a point of a curve is the mean of; the final training loss is that of 10 points

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
-from jgg.cli.machine import devices, origin
+from jgg.cli.info import devices, origin
 from jgg.files import replace_text
 from jgg.measuring.peers import DENSE
 from jgg.measuring.timing import RIGHT, UNSUPPORTED
@@ -150,12 +150,7 @@ def _megabytes(count):
 
 def write_json(result: Result) -> Path:
     """Writes the JSON file and returns its path."""
-    return replace_text(Path(f"{result.settings.out}.json"), json.dumps(as_json(result), indent=2) + "\n")
-
-
-def as_json(result: Result) -> dict:
-    """The result with the command, the versions and the device that it is from."""
-    return origin() | {
+    content = origin() | {
         "settings": dataclasses.asdict(result.settings),
         "copy_bytes_per_second": result.copy_bandwidth,
         "peers": result.peers,
@@ -165,6 +160,7 @@ def as_json(result: Result) -> dict:
         "rows": [_row_as_json(row) for row in result.rows],
         "layers": [_layer_as_json(layer) for layer in result.layers],
     }
+    return replace_text(Path(f"{result.settings.out}.json"), json.dumps(content, indent=2) + "\n")
 
 
 def _row_as_json(row):

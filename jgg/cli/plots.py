@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jgg.cli.bench_run import JGG, Result
-from jgg.cli.machine import devices
+from jgg.cli.info import devices
 from jgg.exchange import EXCHANGES
 from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
 from jgg.measuring.peers import DENSE

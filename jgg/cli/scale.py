@@ -12,7 +12,7 @@ import jax
 
 from jgg.cli import options
 from jgg.cli.console import print_table, progress
-from jgg.cli.machine import devices, origin
+from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError, positive_float, positive_int
 from jgg.files import replace_text
 from jgg.measuring import scaling

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jgg.measuring.timing import RIGHT, WRONG, Measurement, jit_reference, relative_error
+from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
 from jgg.measuring.workloads import OPS, Layer
 from jgg.moe import moe_mlp
 from jgg.problem import GroupedGemmProblem
@@ -135,15 +135,13 @@ class LayerReference:
     """What a layer's results must be, given the experts that it chose.
 
     Attributes:
-      exact: y and, with the backward pass, the gradients by name; computed in float32 by the xla implementation.
-      bounds: largest error of each, relative to the largest element: three times the xla implementation's own error in
-        the problem's dtype. (Both are the largest of a few sums of rounded numbers, and differ by a factor of 2 at
-        times.)
+      parts: of y and, with the backward pass, the gradients by name; computed in float32 by the xla implementation.
+        Allowed is three times its own error in the problem's dtype. (Both are the largest of a few sums of rounded
+        numbers, and differ by a factor of 2 at times.)
       logits: float32, by which the choices are judged.
     """
 
-    exact: dict[str, jax.Array]
-    bounds: dict[str, float]
+    parts: dict[str, Reference]
     logits: jax.Array
 
     @classmethod
@@ -155,9 +153,8 @@ class LayerReference:
         own = _expected(problem, which, None)(arrays, topk_indices)
         in_float32 = {name: array.astype(jnp.float32) for name, array in arrays.items() if name in problem.shapes}
         exact = _expected(problem, which, jax.lax.Precision.HIGHEST)(in_float32, topk_indices)
-        bounds = {name: 3 * float(relative_error(own[name], exact[name])) + 1e-5 for name in exact}
-        logits = logits_of(in_float32["x"], in_float32["w_router"])
-        return cls(exact, bounds, logits)
+        parts = {name: Reference.beside(exact[name], own[name], 3) for name in exact}
+        return cls(parts, logits_of(in_float32["x"], in_float32["w_router"]))
 
     def check(self, results: dict) -> Measurement:
         """The measurement of results, with the error of the one that comes closest to its bound or passes it."""
@@ -165,11 +162,14 @@ class LayerReference:
         if not choice_error <= CHOICE_ERROR:
             reason = f"an expert left out beats one chosen by {choice_error:.3g} of the largest logit"
             return Measurement(WRONG, reason=reason)
-        errors = {name: float(relative_error(results[name], exact)) for name, exact in self.exact.items()}
-        is_right = all(errors[name] <= bound for name, bound in self.bounds.items())
-        worst = min(errors, key=lambda name: self.bounds[name] - errors[name] if errors[name] < jnp.inf else -jnp.inf)
-        status = RIGHT if is_right else WRONG
-        return Measurement(status, error=errors[worst], allowed_error=self.bounds[worst], variant=worst)
+        checked = {name: part.check(results[name]) for name, part in self.parts.items()}
+        worst = min(checked, key=lambda name: _margin(checked[name]))
+        return dataclasses.replace(checked[worst], variant=worst)
+
+
+def _margin(checked):
+    """How far an error is below its bound; NaN is above all."""
+    return checked.allowed_error - checked.error if checked.error < jnp.inf else -jnp.inf
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def test_bfloat16_stays_within_the_bounds():
     results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
     reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
     assert reference.check(results).status == "right"
-    assert max(reference.bounds.values()) < 0.05
+    assert max(part.bound for part in reference.parts.values()) < 0.05
 
 
 def test_odd_features_are_refused(monkeypatch, capsys):

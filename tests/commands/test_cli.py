@@ -19,7 +19,7 @@ from jgg.cli import demo, info, main, options
 from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import LanguageModel, measure
-from jgg.cli.machine import Device, Facts, TunedEntries, TunedFile, gather
+from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
 from tests.support import processes
 from tests.support.processes import ROOT
 

@@ -17,7 +17,7 @@ import pytest
 import jgg
 from jgg import files, tuning
 from jgg.backends import choice
-from jgg.cli import machine, main
+from jgg.cli import info, main
 from jgg.configs import tuned_configs
 from jgg.configs.heuristic import heuristic_config
 from jgg.gpu_target import Target
@@ -60,7 +60,7 @@ def on_a_gpu(monkeypatch):
 def test_without_a_home_nothing_is_looked_up_or_written(tmp_path, capsys):
     assert tuned_configs.user_file() is None
     assert chosen().block_m  # from a file that comes with jgg, or by the heuristic
-    assert all(file.path for file in machine.gather().tuned_files)
+    assert all(file.path for file in info.gather().tuned_files)
     with pytest.raises(SystemExit, match="2"):
         main(["tune"])
     assert "--out must be a file where there is no folder for caches: set it, $JGG_TUNED" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from jgg.cli.console import print_table
 from jgg.cli.demo.train import Result
-from jgg.cli.machine import devices, origin
+from jgg.cli.info import devices, origin
 
 
 def header(result: Result) -> str:
