@@ -10,7 +10,7 @@ import dataclasses
 from jgg.cli import options
 from jgg.cli.console import number, print_table
 from jgg.cli.options import positive_float, positive_int
-from jgg.measuring.cost_model import Cluster, best, strategies
+from jgg.measuring.cost_model import Cluster, best, powers_of_two, strategies
 
 _HEADINGS = (
     "devices", "strategy", "link MB", "network MB", "exchange / minimum", "GFLOP", "memory GB", "ms", "efficiency",
@@ -58,17 +58,13 @@ def run(args) -> int:
     )
     rows = []
     for count in args.devices:
-        found = _fastest(layer, dataclasses.replace(cluster, devices=count))[: args.top]
+        nodes = dataclasses.replace(cluster, devices=count)
+        found = best(layer, nodes, strategies(layer, nodes))[: args.top]
         rows += [_cells(*pair) for pair in found] or [(count, "none fits", *["-"] * (len(_HEADINGS) - 2))]
     print_table(_HEADINGS, rows, texts=("strategy",))
-    counts = [2**i for i in range(1, max(args.devices).bit_length())]
-    clusters = [dataclasses.replace(cluster, devices=count) for count in counts]
+    clusters = [dataclasses.replace(cluster, devices=count) for count in powers_of_two(max(args.devices))[1:]]
     print(f"Wrote {plots.write_plan(layer, clusters, args.out)}")
     return 0
-
-
-def _fastest(layer, cluster):
-    return best(layer, cluster, strategies(layer, cluster))
 
 
 def _cells(strategy, cost):

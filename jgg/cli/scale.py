@@ -6,24 +6,68 @@ device and the bytes that devices send, and writes PREFIX.json.
 
 import dataclasses
 import json
+import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jgg.cli import options
 from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError, positive_float, positive_int
 from jgg.files import replace_text
-from jgg.measuring import scaling
-from jgg.measuring.cost_model import FAMILIES, Strategy
+from jgg.layers import MoELayer
+from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
+from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
+from jgg.sharding import MoESharding, map_tokens
 
 MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
 SLOW_IN_A_PROCESS = "ragged_all_to_all"  # 50 times slower than over a network: docs/scaling.md
+REPEATS = 7
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter)(-start)?\(.*replica_groups=(mesh\[.*?\] \{.*?\}|\S*)"
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _HEADINGS = (
     "devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow", "error",
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyRow:
+    """What was measured of forward and backward of a layer, router included, by one strategy.
+
+    Attributes:
+      strategy: what was measured.
+      seconds: of a step, the median of several.
+      tokens: of all devices.
+      moved: bytes that a device sends: those of the compiled program's collectives and, of a ragged exchange, those of
+        the cost model.
+      minimum: what the cost model says an exchange would move that sends each token to each device just once.
+      overflow: rows that found no room.
+      load: rows of the experts of the fullest device, over the mean.
+      error: of y, for the tokens of the first device: root mean square, relative to y's. (Not the largest error: of two
+        experts that a token likes alike to the last bit, devices may choose different ones.)
+    """
+
+    strategy: Strategy
+    seconds: float
+    tokens: int
+    moved: float
+    minimum: float
+    overflow: int
+    load: float
+    error: float
+
+    def efficiency(self, one_device: "StrategyRow") -> float:
+        """Tokens a second of a device, over those of one device alone."""
+        return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
 def add_arguments(parser):
@@ -54,24 +98,24 @@ def run(args) -> int:
     families = tuple(name for name in FAMILIES if name != SLOW_IN_A_PROCESS or jax.process_count() > 1)
     if args.strategy:
         families = options.names("--strategy", args.strategy, FAMILIES)
-    counts = [1 << power for power in range(most.bit_length())]
-    chosen = [s for count in counts for s in scaling.choose_strategies(layer, count, args.buffer_factor, families)]
+    counts = powers_of_two(most)
+    chosen = [s for count in counts for s in choose_strategies(layer, count, args.buffer_factor, families)]
     return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"))
 
 
 def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path) -> int:
     """Measures the strategies, the first of which is one device; returns 1 where a result was wrong, else 0."""
     print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
-    facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype}
-    rows, measured = [], []
+    facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype, "measurements": []}
+    rows: list[StrategyRow] = []
     try:
         with progress(len(strategies)) as tell:
             for strategy in strategies:
                 tell(str(strategy))
-                rows.append(scaling.measure(layer, strategy, dtype, steps))
-                measured.append(_as_json(rows[-1], rows[0]))
+                rows.append(measure(layer, strategy, dtype, steps))
+                facts["measurements"].append(_as_json(rows[-1], rows[0]))
                 # now, lest an end of this process lose it
-                replace_text(path, json.dumps(facts | {"measurements": measured}, indent=2) + "\n")
+                replace_text(path, json.dumps(facts, indent=2) + "\n")
                 tell(str(strategy), 1)
     finally:  # after an interrupt too
         print_table(_HEADINGS, [_cells(row, rows[0], dtype) for row in rows], texts=("strategy",))
@@ -94,3 +138,143 @@ def _cells(row, one_device, dtype):
         f"{row.efficiency(one_device):.3f}", f"{row.moved / 1e6:.1f}", f"{row.minimum / 1e6:.1f}", f"{row.load:.2f}",
         row.overflow, f"{'WRONG: ' * _is_wrong(row, dtype)}{row.error:.2g}",
     )  # fmt: skip
+
+
+def choose_strategies(
+    layer: Layer, devices: int, buffer_factor: float, families: Iterable[str] = FAMILIES
+) -> list[Strategy]:
+    """Those of the families that the layer can be split by: each alone, and experts over half of the devices too."""
+    if devices == 1:
+        return [Strategy()]
+    found = [
+        strategy
+        for strategy in reversed(strategies(layer, Cluster(devices, node_size=devices), buffer_factor))
+        if strategy.tensor in (1, devices) and strategy.expert in (1, devices, max(2, devices // 2))
+        if not (strategy.fsdp and strategy.expert > 1)
+    ]
+    return [strategy for family in families for strategy in found if strategy.family == family]
+
+
+def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
+    """Times a step on the first devices that JAX sees, `layer.tokens` tokens for each.
+
+    Args:
+      dtype: of the computation and the experts' weights.
+      steps: in a repeat, one after the other without waiting for the host.
+    """
+    module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, interleaved=True)
+    sharding = _sharding(strategy)
+    params, x, dy = _data(module, sharding, layer.tokens * strategy.devices, dtype)
+
+    def loss(params, x):
+        y, metrics = module.apply(params, x, sharding=sharding)
+        return _sum_of_products(y, dy, sharding), (y, metrics)
+
+    program = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
+    _, (y, metrics) = jax.block_until_ready(program(params, x))
+    estimate = cost(layer, strategy, Cluster(strategy.devices, node_size=strategy.devices))
+    moved = bytes_sent(str(program.as_text()))
+    if strategy.exchange == "ragged_all_to_all":
+        moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
+
+    def run():
+        for _ in range(steps):
+            result = program(params, x)
+        return result
+
+    rows = np.asarray(metrics.group_sizes).reshape(strategy.expert, -1).sum(axis=1)
+    return StrategyRow(
+        strategy=strategy,
+        seconds=median_seconds(run, REPEATS)[0] / steps,
+        tokens=len(x),
+        moved=moved,
+        minimum=estimate.minimum * jnp.dtype(dtype).itemsize / BYTES,
+        overflow=int(metrics.overflow),
+        load=float(rows.max() / rows.mean()),
+        error=_error(module, params, x, y, layer.tokens),
+    )
+
+
+def _sharding(strategy) -> MoESharding:
+    devices = np.array(jax.devices()[: strategy.devices]).reshape(strategy.replicas, strategy.expert, strategy.tensor)
+    mesh = jax.sharding.Mesh(devices, ("replicas", "expert", "tensor"))
+    return MoESharding(
+        mesh,
+        **{"fsdp" if strategy.fsdp else "data": "replicas"},
+        expert="expert" if strategy.expert > 1 else None,
+        tensor="tensor" if strategy.tensor > 1 else None,
+        exchange=strategy.exchange,
+        buffer_factor=strategy.buffer_factor,
+    )
+
+
+def _data(module, sharding, tokens, dtype):
+    """Random parameters, x and dy, split over the mesh as they are made."""
+    keys = iter(jax.random.split(jax.random.key(0), len(module.shapes) + 2))
+    specs = dict.fromkeys(module.shapes, jax.P()) | sharding.weight_specs("ekn")
+
+    def normal(shape, spec, scale, dtype):
+        make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
+                       out_shardings=sharding.named(spec))  # fmt: skip
+        return make(next(keys))
+
+    params = {
+        name: normal(shape, specs[name], shape[-2] ** -0.5, jnp.float32 if name == "w_router" else dtype)
+        for name, shape in module.shapes.items()
+    }
+    shape = (tokens, module.in_features)
+    return params, *(normal(shape, sharding.token_spec, 1, dtype) for _ in range(2))
+
+
+def _sum_of_products(y, dy, sharding):
+    """sum(y * dy), added up where y is."""
+
+    def on_device(arrays):
+        product = arrays["y"].astype(jnp.float32) * arrays["dy"].astype(jnp.float32)
+        return jax.lax.psum(jnp.sum(product), sharding.token_axes)
+
+    return map_tokens(on_device, sharding, {"y": y, "dy": dy}, {}, jax.P())
+
+
+def _error(module, params, x, y, tokens):
+    """Of y, against the same layer on one device."""
+    here = jax.devices()[0]
+    params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
+    want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
+    return float(jnp.linalg.norm(y.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+
+
+def bytes_sent(hlo: str) -> float:
+    """Bytes that each device sends in the all-gathers, all-reduces and reduce-scatters of an HLO text, each run once.
+
+    They send what a ring does: of g devices, an all-gather g - 1 times its part, a reduce-scatter as much, an
+    all-reduce both. Other collectives are not counted; what a ragged all-to-all sends depends on data.
+    """
+    total = 0.0
+    for shapes, kind, is_async, groups in _COLLECTIVE.findall(hlo):
+        devices = _group_size(groups)
+        if shapes.startswith("(("):  # what starts a collective may show "((operands), results)"
+            shapes, is_async = shapes.partition("), ")[2], False
+        size = sum(
+            _ITEM_BYTES[dtype] * math.prod(int(n) for n in sizes.split(",") if n)
+            for dtype, sizes in _ARRAY.findall(shapes)
+        )
+        if kind == "reduce-scatter":
+            total += size * (devices - 1)
+        elif kind == "all-reduce":
+            total += 2 * size * (devices - 1) / devices
+        else:  # or, an all-gather, "(operand, result)"
+            results = size * devices / (devices + 1) if is_async else size
+            total += results * (devices - 1) / devices
+    return total
+
+
+def _group_size(groups):
+    """Of {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    if groups.startswith("mesh"):
+        mesh, _, names = groups.partition("] {")
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", names))
+    if groups.startswith("["):
+        return int(groups[1:].partition("]")[0].split(",")[-1])
+    return groups.partition("}")[0].count(",") + 1

@@ -133,22 +133,19 @@ def _reference_programs(op, problem):
     in_float32 = dataclasses.replace(
         problem, dtype=jnp.dtype("float32"), out_dtype=jnp.dtype("float32"), precision=jax.lax.Precision.HIGHEST
     )
-    functions = _in_float32(product(op, in_float32, "xla")), product(op, problem, "xla")
+    own, exact = (product(op, each, "xla") for each in (problem, in_float32))
+
+    def compute_exact(arrays):
+        floats = {name: arrays[name].astype(jnp.float32) for name in ("x", "w", "dy", "bias") if name in arrays}
+        return exact(arrays | floats)
+
     shapes = jax.eval_shape(functools.partial(operands, problem))
-    return [jit_reference(function).lower(shapes).compile() for function in functions]
+    return [jit_reference(function).lower(shapes).compile() for function in (compute_exact, own)]
 
 
 def jit_reference(function: Callable) -> jax.stages.Wrapped:
     """jax.jit for a program that runs once or twice: XLA would take far longer to try ways to multiply on a GPU."""
     return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
-
-
-def _in_float32(function):
-    def run(arrays):
-        floats = {name: arrays[name].astype(jnp.float32) for name in ("x", "w", "dy", "bias") if name in arrays}
-        return function(arrays | floats)
-
-    return run
 
 
 @jax.jit
@@ -194,11 +191,8 @@ def measure(
 @functools.cache
 def _baseline(calls):
     """The program that only fills the L2 cache between its calls."""
-    return (
-        _repeated(lambda arrays: arrays["group_sizes"], calls, True)
-        .lower({"group_sizes": jax.ShapeDtypeStruct((1,), jnp.int32)})
-        .compile()
-    )
+    shapes = {"group_sizes": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    return _repeated(lambda arrays: arrays["group_sizes"], calls, True).lower(shapes).compile()
 
 
 def stays_in_l2(bytes_accessed: int) -> bool:

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from jgg.cli import main
-from jgg.measuring import scaling
+from jgg.cli import main, scale
 from jgg.measuring.cost_model import Cluster, Strategy, best, cost, strategies
 from jgg.measuring.workloads import Layer
 from tests.support import processes
@@ -76,7 +75,7 @@ HLO = """
 
 def test_bytes_sent():
     at_once = 256 * 3 / 4 + 128 * 3 + 2 * 20 / 2 + 256 * 3 / 4 + 128 * 7
-    assert scaling.bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
+    assert scale.bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
 
 
 def test_plan_prints_and_plots(tmp_path, capsys):
@@ -129,13 +128,13 @@ def test_scale_refuses_a_strategy_that_it_does_not_know(capsys):
 
 
 def test_scale_splits_as_the_layer_can_be():
-    assert [str(s) for s in scaling.choose_strategies(LAYER, 4, 1.5, ("tensor", "all_gather"))] == [
+    assert [str(s) for s in scale.choose_strategies(LAYER, 4, 1.5, ("tensor", "all_gather"))] == [
         "tensor 4",
         "expert 4 by all_gather",
         "expert 2 by all_gather, data 2",
     ]
     odd = dataclasses.replace(LAYER, experts=6, expert_intermediate=66)
-    assert [str(s) for s in scaling.choose_strategies(odd, 4, 1.5)] == [
+    assert [str(s) for s in scale.choose_strategies(odd, 4, 1.5)] == [
         "data 4",
         "fsdp 4",
         "expert 2 by all_gather, data 2",
