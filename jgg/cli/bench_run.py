@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -71,16 +72,14 @@ class LayerRow:
     """
 
     problem: LayerProblem
-    passes: list[Row]
+    passes: list[Row] = dataclasses.field(init=False)
     memory: Memory | None = None
     route_seconds: float | None = None
     group_sizes: tuple[int, int, int] | None = None
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of(cls, problem: LayerProblem):
-        """One without measurements."""
-        return cls(problem, [Row(problem.layer.name, "", which, problem) for which in PASSES])
+    def __post_init__(self):
+        self.passes = [Row(self.problem.layer.name, "", which, self.problem) for which in PASSES]
 
 
 @dataclasses.dataclass
@@ -149,8 +148,12 @@ def _measure_all(result, keep):
     settings, with_dense = result.settings, DENSE in result.peers
     problems = {op: settings.problems(op) for op in settings.gemm_ops}
     plan = _plan(settings.groups, result.peers)
-    rows = [Row(*key, op, problems[op][key]) for key in settings.problems("forward") for op in settings.gemm_ops]
-    layers = [LayerRow.of(problem) for problem in settings.layer_problems]
+    rows = [
+        Row(layer, gemm, op, problems[op][layer, gemm])
+        for layer, gemm in settings.problems("forward")
+        for op in settings.gemm_ops
+    ]
+    layers = [LayerRow(problem) for problem in settings.layer_problems]
     steps = len(rows) * sum(map(len, plan.values())) + len(layers) * (2 + len(PASSES) + with_dense)
     with progress(steps, settings.quiet) as tell:
         for row in rows:
@@ -200,10 +203,9 @@ def _measure_each(op, row, names, arrays, implementation, tell):
         tell(what)
         if reference is None:
             yield name, Measurement(FAILED, reason=reason)
-        elif name == JGG:
-            yield name, measure_best(lambda: [own], reference)
         else:
-            yield name, measure_best(lambda name=name: PEERS[name].prepare(op, problem, arrays), reference)
+            prepare = functools.partial(PEERS[name].prepare, op, problem, arrays) if name != JGG else lambda: [own]
+            yield name, measure_best(prepare, reference)
         tell(what, 1)
 
 

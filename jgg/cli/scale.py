@@ -178,6 +178,7 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
         moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
 
     def run():
+        result = None
         for _ in range(steps):
             result = program(params, x)
         return result

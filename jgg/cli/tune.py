@@ -139,7 +139,7 @@ def _run(search, out, implementation, send, **how):
         send(message)
 
     try:
-        outcome = tune_op(search.op, search.problem, out, implementation, report, **how)
+        outcome: Entry | str = tune_op(search.op, search.problem, out, implementation, report, **how)
     except RuntimeError as error:
         outcome = str(error)
     send(message._replace(outcome=outcome))

@@ -55,10 +55,10 @@ class JaxProduct:
     arrays: dict[str, jax.Array]
     flops: int
     bytes_accessed: int
-    finish: Callable[[jax.Array], jax.Array] = _same
+    finish: Callable[[Any], Any] = _same
     variant: str = ""
 
-    def compute(self):
+    def compute(self) -> Any:
         """The product, in jgg's layout."""
         return self.finish(jax.jit(self.function)(self.arrays))
 

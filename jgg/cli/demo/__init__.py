@@ -5,7 +5,7 @@ carries for `help()`. Needs no network. Writes PREFIX.png and PREFIX.json.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError, positive_float, positive_int
@@ -42,8 +42,9 @@ class Settings:
         if args.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
         options.check_implementation(args.implementation)
-        values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
-        return cls(**values | {"dtype": args.dtype or options.default_dtype()})
+        values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        values["dtype"] = args.dtype or options.default_dtype()
+        return cls(**values)
 
 
 def add_arguments(parser):

@@ -86,9 +86,7 @@ class Trainer:
             raise UsageError(f"--seq must be less than {len(corpus.held_out)}, the held-out bytes")
         init_key, data_key, self._sample_key = jax.random.split(jax.random.key(settings.seed), 3)
         model = LanguageModel(settings, rngs=nnx.Rngs(init_key))
-        total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
-        idle = experts * (settings.experts - settings.topk) // settings.experts
+        parameters = _count_parameters(model, settings)
         self._graphdef, params = nnx.split(model)
         optimizer = _make_optimizer(settings)
         self._state = TrainState(params, optimizer.init(params), jnp.int32(0))
@@ -98,7 +96,7 @@ class Trainer:
         step = make_step(self._graphdef, optimizer, settings, data_key)
         self._lowered_step = step.lower(self._state, self._text)
         implementation = implementation_in(self._lowered_step.as_text())
-        self.result = Result(settings, implementation, len(corpus.train), len(corpus.held_out), total, total - idle)
+        self.result = Result(settings, implementation, len(corpus.train), len(corpus.held_out), *parameters)
 
     def run(self) -> Result:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
@@ -219,3 +217,10 @@ def _make_optimizer(settings):
 
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def _count_parameters(model, settings):
+    """All parameters, and those that one byte meets."""
+    total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
+    return total, total - experts * (settings.experts - settings.topk) // settings.experts
