@@ -74,11 +74,11 @@ class JaxProduct:
 
 def _dense(op, problem, arrays):
     """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group."""
-    w = problem.w_layout[1:]
+    axes = problem.w_layout[1:]
     left, right, einsum = {
-        "forward": ("x", "w", f"mk,{w}->mn"),
-        "dx": ("dy", "w", f"mn,{w}->mk"),
-        "dw": ("dy", "x", "mn,mk->nk") if w == "nk" else ("x", "dy", "mk,mn->kn"),
+        "forward": ("x", "w", f"mk,{axes}->mn"),
+        "dx": ("dy", "w", f"mn,{axes}->mk"),
+        "dw": ("dy", "x", "mn,mk->nk") if axes == "nk" else ("x", "dy", "mk,mn->kn"),
     }[op]
     x, w = _rows(problem, arrays), arrays["w"][0]
     operands = {"x": x, "w": w, "dy": arrays["dy"], "group_sizes": arrays["group_sizes"]}

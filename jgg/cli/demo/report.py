@@ -46,15 +46,15 @@ def show_details(result: Result) -> None:
 
 
 def final_numbers(result: Result) -> dict:
-    """The results at the end; None for what an interrupt left unmeasured."""
-    steps = result.train[-1]["step"] if result.train else 0
+    """The results at the end of some steps; None for what an interrupt left unmeasured."""
+    steps = result.train[-1]["step"]
     tokens = steps * result.settings.batch * result.settings.seq
     return {
         "steps": steps,
-        "train_bits_per_byte": result.train[-1]["bits_per_byte"] if steps else None,
+        "train_bits_per_byte": result.train[-1]["bits_per_byte"],
         "held_out_bits_per_byte": result.held_out[-1]["bits_per_byte"] if result.held_out else None,
         "train_seconds": result.train_seconds,
-        "tokens_per_second": tokens / result.train_seconds if steps else None,
+        "tokens_per_second": tokens / result.train_seconds,
     }
 
 
