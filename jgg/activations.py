@@ -1,6 +1,7 @@
 """Activations of an expert's MLP, by name: gated ones, and those of a single projection."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -33,8 +34,10 @@ class Activation:
         """Name, limit and alpha of what `kernels.activation` computes it by; None for a function of one's own."""
         if isinstance(self.function, _ClampedSwiglu) and self.is_gated:
             return "clamped_silu", self.function.limit, self.function.alpha
-        name = _CURVES.get((self.function, self.is_gated))
-        return None if name is None else (name, 0.0, 0.0)
+        for name, curve in _CURVES.items():
+            if self.function == (_Gated(curve) if self.is_gated else curve):
+                return name, 0.0, 0.0
+        return None
 
     def __call__(self, pre_activation: jax.Array, interleaved: bool = False) -> jax.Array:
         """Hidden features [M, I], float32, from the first product, [M, 2 * I] if gated and else [M, I].
@@ -72,60 +75,32 @@ class _ClampedSwiglu:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+@dataclasses.dataclass(frozen=True)
+class _Gated:
+    curve: Callable[[jax.Array], jax.Array]
 
-
-def _geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate, approximate=False) * up
-
-
-def _geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate, approximate=True) * up
-
-
-def _reglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.relu(gate) * up
-
-
-def _gelu(up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(up, approximate=False)
-
-
-def _gelu_tanh(up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(up, approximate=True)
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return self.curve(gate) * up
 
 
 def _relu_squared(up: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(up))
 
 
-_CURVES = {
-    (_swiglu, True): "silu",
-    (_geglu, True): "gelu",
-    (_geglu_tanh, True): "gelu_tanh",
-    (_reglu, True): "relu",
-    (jax.nn.silu, False): "silu",
-    (_gelu, False): "gelu",
-    (_gelu_tanh, False): "gelu_tanh",
-    (jax.nn.relu, False): "relu",
-    (_relu_squared, False): "relu_squared",
+# as `kernels.activation` names them
+_CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": _relu_squared,
 }
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 ACTIVATIONS = {
-    activation.name: activation
-    for activation in (
-        Activation("swiglu", _swiglu),
-        Activation("geglu", _geglu),
-        Activation("geglu_tanh", _geglu_tanh),
-        Activation("reglu", _reglu),
-        dataclasses.replace(clamped_swiglu(), name="clamped_swiglu"),
-        Activation("silu", jax.nn.silu, is_gated=False),
-        Activation("gelu", _gelu, is_gated=False),
-        Activation("gelu_tanh", _gelu_tanh, is_gated=False),
-        Activation("relu", jax.nn.relu, is_gated=False),
-        Activation("relu_squared", _relu_squared, is_gated=False),
-    )
+    **{name: Activation(name, _Gated(_CURVES[curve])) for name, curve in _GATED.items()},
+    "clamped_swiglu": dataclasses.replace(clamped_swiglu(), name="clamped_swiglu"),
+    **{name: Activation(name, curve, is_gated=False) for name, curve in _CURVES.items()},
 }
 
 
