@@ -12,13 +12,13 @@ first.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor
+from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family
 from jgg.layers import MoELayer
 
 
@@ -64,15 +64,25 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer:
 
     Raises: ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it.
     """
-    sizes, block = moe_layer(config), _block_name(config, layer)
-    plan = _plan(config, sizes, block)
-    expected = {name for _, _, parts in plan for part in parts for name in part}
+    own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
+    names = {
+        name: [part for part, _ in own.tensors[name].parts(block, np.broadcast_to(0, shape))]
+        for name, shape in shapes.items()
+    }
+    expected = {part for parts in names.values() for part in parts}
     present = {name for name in tensors if name.startswith(block)}
-    for names, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
-        if names:
-            raise ValueError(f"{min(names)} {what} in the MoE block {block!r} of a {config['model_type']} checkpoint.")
-    stored = family(config).tensors
-    return {name: _join(shape, stored[name], parts, tensors) for name, shape, parts in plan}
+    _check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
+    params: dict[str, np.ndarray] = {}
+    for name, shape in shapes.items():
+        first = np.asarray(tensors[names[name][0]])
+        params[name] = np.empty(shape, first.dtype)
+        for part, target in own.tensors[name].parts(block, params[name]):
+            value = first if part == names[name][0] else np.asarray(tensors[part])
+            _check_shape(part, value, target.shape)
+            if value.dtype != first.dtype:
+                raise ValueError(f"{part} must have the dtype of {names[name][0]}, {first.dtype}, got {value.dtype}.")
+            target[...] = value
+    return params
 
 
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
@@ -80,19 +90,32 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
 
     Raises: ValueError: a parameter is missing, not expected or has a wrong shape; the message names it.
     """
-    sizes, block = moe_layer(config), _block_name(config, layer)
-    plan = _plan(config, sizes, block)
-    names = {name for name, _, _ in plan}
-    for wrong, what in ((names - params.keys(), "is missing"), (params.keys() - names, "is not expected")):
-        if wrong:
-            raise ValueError(f"{min(wrong)} {what} among the parameters of a {config['model_type']} layer.")
+    own, shapes = family(config), _shapes(config)
+    _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
-    for name, shape, parts in plan:
+    for name, shape in shapes.items():
         array = np.asarray(params[name])
-        if array.shape != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
-        tensors |= _split(array, family(config).tensors[name], parts)
+        _check_shape(name, array, shape)
+        for part, value in own.tensors[name].parts(own.block_name(layer), array):
+            tensors[part] = np.ascontiguousarray(value)
     return tensors
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a layer's parameters and its selection bias."""
+    layer = moe_layer(config)
+    return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
+
+
+def _check_names(present: Set[str], expected: Set[str], where: str) -> None:
+    for wrong, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
+        if wrong:
+            raise ValueError(f"{min(wrong)} {what} {where}.")
+
+
+def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -126,66 +149,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def moe_layers(self, config: Mapping[str, Any]) -> list[int]:
         """Indices of the decoder layers that have an MoE block."""
-        router = family(config).tensors["w_router"].names[0]
-        block = re.escape(_block_name(config, 0)).replace(r"layers\.0\.", r"layers\.(\d+)\.")
-        found = (re.fullmatch(block + re.escape(router), name) for name in self)
+        own = family(config)
+        router = re.escape(own.block_name(0) + own.tensors["w_router"].names[0])
+        found = (re.fullmatch(router.replace(r"layers\.0\.", r"layers\.(\d+)\."), name) for name in self)
         return sorted(int(match[1]) for match in found if match)
 
     def _open(self, name: str) -> Any:
         from safetensors import safe_open
 
         return safe_open(self.path / name, framework="np")
-
-
-def _block_name(config: Mapping[str, Any], layer: int) -> str:
-    own = family(config)
-    return f"{own.prefix}layers.{layer}.{own.block}."
-
-
-def _plan(config: Mapping[str, Any], sizes: MoELayer, block: str) -> list[tuple[str, tuple[int, ...], list[list[str]]]]:
-    """(parameter, its shape, for each expert or once the full names of its parts)."""
-    shapes = dict(sizes.shapes)
-    if sizes.use_selection_bias:
-        shapes[SELECTION_BIAS] = (sizes.num_experts,)
-    plan = []
-    for name, shape in shapes.items():
-        tensor = family(config).tensors[name]
-        numbers = range(sizes.num_experts if tensor.is_per_expert else 1)
-        parts = [[block + part.replace("{e}", str(number)) for part in tensor.names] for number in numbers]
-        plan.append((name, shape, parts))
-    return plan
-
-
-def _join(
-    shape: tuple[int, ...], tensor: Tensor, parts: list[list[str]], tensors: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """A parameter from its tensors, filled in one by one."""
-    array: np.ndarray = np.empty(0)
-    for expert, names in enumerate(parts):
-        for number, name in enumerate(names):
-            part = np.asarray(tensors[name])
-            if expert == number == 0:
-                array = np.empty(shape, part.dtype)
-            target = _part(array[expert] if tensor.is_per_expert else array, tensor, number)
-            if part.shape != target.shape:
-                raise ValueError(f"{name} must have shape {list(target.shape)}, got {list(part.shape)}.")
-            if part.dtype != array.dtype:
-                raise ValueError(f"{name} must have the dtype of {parts[0][0]}, {array.dtype}, got {part.dtype}.")
-            target[...] = part
-    return array
-
-
-def _split(array: np.ndarray, tensor: Tensor, parts: list[list[str]]) -> dict[str, np.ndarray]:
-    """The tensors of a parameter."""
-    return {
-        name: np.ascontiguousarray(_part(array[expert] if tensor.is_per_expert else array, tensor, number))
-        for expert, names in enumerate(parts)
-        for number, name in enumerate(names)
-    }
-
-
-def _part(array: np.ndarray, tensor: Tensor, number: int) -> np.ndarray:
-    """The view of a parameter that one tensor fills, in that tensor's order of axes."""
-    size = array.shape[-1] // len(tensor.names)
-    part = array[..., number * size : (number + 1) * size]
-    return part.swapaxes(-1, -2) if tensor.is_transposed else part

@@ -1,12 +1,13 @@
 """Hugging Face's architectures: how each configures its MoE blocks and what it names their tensors."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from jgg.activations import clamped_swiglu
 
-_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 SELECTION_BIAS = "selection_bias"
 
 
@@ -23,10 +24,11 @@ class Tensor:
     names: tuple[str, ...]
     is_transposed: bool = True
 
-    @property
-    def is_per_expert(self) -> bool:
-        """Whether each expert has tensors of its own."""
-        return "{e}" in self.names[0]
+    def parts(self, block: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Each tensor's full name and the view of the parameter that it fills, in the tensor's order of axes."""
+        for expert, own in enumerate(array) if "{e}" in self.names[0] else [(0, array)]:
+            for name, part in zip(self.names, np.split(own, len(self.names), axis=-1), strict=True):
+                yield block + name.replace("{e}", str(expert)), part.swapaxes(-1, -2) if self.is_transposed else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +43,20 @@ class Family:
     """
 
     block: str
-    options: Callable[[dict], dict[str, Any]]
+    options: Callable[[Mapping[str, Any]], dict[str, Any]]
     tensors: dict[str, Tensor]
     prefix: str = "model."
 
-
-def _vector(name):
-    return Tensor((name,), is_transposed=False)
-
-
-def _matrix(*names):
-    return Tensor(names)
+    def block_name(self, layer: int) -> str:
+        """What the names of a decoder layer's tensors begin with."""
+        return f"{self.prefix}layers.{layer}.{self.block}."
 
 
-def _experts(gate, up, down):
-    names = (tuple(f"experts.{{e}}.{name}.weight" for name in part) for part in ((gate, up), (down,)))
-    return dict(zip(("w_gate_up", "w_down"), map(Tensor, names), strict=True))
+_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
 
-def _shared(block):
-    return {
-        "w_shared_gate_up": _matrix(f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
-        "w_shared_down": _matrix(f"{block}.down_proj.weight"),
-    }
-
-
-def _common(config, experts, hidden_features):
+def _options(config: Mapping[str, Any], experts: str, hidden_features: str, **others: Any) -> dict[str, Any]:
+    """The arguments of `MoELayer`, of which some architectures name two otherwise than others."""
     activation = config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {activation!r}.")
@@ -76,104 +66,93 @@ def _common(config, experts, hidden_features):
         "num_experts": config[experts],
         "topk": config["num_experts_per_tok"],
         "activation": _ACTIVATIONS[activation],
-    }
+    } | others
 
 
-def _mixtral(config):
-    return _common(config, "num_local_experts", "intermediate_size") | {"score": "topk_softmax"}
+def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _options(config, "num_local_experts", "intermediate_size", score="topk_softmax")
 
 
-def _qwen3_moe(config):
+def _qwen3_moe(config: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     # transformers 5 writes num_local_experts
     experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return _common(config, experts, "moe_intermediate_size") | {"normalize": config["norm_topk_prob"]}
+    return _options(config, experts, "moe_intermediate_size", normalize=config["norm_topk_prob"], **others)
 
 
-def _qwen3_next(config):
-    shared = {"shared_features": config["shared_expert_intermediate_size"], "use_shared_gate": True}
-    return _qwen3_moe(config) | shared
+def _matrix(*names: str) -> Tensor:
+    return Tensor(names)
 
 
-def _olmoe(config):
-    return _common(config, "num_experts", "intermediate_size") | {"normalize": config["norm_topk_prob"]}
+def _as_is(name: str) -> Tensor:
+    return Tensor((name,), is_transposed=False)
 
 
-def _deepseek_v3(config):
-    return _common(config, "n_routed_experts", "moe_intermediate_size") | {
-        "score": "sigmoid",
-        "normalize": config["norm_topk_prob"],
-        "scale": config["routed_scaling_factor"],
-        "num_groups": config["n_group"],
-        "topk_groups": config["topk_group"],
-        "use_selection_bias": True,
-        "shared_features": config["n_shared_experts"] * config["moe_intermediate_size"],
+def _experts(gate: str, up: str, down: str) -> dict[str, Tensor]:
+    gate, up, down = (f"experts.{{e}}.{name}.weight" for name in (gate, up, down))
+    return {"w_gate_up": _matrix(gate, up), "w_down": _matrix(down)}
+
+
+def _shared(block: str) -> dict[str, Tensor]:
+    return {
+        "w_shared_gate_up": _matrix(f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
+        "w_shared_down": _matrix(f"{block}.down_proj.weight"),
     }
 
 
-def _llama4(config):
-    return _common(config, "num_local_experts", "intermediate_size") | {
-        "score": "sigmoid",
-        "normalize": False,
-        "scale_input": True,
-        "shared_features": config["intermediate_size"],
-    }
-
-
-def _gpt_oss(config):
-    return _common(config, "num_local_experts", "intermediate_size") | {
-        "score": "topk_softmax",
-        "activation": clamped_swiglu(config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)),
-        "interleaved": True,
-        "use_bias": True,
-        "use_router_bias": True,
-    }
-
-
-_PROJECTIONS = "gate_proj", "up_proj", "down_proj"
-_GATE = {"w_router": _matrix("gate.weight")}
+_QWEN = {"w_router": _matrix("gate.weight")} | _experts("gate_proj", "up_proj", "down_proj")
 _FUSED = {
-    "w_gate_up": Tensor(("experts.gate_up_proj",), is_transposed=False),
-    "w_down": Tensor(("experts.down_proj",), is_transposed=False),
+    "w_router": _matrix("router.weight"),
+    "w_gate_up": _as_is("experts.gate_up_proj"),
+    "w_down": _as_is("experts.down_proj"),
 }
 _DEEPSEEK = Family(
     "mlp",
-    _deepseek_v3,
-    _GATE
-    | {SELECTION_BIAS: _vector("gate.e_score_correction_bias")}
-    | _experts(*_PROJECTIONS)
-    | _shared("shared_experts"),
-)
+    lambda config: _options(
+        config, "n_routed_experts", "moe_intermediate_size", score="sigmoid", normalize=config["norm_topk_prob"],
+        scale=config["routed_scaling_factor"], num_groups=config["n_group"], topk_groups=config["topk_group"],
+        use_selection_bias=True, shared_features=config["n_shared_experts"] * config["moe_intermediate_size"],
+    ),
+    _QWEN | {SELECTION_BIAS: _as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
+)  # fmt: skip
 FAMILIES = {
-    "mixtral": Family("block_sparse_moe", _mixtral, _GATE | _experts("w1", "w3", "w2")),
-    "qwen3_moe": Family("mlp", _qwen3_moe, _GATE | _experts(*_PROJECTIONS)),
+    "mixtral": Family("block_sparse_moe", _mixtral, {"w_router": _matrix("gate.weight")} | _experts("w1", "w3", "w2")),
+    "qwen3_moe": Family("mlp", _qwen3_moe, _QWEN),
     "qwen3_next": Family(
         "mlp",
-        _qwen3_next,
-        _GATE
-        | _experts(*_PROJECTIONS)
-        | _shared("shared_expert")
-        | {"w_shared_gate": _matrix("shared_expert_gate.weight")},
+        lambda config: _qwen3_moe(
+            config, shared_features=config["shared_expert_intermediate_size"], use_shared_gate=True
+        ),
+        _QWEN | _shared("shared_expert") | {"w_shared_gate": _matrix("shared_expert_gate.weight")},
     ),
-    "olmoe": Family("mlp", _olmoe, _GATE | _experts(*_PROJECTIONS)),
+    "olmoe": Family(
+        "mlp",
+        lambda config: _options(config, "num_experts", "intermediate_size", normalize=config["norm_topk_prob"]),
+        _QWEN,
+    ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
     "llama4": Family(
         "feed_forward",
-        _llama4,
-        {"w_router": _matrix("router.weight")} | _FUSED | _shared("shared_expert"),
+        lambda config: _options(
+            config, "num_local_experts", "intermediate_size", score="sigmoid", normalize=False, scale_input=True,
+            shared_features=config["intermediate_size"],
+        ),
+        _FUSED | _shared("shared_expert"),
         prefix="language_model.model.",
     ),
     "gpt_oss": Family(
         "mlp",
-        _gpt_oss,
-        {
-            "w_router": _matrix("router.weight"),
-            "b_router": _vector("router.bias"),
-            "b_gate_up": _vector("experts.gate_up_proj_bias"),
-            "b_down": _vector("experts.down_proj_bias"),
-        }
-        | _FUSED,
+        lambda config: _options(
+            config, "num_local_experts", "intermediate_size", score="topk_softmax", interleaved=True, use_bias=True,
+            activation=clamped_swiglu(config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)),
+            use_router_bias=True,
+        ),
+        _FUSED | {
+            "b_router": _as_is("router.bias"),
+            "b_gate_up": _as_is("experts.gate_up_proj_bias"),
+            "b_down": _as_is("experts.down_proj_bias"),
+        },
     ),
     "granitemoe": Family(
         "block_sparse_moe",
@@ -184,4 +163,4 @@ FAMILIES = {
             "w_down": _matrix("output_linear.weight"),
         },
     ),
-}
+}  # fmt: skip
