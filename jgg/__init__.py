@@ -3,18 +3,12 @@
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.exporting import export
 from jgg.gpu_target import target
-from jgg.grouped_gemm import (
-    check,
-    grouped_gemm,
-    grouped_gemm_dw,
-    grouped_gemm_dx,
-    grouped_gemm_forward,
-)
+from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.moe import moe_mlp
-from jgg.ragged_dot import ragged_dot
-from jgg.ragged_dot_general import ragged_dot_general
+from jgg.ragged_dot import ragged_dot, ragged_dot_general
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
+from jgg.schedule import check
 from jgg.tuning import tune
 
 __version__ = "0.1.0"

@@ -6,16 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import checkify
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_arrays, as_int, check_instance, check_integers, check_rank
-from jgg.backends.choice import check_implementation, is_plain_jax
+from jgg.arguments import as_arrays, check_instance
+from jgg.backends.choice import How, check_implementation, is_plain_jax
 from jgg.backends.xla import plain
-from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.gpu_target import current_target
 from jgg.manual_axes import vary_over, varying_axes
-from jgg.operation import Operation
 from jgg.problem import GroupedGemmProblem, check_problem
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
@@ -87,13 +85,13 @@ def grouped_gemm(
       ValueError: shapes disagree, or an option is none of those listed.
       TypeError: a dtype is unsupported, those of x and w differ, or what must be an array, an int or a flag is none.
     """
-    configs = (kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
-    names = ("kernel_config_fwd", "kernel_config_bwd_dx", "kernel_config_bwd_dw")
-    for name, config, expected in zip(names, configs, CONFIG_TYPES.values(), strict=True):
-        _check_config(name, config, expected)
+    _check_config("kernel_config_fwd", kernel_config_fwd, FORWARD)
+    _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, DX)
+    _check_config("kernel_config_bwd_dw", kernel_config_bwd_dw, DW)
     return checked_grouped_gemm(
-        configs, implementation, x, w, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias,
-        w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
+        implementation, (kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw), x=x, w=w,
+        group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y,
+        topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
     )  # fmt: skip
 
 
@@ -105,13 +103,11 @@ def grouped_gemm_forward(
     implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
-    _check_config("kernel_config", kernel_config, KernelConfigForward)
-    (y,) = _product(
+    return _product(
         FORWARD, kernel_config, implementation, x=x, w=w, group_sizes=group_sizes, topk=topk,
         gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights, bias=bias,
         w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
     )  # fmt: skip
-    return y
 
 
 def grouped_gemm_dx(
@@ -134,13 +130,11 @@ def grouped_gemm_dx(
     Returns: dx in the shape of x, [M, K] or with `permute_x` [T, K], in the dtype of dy.
     Raises: as `grouped_gemm`.
     """
-    _check_config("kernel_config", kernel_config, KernelConfigDX)
-    (dx,) = _product(
+    return _product(
         DX, kernel_config, implementation, dy=dy, w=w, group_sizes=group_sizes, topk=topk,
         gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights,
         w_layout=w_layout, precision=precision,
     )  # fmt: skip
-    return dx
 
 
 def grouped_gemm_dw(
@@ -164,114 +158,86 @@ def grouped_gemm_dw(
     Returns: dw [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x.
     Raises: as `grouped_gemm`.
     """
-    _check_config("kernel_config", kernel_config, KernelConfigDW)
-    (dw,) = _product(
+    return _product(
         DW, kernel_config, implementation, x=x, dy=dy, group_sizes=group_sizes, topk=topk,
         gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights,
         w_layout=w_layout, precision=precision,
     )  # fmt: skip
-    return dw
 
 
-def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | None = None) -> None:
-    """Reports values that `grouped_gemm` would clamp or ignore, under `jax.experimental.checkify`.
-
-    Checks that no group size is negative, that their sum is at most `num_rows`, and that `gather_indices` names each
-    position of [0, num_rows) once.
-
-    Args:
-      group_sizes: integer [E].
-      num_rows: M.
-      gather_indices: integer [M].
-
-    Raises: ValueError, TypeError: a shape or a dtype is wrong; the message names the argument.
-    """
-    num_rows = as_int("num_rows", num_rows, least=0)
-    arrays = as_arrays({"group_sizes": group_sizes, "gather_indices": gather_indices}, may_be_none=("gather_indices",))
-    for (name, array), axes in zip(arrays.items(), ("[E]", "[M]"), strict=True):
-        if array is not None:
-            check_integers(name, array)
-            check_rank(name, array, axes)
-    sizes, indices = arrays.values()
-    if indices is not None and indices.shape != (num_rows,):
-        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
-    sizes = saturated_int32(sizes)
-    smallest = jnp.min(sizes, initial=0)
-    checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
-    bounds = group_bounds(sizes, num_rows)
-    fits = jnp.all(bounds.ends - bounds.starts >= sizes)
-    checkify.check(
-        fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
-        num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
-    )  # fmt: skip
-    if indices is not None:
-        missing = jnp.sum(inverse_permutation(indices) == num_rows)
-        checkify.check(
-            missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
-            missing=missing,
-        )  # fmt: skip
-
-
+_Hows = tuple[How, How, How]  # of the forward product, dX and dW
 _MAY_BE_NONE = ("gather_indices", "topk_weights", "bias", "group_offset")
 
 
 def checked_grouped_gemm(
-    configs: tuple[KernelConfig | None, ...], implementation: str | None, x: ArrayLike, w: ArrayLike,
-    group_sizes: ArrayLike, topk: int = 1, gather_indices: ArrayLike | None = None, permute_x: bool = False,
-    permute_y: bool = False, topk_weights: ArrayLike | None = None, bias: ArrayLike | None = None, *, w_layout: str,
-    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None, group_offset: ArrayLike | None = None,
-) -> jax.Array:  # fmt: skip
-    """y by the differentiable operation, with the arguments checked; for `ragged_dot` too."""
+    implementation: str | None, configs: tuple[object, object, object] = (None, None, None), **arguments: Any
+) -> jax.Array:
+    """y by the differentiable operation, with the arguments of `check_problem` checked; for `ragged_dot` too."""
+    problem, how, arrays = _checked(implementation, arguments)
+    forward, dx, dw = (how._replace(config=config) for config in configs)
+    return _apply(problem, (forward, dx, dw), **arrays)
+
+
+def _checked(
+    implementation: str | None, arguments: dict[str, Any]
+) -> tuple[GroupedGemmProblem, How, dict[str, Any]]:  # fmt: skip
+    """The problem, how to compute it, and those of the arguments that are arrays."""
+    names = [name for name in ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE) if name in arguments]
+    arrays = as_arrays({name: arguments[name] for name in names}, _MAY_BE_NONE)
+    problem = check_problem(**arguments | arrays)
+    return problem, how_of(problem, implementation), arrays
+
+
+def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
+    """How to compute a problem by an implementation, for the GPU that there is or is named: "xla" of symbolic shapes.
+
+    Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
+    """
     check_implementation(implementation)
-    arrays = as_arrays(
-        {
-            "x": x, "w": w, "topk_weights": topk_weights, "bias": bias, "group_sizes": group_sizes,
-            "group_offset": group_offset, "gather_indices": gather_indices,
-        },
-        may_be_none=_MAY_BE_NONE,
-    )  # fmt: skip
-    problem = check_problem(
-        **arrays, topk=topk, permute_x=permute_x, permute_y=permute_y, w_layout=w_layout, precision=precision,
-        out_dtype=out_dtype,
-    )  # fmt: skip
-    configs = tuple(config for config in configs if config is not None)
-    return _apply(Operation(problem, implementation, current_target(), configs), **arrays)
+    if problem.is_symbolic:
+        if implementation not in (None, "xla"):
+            raise ValueError(
+                "implementation must be None or 'xla' for symbolic shapes, since kernels are chosen by sizes, "
+                f"got {implementation!r}."
+            )
+        implementation = "xla"
+    return How(implementation, current_target())
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(
-    operation: Operation, x: jax.Array, w: jax.Array, topk_weights: jax.Array | None, bias: jax.Array | None,
-    group_sizes: jax.Array, group_offset: jax.Array | None, gather_indices: jax.Array | None,
+    problem: GroupedGemmProblem, hows: _Hows, x: jax.Array, w: jax.Array, group_sizes: jax.Array,
+    gather_indices: jax.Array | None = None, topk_weights: jax.Array | None = None, bias: jax.Array | None = None,
+    group_offset: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    problem = operation.problem
     axes = varying_axes(x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
-    bounds = _bounds(problem, vary_over(axes, group_sizes), group_offset)
+    bounds = group_bounds(vary_over(axes, group_sizes), problem.num_rows, group_offset, problem.num_experts)
     gather_indices = _indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
     operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
-    if problem.is_empty or is_plain_jax(operation.implementation):
+    if problem.is_empty or is_plain_jax(hows[0].implementation):
         return plain.grouped_gemm(problem, *operands)
-    return _differentiable(operation, operands)
+    return _differentiable(problem, hows, operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(operation: Operation, operands: Forward) -> jax.Array:
-    (y,) = operation.run(FORWARD, operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> jax.Array:
+    (y,) = FORWARD(hows[0], operands, problem=problem)
     return y
 
 
-def _forward(operation: Operation, operands: Forward) -> tuple[jax.Array, Forward]:
-    return _differentiable(operation, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+def _forward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> tuple[jax.Array, Forward]:
+    return _differentiable(problem, hows, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
 
 
-def _backward(operation: Operation, operands: Forward, dy: jax.Array) -> tuple[Forward]:
+def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
     x, w, bounds, gather_indices, topk_weights, bias = operands
-    problem = operation.problem
+    _, how_dx, how_dw = hows
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, *row_sums = operation.run(DX, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights))
-    (dw,) = operation.run(DW, Dw(x, dy, bounds, gather_indices, topk_weights))
+    dx, *row_sums = DX(how_dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
+    (dw,) = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
     d_topk_weights = dbias = None
     if topk_weights is not None:
         (sums,) = row_sums
@@ -281,7 +247,8 @@ def _backward(operation: Operation, operands: Forward, dy: jax.Array) -> tuple[F
             sums = sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
         d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
-        (dbias,) = operation.run(DBIAS, Dbias(dy, bounds, gather_indices, topk_weights))
+        how = how_dw._replace(config=None)
+        (dbias,) = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
         dbias = dbias.astype(bias.dtype)
     return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
 
@@ -302,40 +269,29 @@ def bias_row_sums(
     return jnp.where(in_group, sums, 0)
 
 
-def _product(
-    product: Product, config: KernelConfig | None, implementation: str | None, **arguments: Any
-) -> list[jax.Array]:  # fmt: skip
+def _product(product: Product, config: object, implementation: str | None, **arguments: Any) -> jax.Array:
     """Checks the arguments, then computes one product of them."""
-    check_implementation(implementation)
-    names = ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE)
-    arguments |= as_arrays({name: arguments[name] for name in names if name in arguments}, _MAY_BE_NONE)
-    problem = check_problem(**arguments)
-    operation = Operation(problem, implementation, current_target(), () if config is None else (config,))
-    arrays = {name: arguments[name] for name in ("x", "dy", "w", *_MAY_BE_NONE) if name in arguments}
-    return _run_product(operation, product, arrays, arguments["group_sizes"])
+    _check_config("kernel_config", config, product)
+    problem, how, arrays = _checked(implementation, arguments)
+    return _run_product(product, problem, how._replace(config=config), **arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_product(
-    operation: Operation, product: Product, arrays: dict[str, Any], group_sizes: jax.Array
-) -> list[jax.Array]:  # fmt: skip
-    bounds = _bounds(operation.problem, group_sizes)
-    arrays = arrays | {"bounds": bounds, "gather_indices": _indices(arrays["gather_indices"])}
-    return operation.run(product, product.operands(**arrays))
-
-
-def _bounds(
-    problem: GroupedGemmProblem, group_sizes: jax.Array, group_offset: jax.Array | None = None
-) -> GroupBounds:  # fmt: skip
-    if group_offset is None:
-        return group_bounds(group_sizes, problem.num_rows)
-    return group_bounds(group_sizes, problem.num_rows, group_offset.reshape(()), problem.num_experts)
+    product: Product, problem: GroupedGemmProblem, how: How, group_sizes: jax.Array, gather_indices: jax.Array | None,
+    **arrays: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    bounds = group_bounds(group_sizes, problem.num_rows)
+    operands = product.operands(**arrays, bounds=bounds, gather_indices=_indices(gather_indices))
+    (result,) = product(how, operands, problem=problem)
+    return result
 
 
 def _indices(gather_indices: jax.Array | None) -> jax.Array | None:
     return None if gather_indices is None else saturated_int32(gather_indices)
 
 
-def _check_config(name: str, config: object, expected: type[KernelConfig]) -> None:
-    if config is not None:
-        check_instance(name, config, expected, f"a {expected.__name__} or None")
+def _check_config(name: str, config: object, product: Product) -> None:
+    kind = product.config_type
+    if config is not None and kind is not None:
+        check_instance(name, config, kind, f"a {kind.__name__} or None")

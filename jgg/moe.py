@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -10,13 +10,11 @@ from jax.typing import ArrayLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
-from jgg.backends.choice import check_implementation, is_plain_jax
+from jgg.backends.choice import How, is_plain_jax
 from jgg.backends.xla import plain
-from jgg.gpu_target import current_target
-from jgg.grouped_gemm import bias_row_sums
+from jgg.grouped_gemm import bias_row_sums, how_of
 from jgg.manual_axes import vary_over, varying_axes
-from jgg.mlp_problem import mlp_problems
-from jgg.operation import Operation
+from jgg.problem import GroupedGemmProblem, check_choices, check_mlp, check_problem
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
@@ -79,7 +77,6 @@ def moe_mlp(
       TypeError: a dtype is unsupported, those of x and the weights differ, or what must be an array, a Routing, an int
         or a flag is none.
     """
-    check_implementation(implementation)
     activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
     spare_sms = as_int("spare_sms", spare_sms, least=0)
     if expected_rows is not None:
@@ -89,11 +86,9 @@ def moe_mlp(
         may_be_none=("b_gate_up", "b_down"),
     )
     routing = as_routing(routing)
-    up, down = mlp_problems(named, routing, activation, w_layout, precision)
-    up, down = (dataclasses.replace(problem, expected_rows=expected_rows) for problem in (up, down))
-    target = current_target()
-    operations = Operation(up, implementation, target), Operation(down, implementation, target)
-    mlp = _Mlp(*operations, activation, interleaved, spare_sms)
+    up, down = _problems(named, routing, activation, w_layout, precision, expected_rows)
+    how = how_of(up, implementation)
+    mlp = _Mlp(up, down, how, activation, interleaved, spare_sms)
     operands = _Operands(
         **named,
         topk_weights=routing.topk_weights,
@@ -101,8 +96,36 @@ def moe_mlp(
         gather_indices=saturated_int32(routing.gather_indices),
     )
     axes = varying_axes(*operands)
-    is_plain = up.is_empty or down.is_empty or is_plain_jax(mlp.up.implementation)
+    is_plain = up.is_empty or down.is_empty or is_plain_jax(how.implementation)
     return _compute(mlp, is_plain, _Operands._make(vary_over(axes, array) for array in operands))
+
+
+def _problems(
+    arrays: dict[str, Any], routing: Routing, activation: Activation, w_layout: str, precision: jax.lax.PrecisionLike,
+    expected_rows: int | None,
+) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:  # fmt: skip
+    """The problems of the two products; raises where the arguments disagree, as `check_problem` does."""
+    hidden = check_mlp(arrays, activation, w_layout)
+    check_choices(arrays["x"], routing.topk_weights, routing.topk_indices, "routing.")
+    num_experts, num_choices = arrays["w_gate_up"].shape[0], routing.topk_weights.size
+    sizes, indices = routing.group_sizes, routing.gather_indices
+    if sizes.shape != (num_experts,):
+        raise ValueError(f"routing.group_sizes must be [E] = [{num_experts}], got {list(sizes.shape)}.")
+    if len(indices.shape) != 1 or indices.shape[0] > num_choices:
+        raise ValueError(
+            f"routing.gather_indices must be [M] with M at most T * k = {num_choices}, got {list(indices.shape)}."
+        )
+    up = check_problem(
+        x=arrays["x"], w=arrays["w_gate_up"], bias=arrays["b_gate_up"], group_sizes=sizes, gather_indices=indices,
+        topk=routing.topk_weights.shape[1], permute_x=True, some_choices=indices.shape[0] < num_choices,
+        w_layout=w_layout, precision=precision,
+    )  # fmt: skip
+    up = dataclasses.replace(up, expected_rows=expected_rows)
+    down = dataclasses.replace(
+        up, in_features=hidden, out_features=up.in_features, permute_x=False, has_bias=arrays["b_down"] is not None,
+        num_tokens=None,
+    )  # fmt: skip
+    return up, down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +138,9 @@ class _Mlp:
       spare_sms: multiprocessors that the last product does not use.
     """
 
-    up: Operation
-    down: Operation
+    up: GroupedGemmProblem
+    down: GroupedGemmProblem
+    how: How
     activation: Activation
     interleaved: bool
     spare_sms: int
@@ -126,45 +150,35 @@ class _Mlp:
         return {"activation": self.activation, "interleaved": self.interleaved}
 
     @property
-    def combined_down(self) -> Operation:
+    def combined_down(self) -> GroupedGemmProblem:
         """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
-        problem = dataclasses.replace(
-            self.down.problem, combine_y=True, has_topk_weights=True, num_tokens=self.up.problem.num_tokens
-        )
-        return dataclasses.replace(self.down, problem=problem)
+        return dataclasses.replace(self.down, combine_y=True, has_topk_weights=True, num_tokens=self.up.num_tokens)
 
     @property
-    def transposed_down(self) -> Operation:
+    def transposed_down(self) -> GroupedGemmProblem:
         """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
-        down = self.down.problem
-        problem = dataclasses.replace(
-            self.up.problem,
-            in_features=down.out_features,
-            out_features=down.in_features,
-            w_layout="ekn" if down.w_layout == "enk" else "enk",
+        return dataclasses.replace(
+            self.up,
+            in_features=self.down.out_features,
+            out_features=self.down.in_features,
+            w_layout="ekn" if self.down.w_layout == "enk" else "enk",
             has_bias=False,
         )
-        return dataclasses.replace(self.down, problem=problem)
 
     @property
-    def weighted_down(self) -> Operation:
+    def weighted_down(self) -> GroupedGemmProblem:
         """`down` for a dW whose rows are scaled."""
-        problem = dataclasses.replace(self.down.problem, has_topk_weights=True)
-        return dataclasses.replace(self.down, problem=problem)
+        return dataclasses.replace(self.down, has_topk_weights=True)
 
     @property
-    def sparing_up(self) -> Operation:
-        """`up` on fewer multiprocessors."""
-        target = self.up.target
+    def how_sparing(self) -> How:
+        """On fewer multiprocessors."""
+        target = self.how.target
         num_sms = max(1, target.num_sms - self.spare_sms)
-        return dataclasses.replace(self.up, target=dataclasses.replace(target, num_sms=num_sms))
-
-    @property
-    def topk(self) -> int:
-        return self.up.problem.topk
+        return self.how._replace(target=dataclasses.replace(target, num_sms=num_sms))
 
     def bounds(self, group_sizes: jax.Array) -> GroupBounds:
-        return group_bounds(group_sizes, self.up.problem.num_rows)
+        return group_bounds(group_sizes, self.up.num_rows)
 
 
 class _Operands(NamedTuple):
@@ -188,10 +202,11 @@ def _mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
 def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, jax.Array]]:
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
     bounds = mlp.bounds(group_sizes)
-    (pre_activation,) = mlp.up.run(FORWARD, Forward(x, w_gate_up, bounds, gather_indices, bias=b_gate_up))
+    (pre_activation,) = FORWARD(mlp.how, Forward(x, w_gate_up, bounds, gather_indices, bias=b_gate_up), problem=mlp.up)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
-    (hidden,) = ACTIVATE(mlp.up.how, Activate(pre_activation), **mlp.activation_options)
-    (y,) = mlp.combined_down.run(FORWARD, Forward(hidden, w_down, bounds, gather_indices, topk_weights, b_down))
+    (hidden,) = ACTIVATE(mlp.how, Activate(pre_activation), **mlp.activation_options)
+    of_down = Forward(hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    (y,) = FORWARD(mlp.how, of_down, problem=mlp.combined_down)
     return y, (operands._replace(x=checkpoint_name(x, "jgg_x")), pre_activation)
 
 
@@ -202,32 +217,32 @@ def _backward(mlp: _Mlp, residuals: tuple[_Operands, jax.Array], dy: jax.Array) 
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
     bounds = mlp.bounds(group_sizes)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
-    weights = plain.row_scales(mlp.up.problem, gather_indices, topk_weights)
+    weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
 
     dy = dy.astype(x.dtype)
-    (z,) = mlp.transposed_down.run(FORWARD, Forward(dy, w_down, bounds, gather_indices))
+    (z,) = FORWARD(mlp.how, Forward(dy, w_down, bounds, gather_indices), problem=mlp.transposed_down)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
     d_pre_activation, hidden, d_weights = ACTIVATE_BACKWARD(
-        mlp.up.how, ActivateBackward(pre_activation, z, weights), scale_hidden=b_down is None, **mlp.activation_options
+        mlp.how, ActivateBackward(pre_activation, z, weights), scale_hidden=b_down is None, **mlp.activation_options
     )
     hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        (dw_down,) = mlp.transposed_down.run(DW, Dw(dy, hidden, bounds, gather_indices))
+        (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
         db_down = None
     else:
-        (dy_rows,) = COMBINE(mlp.down.how, Combine(dy, plain.x_rows(mlp.up.problem, gather_indices)), topk=1)
-        (dw_down,) = mlp.weighted_down.run(DW, Dw(hidden, dy_rows, bounds, topk_weights=weights))
-        (db_down,) = mlp.weighted_down.run(DBIAS, Dbias(dy_rows, bounds, topk_weights=weights))
+        (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
+        (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+        (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         db_down = db_down.astype(b_down.dtype)
-        d_weights += bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
+        d_weights += bias_row_sums(mlp.down, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
     d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
-    (dx,) = mlp.up.run(DX, Dx(d_pre_activation, w_gate_up, bounds, gather_indices=gather_indices))
+    (dx,) = DX(mlp.how, Dx(d_pre_activation, w_gate_up, bounds, gather_indices=gather_indices), problem=mlp.up)
     d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    (dw_gate_up,) = mlp.sparing_up.run(DW, Dw(x, d_pre_activation, bounds, gather_indices))
+    (dw_gate_up,) = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.up)
     db_gate_up = None
     if b_gate_up is not None:
-        (db_gate_up,) = mlp.sparing_up.run(DBIAS, Dbias(d_pre_activation, bounds, gather_indices))
+        (db_gate_up,) = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
@@ -246,7 +261,7 @@ def _compute(mlp: _Mlp, is_plain: bool, operands: _Operands) -> jax.Array:
 def _plain_mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
-    bounds, up, down = mlp.bounds(group_sizes), mlp.up.problem, mlp.combined_down.problem
-    pre_activation = plain.grouped_gemm(up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    bounds = mlp.bounds(group_sizes)
+    pre_activation = plain.grouped_gemm(mlp.up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
-    return plain.grouped_gemm(down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    return plain.grouped_gemm(mlp.combined_down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)

@@ -8,7 +8,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jgg.arguments import as_dtype, as_flag, as_int, check, check_integers, check_one_of, check_rank, dtype_names
+from jgg.activations import Activation
+from jgg.arguments import as_dtype, as_flag, as_int, check, check_integers, check_one_of, check_rank
 from jgg.precision import canonical_precision
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -126,8 +127,8 @@ class GroupedGemmProblem:
 
 
 def check_problem(
-    *, x=None, dy=None, w=None, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias=None,
-    w_layout, precision, out_dtype=None, group_offset=None, some_choices=False,
+    *, x=None, dy=None, w=None, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
+    topk_weights=None, bias=None, w_layout="enk", precision=None, out_dtype=None, group_offset=None, some_choices=False,
 ) -> GroupedGemmProblem:  # fmt: skip
     """The problem that the given arrays describe; those that an operation does not take are None.
 
@@ -142,10 +143,7 @@ def check_problem(
     topk = as_int("topk", topk, least=1)
     permute_x, permute_y = as_flag("permute_x", permute_x), as_flag("permute_y", permute_y)
     operands = {name: array for name, array in (("x", x), ("dy", dy), ("w", w)) if array is not None}
-    for name, array in operands.items():
-        check_dtype(name, array)
-        check_rank(name, array, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"}[name])
-    dtype = check_same_dtype(operands)
+    dtype = _check_operands(operands, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"})
     check_integers("group_sizes", group_sizes)
     check_rank("group_sizes", group_sizes, "[E]")
     check(
@@ -162,10 +160,7 @@ def check_problem(
     in_features, out_features = _check_features(x, dy, w, w_layout)
     num_tokens = operands["x"].shape[0] if some_choices else None
     _check_topk_weights(topk_weights, num_rows if num_tokens is None else num_tokens * topk, topk)
-    if bias is not None:
-        check_dtype("bias", bias)
-        expected = (num_experts, out_features)
-        check(bias.shape == expected, f"bias must be [E, N] = {list(expected)}, got {list(bias.shape)}.")
+    _check_bias("bias", bias, (num_experts, out_features))
     if out_dtype is not None:
         out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
     return GroupedGemmProblem(
@@ -229,7 +224,7 @@ def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
 def _check_topk_weights(topk_weights, num_rows, topk):
     if topk_weights is None:
         return
-    check_dtype("topk_weights", topk_weights)
+    as_dtype("topk_weights", topk_weights.dtype, DTYPES)
     shapes = [(num_rows,)] + ([(num_rows // topk, topk)] if num_rows % topk == 0 else [])
     expected = " or ".join(str(list(shape)) for shape in shapes)
     check(
@@ -238,17 +233,66 @@ def _check_topk_weights(topk_weights, num_rows, topk):
     )
 
 
-def check_dtype(name: str, array):
-    """Raises TypeError unless an array is of a dtype that is multiplied."""
-    if array.dtype not in DTYPES:
-        raise TypeError(f"{name} must be one of {dtype_names(DTYPES)}, got {array.dtype}.")
+def _check_operands(operands: dict[str, Any], axes: dict[str, str]) -> jnp.dtype:
+    """The dtype that all of them must have; raises unless they do, and the axes by their names."""
+    dtypes: dict[str, jnp.dtype] = {}
+    for name, array in operands.items():
+        dtypes[name] = as_dtype(name, array.dtype, DTYPES)
+        check_rank(name, array, axes[name])
+    first = next(iter(dtypes))
+    for name, dtype in dtypes.items():
+        if dtype != dtypes[first]:
+            raise TypeError(f"{name} must have the dtype of {first}, {dtypes[first]}, got {dtype}.")
+    return dtypes[first]
 
 
-def check_same_dtype(operands: dict[str, Any]) -> jnp.dtype:
-    """The dtype of the first array by name; raises TypeError unless the others have it too."""
-    first, *others = operands
-    dtype = operands[first].dtype
-    for name in others:
-        if operands[name].dtype != dtype:
-            raise TypeError(f"{name} must have the dtype of {first}, {dtype}, got {operands[name].dtype}.")
-    return jnp.dtype(dtype)
+def _check_bias(name, bias, shape):
+    if bias is not None:
+        as_dtype(name, bias.dtype, DTYPES)
+        check(bias.shape == shape, f"{name} must be [E, N] = {list(shape)}, got {list(bias.shape)}.")
+
+
+def check_mlp(arrays, activation: Activation, w_layout: str) -> int:
+    """I, the hidden features of an expert; raises where the tokens and the parameters disagree.
+
+    Args:
+      arrays: by the names of `moe_mlp`'s arguments; biases may be None or missing.
+    """
+    check_one_of("w_layout", w_layout, W_LAYOUTS)
+    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
+    _check_operands({name: arrays[name] for name in axes}, axes)
+    x, w_gate_up, w_down = (arrays[name] for name in axes)
+    in_by_out = [w.shape[1:] if w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
+    (got_features, wide), down_features = in_by_out
+    num_experts, features = w_gate_up.shape[0], x.shape[1]
+    if got_features != features:
+        raise ValueError(f"w_gate_up must have H in-features equal to x's {features}, got {list(w_gate_up.shape)}.")
+    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
+    if rest:
+        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
+    expected, got = [num_experts, hidden, features], [w_down.shape[0], *down_features]
+    if got != expected:
+        raise ValueError(
+            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
+        )
+    for name, out_features in (("b_gate_up", wide), ("b_down", features)):
+        _check_bias(name, arrays.get(name), (num_experts, out_features))
+    return hidden
+
+
+def check_choices(x, topk_weights, topk_indices, prefix: str = ""):
+    """Raises unless both are [T, k] with T of x, floats and integers; `prefix` goes before their names."""
+    as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
+    check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
+    check_integers(f"{prefix}topk_indices", topk_indices)
+    num_tokens, topk = topk_weights.shape
+    if num_tokens != x.shape[0] or topk == 0:
+        raise ValueError(
+            f"{prefix}topk_weights must be [T, k] with T equal to x's {x.shape[0]} and k at least 1, "
+            f"got {[num_tokens, topk]}."
+        )
+    if topk_indices.shape != topk_weights.shape:
+        raise ValueError(
+            f"{prefix}topk_indices must be [T, k] = {[num_tokens, topk]} as {prefix}topk_weights, "
+            f"got {list(topk_indices.shape)}."
+        )

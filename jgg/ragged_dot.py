@@ -1,25 +1,15 @@
-"""The interface of `jax.lax.ragged_dot`, and what `ragged_dot_general` has in common with it."""
+"""The interfaces of `jax.lax.ragged_dot` and `jax.lax.ragged_dot_general`."""
 
-import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_arrays, check, check_integers, check_rank, dtype_names
-from jgg.backends.choice import check_implementation, is_plain_jax
-from jgg.backends.xla.multilinear import outer_dot
-from jgg.backends.xla.row_blocks import Rows
-from jgg.gpu_target import current_target
-from jgg.grouped_gemm import checked_grouped_gemm
-from jgg.manual_axes import vary_over, varying_axes
-from jgg.operation import Operation
-from jgg.problem import DTYPES, check_problem
-from jgg.products.dw import DW, Dw
-from jgg.products.dx import DX, Dx
-from jgg.products.forward import FORWARD, Forward
-from jgg.schedule import GroupBounds, group_bounds
+from jgg.arguments import as_array, as_arrays, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
+from jgg.problem import DTYPES
+from jgg.ragged_products import contract_dense, contract_ragged, other_axes
 
 
 def ragged_dot(
@@ -54,114 +44,94 @@ def ragged_dot(
     Returns: [m, n]; rows of no group are zero.
     Raises: ValueError: shapes disagree. TypeError: a dtype is unsupported.
     """
-    lhs, rhs, group_sizes, group_offset = checked_arrays(lhs, rhs, group_sizes, group_offset)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     check_rank("lhs", lhs, "[m, k]")
     check_rank("rhs", rhs, "[g, k, n]")
     check(
         rhs.shape[1] == lhs.shape[1],
         f"rhs must be [g, k, n] with k equal to lhs's {lhs.shape[1]}, got rhs {list(rhs.shape)}.",
     )
-    check_group_sizes(group_sizes, (), None if group_offset is not None else rhs.shape[0])
-    out = multiply_rows(
-        lhs, rhs, group_sizes, group_offset,
-        w_layout="ekn", precision=precision, out_dtype=preferred_element_type, implementation=implementation,
-    )  # fmt: skip
-    return split(out, out_sharding)
-
-
-def multiply_rows(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, w_layout: str,
-    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None, implementation: str | None,
-) -> jax.Array:  # fmt: skip
-    """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
-    out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
-    dtype = _common_dtype(lhs.dtype, rhs.dtype)
-    return checked_grouped_gemm(
-        (None, None, None), implementation, lhs.astype(dtype), rhs.astype(dtype), group_sizes,
-        w_layout=w_layout, precision=precision, out_dtype=out_dtype, group_offset=group_offset,
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset, out_sharding,
+        implementation=implementation,
     )  # fmt: skip
 
 
-def sum_over_rows(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike,
-    dtype: DTypeLike | None, implementation: str | None,
-) -> jax.Array:  # fmt: skip
-    """[g, m, n] of lhs [k, m] and rhs [k, n], in a dtype that holds those of the operands and of the result."""
-    check_implementation(implementation)
-    dtype = _common_dtype(lhs.dtype, rhs.dtype, out_dtype) if dtype is None else dtype
-    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-    checked = check_problem(
-        x=lhs, dy=rhs, group_sizes=group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
-        topk_weights=None, w_layout="ekn", precision=precision, out_dtype=out_dtype,
-    )  # fmt: skip
-    problem = dataclasses.replace(checked, out_dtype=checked.dtype)  # of the gradient in rhs
-    return _outer_products(Operation(problem, implementation, current_target()), lhs, rhs, group_sizes)
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`ragged_dot` with dimensions in any order and number, as `jax.lax.ragged_dot_general`.
+
+    Groups are ranges of the one ragged dimension of lhs, which is
+
+        a free one:        [b.., m.., k..], [g, b.., k.., n..], group_sizes [b.., x.., g] -> [b.., m.., n..]
+        a contracted one:  [b.., m.., k..], [b.., k.., n..],    group_sizes [b.., x.., g] -> [g, b.., m.., n..]
+
+    with x the other free or contracted dimensions before it. The first is `ragged_dot`, the second the gradient of that
+    in rhs. Both are differentiable in lhs and rhs. No lhs [m, k] and rhs [g, k, n] or [g, n, k] is copied, nor lhs
+    [k, m] and rhs [k, n] of the second; other orders are transposed first. Batches run as under `jax.vmap`.
+
+    Args:
+      lhs, rhs: float32, float16 or bfloat16; of two dtypes, both are converted to float32 for the product.
+      group_sizes: integer [b.., x.., g], or [g] for all b and x alike. Their sum may be less than the ragged
+        dimension; what lies past it counts as zero.
+      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers. A ragged batch dimension is refused: there,
+        groups make no difference to `jax.lax.dot_general`.
+      precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
+      group_offset: as in `ragged_dot`, for a free ragged dimension.
+
+    Returns: the array of `jax.lax.ragged_dot_general`.
+    Raises: ValueError: shapes or dimension numbers disagree. TypeError: a dtype is unsupported.
+    """
+    lhs, rhs, group_sizes, group_offset = _checked_arrays(lhs, rhs, group_sizes, group_offset)
+    numbers = ragged_dot_dimension_numbers
+    _check_dimension_numbers(lhs, rhs, numbers)
+    (contracted, _), (lhs_batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    out_dtype = _result_dtype(lhs, rhs)
+    if preferred_element_type is not None:
+        out_dtype = as_dtype("preferred_element_type", preferred_element_type, DTYPES)
+    options: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype, "implementation": implementation}
+    num_groups = None
+    if ragged in contracted:
+        if group_offset is not None:
+            raise ValueError("group_offset must be None where the ragged dimension is contracted, got an array.")
+        outer, compute = contracted[: contracted.index(ragged)], contract_ragged
+    else:
+        outer = tuple(axis for axis in other_axes(lhs, contracted, lhs_batch) if axis < ragged)
+        compute = functools.partial(contract_dense, group_offset=group_offset)
+        num_groups = rhs.shape[numbers.rhs_group_dimensions[0]] if group_offset is None else None
+    _check_group_sizes(group_sizes, tuple(lhs.shape[axis] for axis in (*lhs_batch, *outer)), num_groups)
+    return _split(compute(lhs, rhs, group_sizes, numbers, outer, **options), out_sharding)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _outer_products(operation: Operation, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    problem = operation.problem
-    axes = varying_axes(lhs, rhs, group_sizes)
-    lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
-    bounds = group_bounds(group_sizes, problem.num_rows)
-    if problem.is_empty or is_plain_jax(operation.implementation):
-        return outer_dot(Rows(lhs), Rows(rhs), bounds, precision=problem.precision, out_dtype=problem.dtype)
-    return _differentiable(operation, lhs, rhs, bounds)
-
-
-_Residuals = tuple[jax.Array, jax.Array, GroupBounds]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(operation: Operation, lhs: jax.Array, rhs: jax.Array, bounds: GroupBounds) -> jax.Array:
-    (out,) = operation.run(DW, Dw(lhs, rhs, bounds))
-    return out
-
-
-def _forward(
-    operation: Operation, lhs: jax.Array, rhs: jax.Array, bounds: GroupBounds
-) -> tuple[jax.Array, _Residuals]:  # fmt: skip
-    return _differentiable(operation, lhs, rhs, bounds), (lhs, rhs, bounds)
-
-
-def _backward(
-    operation: Operation, residuals: _Residuals, ct: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
-    """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
-    lhs, rhs, bounds = residuals
-    (d_lhs,) = operation.run(DX, Dx(rhs, ct, bounds))
-    (d_rhs,) = operation.run(FORWARD, Forward(lhs, ct, bounds))
-    return d_lhs, d_rhs, None
-
-
-_differentiable.defvjp(_forward, _backward)
-
-
-def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """Their dtype if they have one, else the one that holds the values of all."""
-    return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else jnp.dtype(jnp.float32)
-
-
-def result_dtype(*arrays: jax.Array) -> jnp.dtype:
+def _result_dtype(*arrays: jax.Array) -> jnp.dtype:
     """As jax.lax chooses it: bfloat16 for bfloat16 and float16."""
     infos = {array.dtype: jnp.finfo(array.dtype) for array in arrays}
     return max(infos, key=lambda dtype: (infos[dtype].maxexp, infos[dtype].nmant))
 
 
-def split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> jax.Array:
+def _split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> jax.Array:
     """The result as it is to be split over devices."""
     if out_sharding is None:
         return out
-    if not isinstance(out_sharding, jax.P | jax.NamedSharding):
-        raise TypeError(
-            f"out_sharding must be a jax.NamedSharding, a jax.P or None, got {type(out_sharding).__name__}."
-        )
+    check_instance("out_sharding", out_sharding, jax.P | jax.NamedSharding, "a jax.NamedSharding, a jax.P or None")
     # whole first, so that XLA does not ask for the product to be split, whose rows cannot be
     whole = jax.P() if isinstance(out_sharding, jax.P) else jax.NamedSharding(out_sharding.mesh, jax.P())
     return jax.sharding.reshard(jax.sharding.reshard(out, whole), out_sharding)
 
 
-def checked_arrays(
+def _checked_arrays(
     lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike, group_offset: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """The arguments as arrays of the right dtypes."""
@@ -181,7 +151,7 @@ def checked_arrays(
     return arrays["lhs"], arrays["rhs"], arrays["group_sizes"], arrays["group_offset"]
 
 
-def check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_groups: int | None) -> None:
+def _check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_groups: int | None) -> None:
     """Raises unless they are [g] or [*prefix, g] with g equal to `num_groups`, where that is given."""
     shape = group_sizes.shape
     expected = f"[g] or [{', '.join(map(str, prefix))}, g]" if prefix else "[g]"
@@ -190,3 +160,34 @@ def check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_group
         num_groups is None or shape[-1] == num_groups,
         f"group_sizes must be [g] with g equal to rhs's {num_groups}, got {list(shape)}.",
     )
+
+
+def _check_dimension_numbers(lhs: jax.Array, rhs: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers) -> None:
+    name = "ragged_dot_dimension_numbers"
+    check_instance(name, numbers, jax.lax.RaggedDotDimensionNumbers, "a jax.lax.RaggedDotDimensionNumbers")
+    ragged, group = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    for of, array, axes in (
+        ("lhs", lhs, (*lhs_contracted, *lhs_batch)),
+        ("lhs", lhs, ragged),
+        ("rhs", rhs, (*rhs_contracted, *rhs_batch, *group)),
+    ):
+        check(
+            len({axis for axis in axes if 0 <= axis < array.ndim}) == len(axes),
+            f"{name} must have different dimensions of {of} {list(array.shape)}, got {list(axes)}.",
+        )
+    check(len(ragged) == 1, f"{name} must have one lhs_ragged_dimensions, got {list(ragged)}.")
+    check(
+        ragged[0] not in lhs_batch,
+        f"{name} must have a ragged dimension of lhs that is free or contracted, got {ragged[0]} of the batch "
+        f"dimensions {list(lhs_batch)}, where groups make no difference to jax.lax.dot_general.",
+    )
+    expected = 0 if ragged[0] in lhs_contracted else 1
+    check(
+        len(group) == expected,
+        f"{name} must have {expected} rhs_group_dimensions where the ragged dimension of lhs is "
+        f"{'free' if expected else 'contracted'}, got {list(group)}.",
+    )
+    for kind, of_lhs, of_rhs in (("contracted", lhs_contracted, rhs_contracted), ("batch", lhs_batch, rhs_batch)):
+        wanted, got = [lhs.shape[axis] for axis in of_lhs], [rhs.shape[axis] for axis in of_rhs]
+        check(got == wanted, f"rhs must have {kind} dimensions equal to lhs's {wanted}, got {got}.")

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+
+from jgg.arguments import as_arrays, as_int, check_integers, check_rank
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
 _MOST = 2**30  # rows or tiles, more than there ever are
@@ -53,7 +57,7 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
     Args:
       group_sizes: integer [G], rows of each group.
       num_rows: rows there are.
-      group_offset: integer scalar, the first of the `num_groups` groups to return; the rest keep their rows.
+      group_offset: integer scalar or [1], the first of the `num_groups` groups to return; the rest keep their rows.
       num_groups: number of groups to return where `group_offset` is given.
 
     Returns: GroupBounds of [G] or, with `group_offset`, [num_groups]; groups past G are empty.
@@ -62,7 +66,7 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
     starts, ends = _running_sums(num_rows, sizes)
     if group_offset is not None:
         past = jnp.full((num_groups,), jnp.max(ends, initial=0))
-        first = jnp.clip(saturated_int32(group_offset), 0, len(group_sizes))
+        first = jnp.clip(saturated_int32(group_offset.reshape(())), 0, len(group_sizes))
         starts, ends, sizes = (
             jax.lax.dynamic_slice(jnp.concatenate([array, padding]), (first,), (num_groups,))
             for array, padding in ((starts, past), (ends, past), (sizes, jnp.zeros_like(past)))
@@ -190,3 +194,42 @@ def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = N
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     inverse = jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
     return jnp.where(inverse < 0, num_rows, inverse)
+
+
+def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | None = None) -> None:
+    """Reports values that `grouped_gemm` would clamp or ignore, under `jax.experimental.checkify`.
+
+    Checks that no group size is negative, that their sum is at most `num_rows`, and that `gather_indices` names each
+    position of [0, num_rows) once.
+
+    Args:
+      group_sizes: integer [E].
+      num_rows: M.
+      gather_indices: integer [M].
+
+    Raises: ValueError, TypeError: a shape or a dtype is wrong; the message names the argument.
+    """
+    num_rows = as_int("num_rows", num_rows, least=0)
+    arrays = as_arrays({"group_sizes": group_sizes, "gather_indices": gather_indices}, may_be_none=("gather_indices",))
+    for (name, array), axes in zip(arrays.items(), ("[E]", "[M]"), strict=True):
+        if array is not None:
+            check_integers(name, array)
+            check_rank(name, array, axes)
+    sizes, indices = arrays.values()
+    if indices is not None and indices.shape != (num_rows,):
+        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
+    sizes = saturated_int32(sizes)
+    smallest = jnp.min(sizes, initial=0)
+    checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
+    bounds = group_bounds(sizes, num_rows)
+    fits = jnp.all(bounds.ends - bounds.starts >= sizes)
+    checkify.check(
+        fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
+        num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
+    )  # fmt: skip
+    if indices is not None:
+        missing = jnp.sum(inverse_permutation(indices) == num_rows)
+        checkify.check(
+            missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
+            missing=missing,
+        )  # fmt: skip

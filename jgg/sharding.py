@@ -17,10 +17,9 @@ from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, 
 from jgg.backends.choice import check_implementation
 from jgg.exchange import EXCHANGES, Placement
 from jgg.manual_axes import vary_over
-from jgg.mlp_problem import check_choices, check_mlp
 from jgg.moe import moe_mlp
 from jgg.precision import canonical_precision
-from jgg.problem import W_LAYOUTS
+from jgg.problem import W_LAYOUTS, check_choices, check_mlp
 from jgg.routing import Routing, sort_by_expert
 
 P = jax.P

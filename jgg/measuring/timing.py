@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgg.backends.choice import How
 from jgg.gpu_target import current_target
 from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.measuring.workloads import operands
-from jgg.operation import Operation
 from jgg.problem import GroupedGemmProblem
 from jgg.products.dx import DX, Dx
 from jgg.schedule import group_bounds
@@ -83,9 +83,8 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
             y_options = {"bias": arrays.get("bias"), "preferred_element_type": problem.out_dtype}
             return grouped_gemm_forward(arrays["x"], arrays["w"], sizes, **shared, **y_options, **options)
         if op == "dx" and problem.has_topk_weights:  # as training computes it, with the gradient of the weights
-            operation = Operation(problem, implementation, current_target(), (config,))
-            bounds = group_bounds(sizes, problem.num_rows)
-            return operation.run(DX, Dx(arrays["dy"], arrays["w"], bounds, arrays["x"], **shared))[0]
+            dx_operands = Dx(arrays["dy"], arrays["w"], group_bounds(sizes, problem.num_rows), arrays["x"], **shared)
+            return DX(How(implementation, current_target(), config), dx_operands, problem=problem)[0]
         if op == "dx":
             return grouped_gemm_dx(arrays["dy"], arrays["w"], group_sizes=sizes, **shared, **options)
         return grouped_gemm_dw(arrays["x"], arrays["dy"], sizes, **shared, **options)
