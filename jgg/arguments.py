@@ -1,4 +1,4 @@
-"""What arguments must be, whatever function they are of: arrays, whole numbers, numbers, flags.
+"""What arguments must be, whatever function they are of: arrays, whole numbers, numbers, flags, precisions.
 
 Each function returns the argument as what it counts as, or raises a sentence with its name, what was expected and what
 came. Options are static parameters of JAX programs, whose caches take 4.0 for 4 and True for 1: here they become plain
@@ -14,6 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_DEFAULT, _HIGH, _HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
+
+# Each name as the first of the three that keeps as many bits of the factors. On a GPU these are TF32 with 11, three
+# passes of TF32 with about 21, and float32 with 24; float16 has 11, bfloat16 8, three passes of it about 16, six 24.
+# Operands are no wider than float32, so that float64 counts as that.
+_PRECISIONS = {
+    **dict.fromkeys(("default", "fastest", "bfloat16", "tensorfloat32"), _DEFAULT),
+    **dict.fromkeys(("high", "bfloat16_3x"), _HIGH),
+    **dict.fromkeys(("highest", "float32"), _HIGHEST),
+    # of jax.lax.DotAlgorithmPreset all but those that lax.dot takes for float8 alone
+    **dict.fromkeys(("DEFAULT", "F16_F16_F16", "F16_F16_F32", "BF16_BF16_BF16"), _DEFAULT),
+    **dict.fromkeys(("BF16_BF16_F32", "TF32_TF32_F32"), _DEFAULT),
+    **dict.fromkeys(("BF16_BF16_F32_X3", "TF32_TF32_F32_X3"), _HIGH),
+    **dict.fromkeys(("BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F32_F32_F32", "F64_F64_F64"), _HIGHEST),
+}
 
 
 def as_array(name: str, value) -> jax.Array:
@@ -94,6 +110,49 @@ def as_dtype(name: str, value, choices=None) -> jnp.dtype:
     if not (jnp.issubdtype(dtype, jnp.floating) if choices is None else dtype in choices):
         raise TypeError(f"{message} {dtype}.")
     return dtype
+
+
+def as_precision(precision) -> jax.lax.Precision:
+    """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
+
+    A pair, one entry for each operand, counts as its more precise entry.
+
+    Raises: ValueError: it is none of what `jax.lax.dot` takes for float32, float16 and bfloat16.
+    """
+    if precision is None:
+        default = jax.config.jax_default_matmul_precision
+        return _DEFAULT if default is None else _as_precision("jax_default_matmul_precision", default)
+    return _as_precision("precision", precision)
+
+
+def _as_precision(name, precision):
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        return _precision_of_algorithm(precision)
+    entries = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision,)
+    known = [one for one in map(_find_precision, entries) if one is not None]
+    if len(known) < len(entries):
+        raise ValueError(
+            f"{name} must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithm or one of "
+            f"{sorted(_PRECISIONS)}, got {precision!r}."
+        )
+    return max(known, key=lambda one: one.value)
+
+
+def _find_precision(precision):
+    if isinstance(precision, jax.lax.Precision):
+        return precision
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        precision = precision.name
+    return _PRECISIONS.get(precision) if isinstance(precision, str) else None
+
+
+def _precision_of_algorithm(algorithm):
+    """By the width of the factors and in how many passes their parts are multiplied."""
+    widest = max(jnp.dtype(kind).itemsize for kind in (algorithm.lhs_precision_type, algorithm.rhs_precision_type))
+    passes = algorithm.num_primitive_operations
+    if widest > 2 or passes > 3:
+        return _HIGHEST
+    return _HIGH if passes > 1 else _DEFAULT
 
 
 def dtype_names(dtypes) -> str:

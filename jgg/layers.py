@@ -12,10 +12,9 @@ from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
-from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, check_instance
+from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
 from jgg.backends.choice import check_implementation
 from jgg.moe import moe_mlp
-from jgg.precision import canonical_precision
 from jgg.problem import DTYPES
 from jgg.router_losses import load_balancing_loss, router_z_loss
 from jgg.routing import Routing, check_counts, check_scores, route
@@ -163,7 +162,7 @@ class MoELayer:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
         # of the three, since some that name a dtype would round the router's float32 to it
-        dot = functools.partial(jnp.dot, precision=canonical_precision(precision))
+        dot = functools.partial(jnp.dot, precision=as_precision(precision))
         logits = dot(tokens.astype(jnp.float32), arrays["w_router"].astype(jnp.float32))
         if self.use_router_bias:
             logits += arrays["b_router"].astype(jnp.float32)[None, :]
@@ -219,7 +218,7 @@ def check_layer(
       dtype: of the computation, or None.
       inits: initializers by the names of their arguments.
     """
-    canonical_precision(precision)
+    as_precision(precision)
     check_implementation(implementation)
     if dtype is not None:
         as_dtype("dtype", dtype, DTYPES)

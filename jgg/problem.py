@@ -9,8 +9,7 @@ import jax.export
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.arguments import as_dtype, as_flag, as_int, check, check_integers, check_one_of, check_rank
-from jgg.precision import canonical_precision
+from jgg.arguments import as_dtype, as_flag, as_int, as_precision, check, check_integers, check_one_of, check_rank
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
@@ -176,7 +175,7 @@ def check_problem(
         permute_y=permute_y,
         has_topk_weights=topk_weights is not None,
         has_bias=bias is not None,
-        precision=canonical_precision(precision),
+        precision=as_precision(precision),
         num_tokens=num_tokens,
     )
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.precision import canonical_precision
+from jgg.arguments import as_precision
 from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw")
@@ -79,7 +79,7 @@ def gemm(
         permute_y=permute_y,
         has_topk_weights=weighted,
         has_bias=biased,
-        precision=canonical_precision(precision),
+        precision=as_precision(precision),
     )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.arguments import as_precision
 from jgg.layers import MoELayer
-from jgg.precision import canonical_precision
 
 DEFAULT, HIGH, HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 NAMES = {
@@ -50,9 +50,9 @@ def matrices(dtype):
 @pytest.mark.parametrize("name", NAMES | PRESETS)
 def test_names(name):
     expected = (NAMES | PRESETS)[name]
-    assert canonical_precision(name) is expected
+    assert as_precision(name) is expected
     if name in PRESETS:
-        assert canonical_precision(jax.lax.DotAlgorithmPreset[name]) is expected
+        assert as_precision(jax.lax.DotAlgorithmPreset[name]) is expected
     for dtype in ("float16", "bfloat16"):  # though the preset may be of another
         x, w, sizes = matrices(dtype)
         assert jax.eval_shape(lambda *arrays: jgg.grouped_gemm(*arrays, precision=name), x, w, sizes).dtype == dtype
@@ -61,13 +61,13 @@ def test_names(name):
 @pytest.mark.parametrize("name", [name for name in NAMES | PRESETS if name not in NO_DEFAULTS])
 def test_names_as_jax_default(name):
     with jax.default_matmul_precision(name):
-        assert canonical_precision(None) is (NAMES | PRESETS)[name]
+        assert as_precision(None) is (NAMES | PRESETS)[name]
         assert jgg.grouped_gemm(*matrices("float32")).tolist() == [[4] * 5] * 6
 
 
 @pytest.mark.parametrize(("precision", "expected"), OTHERS.values(), ids=OTHERS)
 def test_others(precision, expected):
-    assert canonical_precision(precision) is expected
+    assert as_precision(precision) is expected
 
 
 @pytest.mark.parametrize("precision", WRONG.values(), ids=WRONG)
