@@ -26,13 +26,11 @@ class Placement(NamedTuple):
 
     Attributes:
       axis: mesh axis over which they are split, in order.
-      num_devices: p, devices along the axis.
       num_experts: experts of each device.
       capacity: R, rows that a device has room for.
     """
 
     axis: str
-    num_devices: int
     num_experts: int
     capacity: int
 
@@ -71,7 +69,8 @@ def by_ragged_all_to_all(
     Returns: y [T, H], and how many rows found no room on this device, int32: of the devices last along the axis.
     """
     topk = topk_indices.shape[1]
-    group_sizes, gather_indices = sort_by_expert(topk_indices, placement.num_devices * placement.num_experts)
+    num_devices = jax.lax.axis_size(placement.axis)
+    group_sizes, gather_indices = sort_by_expert(topk_indices, num_devices * placement.num_experts)
     there, back, experts, overflow = _plan(group_sizes, placement)
     there, back, gather_indices = checkpoint_name((there, back, gather_indices), "jgg_routing")
     move_there = functools.partial(move, (placement.axis, placement.capacity), there=there, back=back)
@@ -109,8 +108,8 @@ def _plan(group_sizes: jax.Array, placement: Placement) -> tuple[Moves, Moves, j
     Two devices of one expert each, with room for 4 rows, where device 0 has (2, 1) rows of the experts and device 1
     has (3, 0): device 0 keeps its 2 rows and gets 2 of the 3 rows of device 1, of which 1 finds no room.
     """
-    axis, num_devices, num_experts, capacity = placement
-    here = jax.lax.axis_index(axis)
+    axis, num_experts, capacity = placement
+    here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
     counts = jax.lax.all_gather(group_sizes, axis).reshape(num_devices, num_devices, num_experts)  # [from, to, expert]
     rows = jnp.sum(counts, axis=2, dtype=jnp.int32)  # [from, to]
     starts = jnp.cumsum(rows, axis=1, dtype=jnp.int32) - rows  # where the sender has them

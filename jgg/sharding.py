@@ -14,11 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
-from jgg.backends.choice import check_implementation
 from jgg.exchange import EXCHANGES, Placement
 from jgg.manual_axes import vary_over
 from jgg.moe import moe_mlp
-from jgg.precision import canonical_precision
 from jgg.problem import W_LAYOUTS, check_choices, check_mlp
 from jgg.routing import Routing, sort_by_expert
 
@@ -64,15 +62,14 @@ class MoESharding:
             object.__setattr__(self, "data", (self.data,))
         check_instance("data", self.data, tuple | list, "the name of a mesh axis or a tuple of names")
         object.__setattr__(self, "data", tuple(self.data))
-        used = [axis for axis in (*self.data, self.fsdp, self.expert, self.tensor) if axis is not None]
-        known = tuple(self.mesh.axis_names)
-        for name in ("data", "fsdp", "expert", "tensor"):
-            axes = getattr(self, name)
-            for axis in axes if name == "data" else (axes,):
-                if axis is not None and axis not in known:
-                    raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
-                if axis is not None and used.count(axis) > 1:
-                    raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
+        axes = [("data", axis) for axis in self.data]
+        axes += [(name, axis) for name in ("fsdp", "expert", "tensor") if (axis := getattr(self, name)) is not None]
+        used, known = [axis for _, axis in axes], tuple(self.mesh.axis_names)
+        for name, axis in axes:
+            if axis not in known:
+                raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
+            if used.count(axis) > 1:
+                raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
         check_one_of("exchange", self.exchange, EXCHANGES)
         factor = self.buffer_factor
         if factor is not None:
@@ -169,8 +166,6 @@ def sharded_moe_mlp(
         split otherwise. TypeError: a dtype is unsupported.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
-    check_implementation(implementation)
-    canonical_precision(precision)
     arrays = as_arrays(
         {
             "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights,
@@ -179,17 +174,14 @@ def sharded_moe_mlp(
         may_be_none=("b_gate_up", "b_down"),
     )  # fmt: skip
     check_mlp(arrays, find_activation(activation), w_layout)
-    check_interleaved(interleaved, activation, sharding)
     check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     arrays = {name: array for name, array in arrays.items() if array is not None}
-
-    def on_device(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        return moe_mlp_on_device(
-            **arrays, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
-            precision=precision, implementation=implementation,
-        )  # fmt: skip
-
-    return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
+    on_device = functools.partial(
+        moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    specs = sharding.weight_specs(w_layout)
+    return map_tokens(lambda arrays: on_device(**arrays), sharding, arrays, specs, (sharding.token_spec, P()))
 
 
 def map_tokens[Result](
@@ -218,9 +210,7 @@ def _check_divides(name: str, shape: tuple[int, ...], spec: P, sharding: MoEShar
 
 def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.Array:
     """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
-    explicit = {axis for axis, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-                if kind == jax.sharding.AxisType.Explicit}  # fmt: skip
-    if not explicit:
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return array
     spec = P(*spec, *[None] * (array.ndim - len(spec)))
     got = jax.typeof(array).sharding.spec
@@ -232,7 +222,7 @@ def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.
 def moe_mlp_on_device(
     x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, *,
     sharding: MoESharding, b_gate_up: jax.Array | None = None, b_down: jax.Array | None = None,
-    activation: str | Activation = "swiglu", interleaved: bool = False, **options: Any,
+    activation: str | Activation = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`sharded_moe_mlp` inside a `jax.shard_map` of one's own: every array is this device's part of it.
 
@@ -251,21 +241,24 @@ def moe_mlp_on_device(
     def compute(
         x: jax.Array, topk_weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        gather = functools.partial(_gather_weights, sharding=sharding, w_layout=options.get("w_layout", "enk"))
-        w_gate_up, w_down = gather("w_gate_up", w_gate_up), gather("w_down", w_down)
+        if sharding.fsdp is not None:
+            specs = sharding.weight_specs(w_layout)
+            w_gate_up, w_down = (
+                jax.lax.all_gather(w, sharding.fsdp, axis=specs[name].index(sharding.fsdp), tiled=True)
+                for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+            )
 
         def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
             return moe_mlp(
-                rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved,
-                b_gate_up=b_gate_up, b_down=b_down, spare_sms=spare_sms, expected_rows=num_rows or None, **options,
+                rows, w_gate_up, w_down, routing, activation=activation, interleaved=interleaved, b_gate_up=b_gate_up,
+                b_down=b_down, w_layout=w_layout, spare_sms=spare_sms, expected_rows=num_rows or None, **options,
             )  # fmt: skip
 
         if sharding.expert is None:
             routing = Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts))
             return mlp(x, routing), jnp.int32(0)
-        capacity = sharding.capacity(num_rows)
-        placement = Placement(sharding.expert, sharding.size(sharding.expert), num_experts, capacity)
+        placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
         return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement)
 
     if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
@@ -285,13 +278,6 @@ def check_interleaved(interleaved: bool, activation: str | Activation, sharding:
             "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
             "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis), got False."
         )
-
-
-def _gather_weights(name: str, w: jax.Array, sharding: MoESharding, w_layout: str) -> jax.Array:
-    if sharding.fsdp is None:
-        return w
-    axis = sharding.weight_specs(w_layout)[name].index(sharding.fsdp)
-    return jax.lax.all_gather(w, sharding.fsdp, axis=axis, tiled=True)
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
