@@ -119,13 +119,11 @@ def as_precision(precision) -> jax.lax.Precision:
 
     Raises: ValueError: it is none of what `jax.lax.dot` takes for float32, float16 and bfloat16.
     """
+    name = "precision"
     if precision is None:
-        default = jax.config.jax_default_matmul_precision
-        return _DEFAULT if default is None else _as_precision("jax_default_matmul_precision", default)
-    return _as_precision("precision", precision)
-
-
-def _as_precision(name, precision):
+        name, precision = "jax_default_matmul_precision", jax.config.jax_default_matmul_precision
+        if precision is None:
+            return _DEFAULT
     if isinstance(precision, jax.lax.DotAlgorithm):
         return _precision_of_algorithm(precision)
     entries = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision,)

@@ -144,20 +144,10 @@ def move(static: tuple[str, int], rows: jax.Array, there: Moves, back: Moves) ->
     )
 
 
-def _move_forward(
-    static: tuple[str, int], rows: jax.Array, there: Moves, back: Moves
-) -> tuple[jax.Array, tuple[int, Moves, Moves]]:
-    return move(static, rows, there, back), (rows.shape[0], there, back)
-
-
-def _move_backward(
-    static: tuple[str, int], residuals: tuple[int, Moves, Moves], cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    num_rows, there, back = residuals
-    return move((static[0], num_rows), cotangent, back, there), None, None
-
-
-move.defvjp(_move_forward, _move_backward)
+move.defvjp(
+    lambda static, rows, there, back: (move(static, rows, there, back), (rows.shape[0], there, back)),
+    lambda static, residuals, dy: (move((static[0], residuals[0]), dy, residuals[2], residuals[1]), None, None),
+)
 
 
 def _ragged_all_to_all_by_gather(

@@ -171,7 +171,7 @@ class MoELayer:
             selection_bias=arrays.get("selection_bias"), num_groups=self.num_groups, topk_groups=self.topk_groups,
             implementation=implementation,
         )  # fmt: skip
-        y, overflow = self._experts(arrays, routing, sharding, precision, implementation)
+        y, overflow = self._experts(arrays, routing, sharding, precision=precision, implementation=implementation)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
             load_balancing_loss(logits, routing.topk_indices, score=self.score, axis_name=token_axes),
@@ -181,24 +181,20 @@ class MoELayer:
         return y + self._shared(arrays, tokens, dot) if self.shared_features else y, metrics
 
     def _experts(
-        self, arrays: dict[str, jax.Array], routing: Routing, sharding: MoESharding | None,
-        precision: jax.lax.PrecisionLike, implementation: str | None,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        self, arrays: dict[str, jax.Array], routing: Routing, sharding: MoESharding | None, **options: Any
+    ) -> tuple[jax.Array, jax.Array]:
         """The experts' y of all tokens, and the overflow."""
         tokens = arrays["x"]
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
-        weights = arrays["w_gate_up"], arrays["w_down"]
-        options: dict[str, Any] = {
-            "activation": self.activation, "interleaved": self.interleaved, "b_gate_up": arrays.get("b_gate_up"),
-            "b_down": arrays.get("b_down"), "w_layout": "ekn", "precision": precision, "implementation": implementation,
-        }  # fmt: skip
+        names = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+        options |= {name: arrays[name] for name in names if name in arrays}
+        options |= {"activation": self.activation, "interleaved": self.interleaved, "w_layout": "ekn"}
         if sharding is None:
-            return moe_mlp(tokens, *weights, routing, **options), jnp.int32(0)
-        return moe_mlp_on_device(
-            tokens, *weights, routing.topk_weights, routing.topk_indices, sharding=sharding, **options
-        )
+            return moe_mlp(tokens, routing=routing, **options), jnp.int32(0)
+        options |= {"topk_weights": routing.topk_weights, "topk_indices": routing.topk_indices}
+        return moe_mlp_on_device(tokens, sharding=sharding, **options)
 
     def _shared(
         self, params: dict[str, jax.Array], tokens: jax.Array, dot: Callable[[jax.Array, jax.Array], jax.Array]

@@ -83,17 +83,17 @@ class MoE(nn.Module):
         layer = self._layer(x.shape[-1])
         params = {}
         for name, shape in layer.shapes.items():
-            matrix_init = self.kernel_init if len(shape) == 3 else self.router_init
-            init = self.bias_init if name.startswith("b_") else matrix_init
+            init = self.kernel_init if len(shape) == 3 else self.router_init
+            init = self.bias_init if name.startswith("b_") else init
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             params[name] = self.param(name, init, shape, self.param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
-            zeros = self.variable("router", "selection_bias", jnp.zeros, (layer.num_experts,), jnp.float32)
-            selection_bias = zeros.value
+            shape = (layer.num_experts,)
+            selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
         own = [name for name in params if not name.endswith("_router")]
         x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)
-        params |= dict(zip(own, cast, strict=True))
+        params |= zip(own, cast, strict=True)
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
             implementation=self.implementation,

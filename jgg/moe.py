@@ -152,7 +152,7 @@ class _Mlp:
     @property
     def combined_down(self) -> GroupedGemmProblem:
         """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
-        return dataclasses.replace(self.down, combine_y=True, has_topk_weights=True, num_tokens=self.up.num_tokens)
+        return dataclasses.replace(self.weighted_down, combine_y=True, num_tokens=self.up.num_tokens)
 
     @property
     def transposed_down(self) -> GroupedGemmProblem:
@@ -174,8 +174,7 @@ class _Mlp:
     def how_sparing(self) -> How:
         """On fewer multiprocessors."""
         target = self.how.target
-        num_sms = max(1, target.num_sms - self.spare_sms)
-        return self.how._replace(target=dataclasses.replace(target, num_sms=num_sms))
+        return self.how._replace(target=dataclasses.replace(target, num_sms=max(1, target.num_sms - self.spare_sms)))
 
     def bounds(self, group_sizes: jax.Array) -> GroupBounds:
         return group_bounds(group_sizes, self.up.num_rows)

@@ -96,10 +96,10 @@ class MoE(nnx.Module):
         Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
         "router_z_loss", float32 [], and "overflow", int32 [], as in `jgg.layers.Metrics`.
         """
-        names = list(self.layer.shapes)
-        own = [name for name in names if not name.endswith("_router")]
-        x, *cast = dtypes.promote_dtype((x, *(getattr(self, name)[...] for name in own)), dtype=self.dtype)
-        params = {name: getattr(self, name)[...] for name in names} | dict(zip(own, cast, strict=True))
+        params = {name: getattr(self, name)[...] for name in self.layer.shapes}
+        own = [name for name in params if not name.endswith("_router")]
+        x, *cast = dtypes.promote_dtype((x, *(params[name] for name in own)), dtype=self.dtype)
+        params |= zip(own, cast, strict=True)
         selection_bias = self.selection_bias[...] if self.layer.use_selection_bias else None
         y, metrics = self.layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,

@@ -163,21 +163,11 @@ def check_problem(
     if out_dtype is not None:
         out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
     return GroupedGemmProblem(
-        num_rows=num_rows,
-        num_experts=num_experts,
-        in_features=in_features,
-        out_features=out_features,
-        topk=topk,
-        dtype=dtype,
-        out_dtype=out_dtype or dtype,
-        w_layout=w_layout,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        has_topk_weights=topk_weights is not None,
-        has_bias=bias is not None,
-        precision=as_precision(precision),
+        num_rows=num_rows, num_experts=num_experts, in_features=in_features, out_features=out_features, topk=topk,
+        dtype=dtype, out_dtype=out_dtype or dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
+        has_topk_weights=topk_weights is not None, has_bias=bias is not None, precision=as_precision(precision),
         num_tokens=num_tokens,
-    )
+    )  # fmt: skip
 
 
 def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_arrays, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
+from jgg.arguments import as_array, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
 from jgg.problem import DTYPES
 from jgg.ragged_products import contract_dense, contract_ragged, other_axes
 
@@ -93,7 +93,17 @@ def ragged_dot_general(
     Returns: the array of `jax.lax.ragged_dot_general`.
     Raises: ValueError: shapes or dimension numbers disagree. TypeError: a dtype is unsupported.
     """
-    lhs, rhs, group_sizes, group_offset = _checked_arrays(lhs, rhs, group_sizes, group_offset)
+    lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if array.dtype not in DTYPES:
+            expected = f"one of {dtype_names(DTYPES)}"
+            raise TypeError(f"{name} must be {expected}, got {array.dtype}; jax.lax.ragged_dot takes others.")
+    check_integers("group_sizes", group_sizes)
+    if group_offset is not None:
+        group_offset = as_array("group_offset", group_offset)
+        check_integers("group_offset", group_offset)
+        shape = group_offset.shape
+        check(shape in ((), (1,)), f"group_offset must be a scalar or [1], got {list(shape)}.")
     numbers = ragged_dot_dimension_numbers
     _check_dimension_numbers(lhs, rhs, numbers)
     (contracted, _), (lhs_batch, _) = numbers.dot_dimension_numbers
@@ -117,8 +127,8 @@ def ragged_dot_general(
 
 def _result_dtype(*arrays: jax.Array) -> jnp.dtype:
     """As jax.lax chooses it: bfloat16 for bfloat16 and float16."""
-    infos = {array.dtype: jnp.finfo(array.dtype) for array in arrays}
-    return max(infos, key=lambda dtype: (infos[dtype].maxexp, infos[dtype].nmant))
+    infos = [jnp.finfo(array.dtype) for array in arrays]
+    return max(infos, key=lambda info: (info.maxexp, info.nmant)).dtype
 
 
 def _split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> jax.Array:
@@ -129,26 +139,6 @@ def _split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> ja
     # whole first, so that XLA does not ask for the product to be split, whose rows cannot be
     whole = jax.P() if isinstance(out_sharding, jax.P) else jax.NamedSharding(out_sharding.mesh, jax.P())
     return jax.sharding.reshard(jax.sharding.reshard(out, whole), out_sharding)
-
-
-def _checked_arrays(
-    lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike, group_offset: ArrayLike | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """The arguments as arrays of the right dtypes."""
-    arrays = as_arrays(
-        {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "group_offset": group_offset},
-        may_be_none=("group_offset",),
-    )
-    for name in ("lhs", "rhs"):
-        if arrays[name].dtype not in DTYPES:
-            names, got = dtype_names(DTYPES), arrays[name].dtype
-            raise TypeError(f"{name} must be one of {names}, got {got}; jax.lax.ragged_dot takes others.")
-    if group_offset is not None:
-        check_integers("group_offset", arrays["group_offset"])
-        shape = arrays["group_offset"].shape
-        check(shape in ((), (1,)), f"group_offset must be a scalar or [1], got {list(shape)}.")
-    check_integers("group_sizes", arrays["group_sizes"])
-    return arrays["lhs"], arrays["rhs"], arrays["group_sizes"], arrays["group_offset"]
 
 
 def _check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_groups: int | None) -> None:

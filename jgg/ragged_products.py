@@ -148,10 +148,6 @@ def _differentiable(problem: GroupedGemmProblem, how: How, operands: Dw) -> jax.
     return out
 
 
-def _forward(problem: GroupedGemmProblem, how: How, operands: Dw) -> tuple[jax.Array, Dw]:
-    return _differentiable(problem, how, operands), operands
-
-
 def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array) -> tuple[Dw]:
     """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
     lhs, rhs, bounds, *_ = operands
@@ -160,7 +156,10 @@ def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array
     return (Dw._make((d_lhs, d_rhs, None, None, None)),)
 
 
-_differentiable.defvjp(_forward, _backward)
+_differentiable.defvjp(
+    lambda problem, how, operands: (_differentiable(problem, how, operands), operands),
+    _backward,
+)
 
 
 def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jgg.arguments import as_array, check_integers, check_reals
-from jgg.routing import as_logits, as_selection_bias, check_score, sort_by_expert
+from jgg.arguments import as_array, check_integers, check_one_of, check_reals
+from jgg.routing import SCORES, as_logits, as_selection_bias, sort_by_expert
 from jgg.schedule import saturated_int32
 
 
@@ -35,7 +35,7 @@ def load_balancing_loss(
       Report, 2024, equations 17 to 20, over all tokens given rather than each sequence.
     """
     logits, topk_indices = as_logits(logits), as_array("topk_indices", topk_indices)
-    check_score(score)
+    check_one_of("score", score, SCORES)
     num_tokens, num_experts = logits.shape
     check_integers("topk_indices", topk_indices)
     if topk_indices.ndim != 2 or topk_indices.shape[0] != num_tokens or topk_indices.shape[1] == 0:

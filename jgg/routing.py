@@ -214,14 +214,9 @@ def as_routing(routing: Routing) -> Routing:
     return routing
 
 
-def check_score(score: str) -> None:
-    """Raises unless score is one of SCORES."""
-    check_one_of("score", score, SCORES)
-
-
 def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:
     """normalize and scale; raises where `route` would not take them with this score."""
-    check_score(score)
+    check_one_of("score", score, SCORES)
     normalize = as_flag("normalize", normalize)
     if score == "topk_softmax" and not normalize:
         raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")

@@ -185,7 +185,7 @@ def sharded_moe_mlp(
 
 
 def map_tokens[Result](
-    function: Callable[[dict[str, jax.Array]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
+    function: Callable[[dict[str, Any]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
     specs: dict[str, P], out_specs: P | tuple[P, ...],
 ) -> Result:  # fmt: skip
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
