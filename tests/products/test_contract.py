@@ -14,8 +14,8 @@ from tests.support.cases import (
     CASES,
     CASES_IN_EVERY_DTYPE,
     CASES_IN_FLOAT32,
-    CASES_IN_TWO_DTYPES,
     EVERYTHING,
+    FEATURES,
     OPTIONS_HALVES,
     Case,
     make_data,
@@ -74,7 +74,7 @@ def test_case(case, implementation, dtype, precision):
     thoroughly_on("interpret", FLOAT16),
     on("triton", HIGHEST, BFLOAT16),
 )
-@named(CASES_IN_TWO_DTYPES)
+@named(FEATURES)
 def test_case_of_shapes(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 

@@ -235,15 +235,6 @@ FEATURES = tuple(
     )
 )
 
-TOPK = tuple(
-    Case(f"topk-{topk}-{name}", group_sizes=(9, 0, 13, 2), topk=topk, gather="random", **options)
-    for topk in (1, 2, 8)
-    for name, options in (
-        ("up", {"permute_x": True}),
-        ("down", {"permute_y": True, "weighted": True}),
-    )
-)
-
 POISONED = (
     Case("nonfinite-rows", group_sizes=(5, 2, 9, 3, 21), poison="rows"),
     Case("nonfinite-rows-everything", group_sizes=(5, 2, 9, 3, 21), poison="rows", **EVERYTHING),
@@ -288,7 +279,6 @@ INDEX_DTYPES = (
 
 # What depends on the dtype of x is checked in all of them, the rest in float32.
 CASES_IN_EVERY_DTYPE = SIZES + POISONED + DTYPES
-CASES_IN_TWO_DTYPES = FEATURES + TOPK
 CASES_IN_FLOAT32 = BAD_VALUES + INDEX_DTYPES
-CASES = CASES_IN_EVERY_DTYPE + CASES_IN_TWO_DTYPES + CASES_IN_FLOAT32
+CASES = CASES_IN_EVERY_DTYPE + FEATURES + CASES_IN_FLOAT32
 assert len({case.name for case in CASES + OPTIONS}) == len(CASES + OPTIONS)
