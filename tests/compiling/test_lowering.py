@@ -25,23 +25,23 @@ def lowered(folder, compute_capability, *files):
     return [json.loads(line) for line in output.splitlines()]
 
 
-def assert_fit(kernels, compute_capability):
+@pytest.mark.thorough
+@TARGETS
+def test_kernels_compile_and_fit(compute_capability, tmp_path):
+    tuned = [path for path in tuned_configs.shipped_files() if compute_capability in compute_capabilities(path)]
+    kernels = lowered(tmp_path, compute_capability, *tuned)
     with jgg.target(compute_capability):
         limit = current_target().shared_memory
     too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
-
-
-@pytest.mark.thorough
-@TARGETS
-def test_kernels_compile_and_fit(compute_capability, tmp_path):
-    kernels = lowered(tmp_path, compute_capability)
-    assert_fit(kernels, compute_capability)
-    spilling = [kernel for kernel in kernels if kernel["spills"]]
+    # a tuned configuration was measured to be fastest, whether or not it spills
+    heuristic = [kernel for kernel in kernels if not is_tuned(kernel)]
+    spilling = [kernel for kernel in heuristic if kernel["spills"]]
     assert not spilling, f"registers spill: {table(spilling)}"
-    specialized = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel"]
+    specialized = [kernel for kernel in heuristic if kernel["kernel"] == "hopper_kernel"]
     slow = [kernel for kernel in specialized if kernel["stores"] != ["st.global.v4.b32"]]
     assert not slow, f"stores of less than 16 bytes: {table(slow)}"
+    assert any(map(is_tuned, kernels)) == bool(tuned)
     assert {kernel["kernel"] for kernel in kernels} == {
         *KERNELS,
         "combine_kernel",
@@ -51,13 +51,12 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
-def test_tuned_configurations_compile_and_fit(path, tmp_path):
-    (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}
-    kernels = lowered(tmp_path, compute_capability, path)
-    assert kernels
-    assert_fit(kernels, compute_capability)
+def is_tuned(kernel):
+    return isinstance(kernel["problem"], dict)
+
+
+def compute_capabilities(path):
+    return {entry.compute_capability for entry in tuned_configs.parse(path)}
 
 
 def test_a_tuned_file_comes_along():

@@ -1,8 +1,7 @@
 """Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
-With a file of tuned configurations as a second argument it lowers those, else what the heuristic chooses, routing and
-activations.
+It lowers what the heuristic chooses, the configurations of the tuned files named after it, routing and activations.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory, the
 bytes that it spills to memory and its kinds of stores.
 """
@@ -251,7 +250,7 @@ def heuristic_kernels(compute_capability):
     with jgg.target(compute_capability):
         target = current_target()
     for dtype, precision in MODES:
-        if compute_capability == 80 and dtype == "float32":
+        if dtype == "float32" and (compute_capability == 80 or (precision == "highest" and compute_capability > 89)):
             continue  # the same kernels are compiled for 8.9, where less shared memory must be enough for them
         for problem, products in problems_to_lower(target, (dtype, precision)):
             what = [*problem, dtype, precision]
@@ -274,11 +273,10 @@ def main():
     leave_out_repeated_kernels()
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
-    files = map(Path, sys.argv[2:])
-    kernels = itertools.chain.from_iterable(tuned_kernels(compute_capability, file) for file in files)
-    if not sys.argv[2:]:
-        kernels = itertools.chain(heuristic_kernels(compute_capability), layer_kernels(compute_capability))
-    for problem, lower_it in kernels:
+    tuned = (tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:])
+    for problem, lower_it in itertools.chain(
+        heuristic_kernels(compute_capability), layer_kernels(compute_capability), *tuned
+    ):
         before = set(dumped.iterdir())
         lower_it()
         for folder in set(dumped.iterdir()) - before:
