@@ -21,7 +21,10 @@ TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])
 def lowered(folder, compute_capability, *files):
     """The kernels that lower_kernels.py compiled."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": str(folder)}
-    output = processes.run_program("lower_kernels", compute_capability, *files, timeout=600, **environment)
+    process = processes.start("-m", "tests.programs.lower_kernels", compute_capability, *files, **environment)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert "nanobind: leaked" not in errors
     return [json.loads(line) for line in output.splitlines()]
 
 
