@@ -37,7 +37,7 @@ _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
 )
-# Beside the warp-specialised kernel few others are worth a trial.
+# Beside the warp-specialized kernel few others are worth a trial.
 _TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 

@@ -1,4 +1,4 @@
-"""The kernel of forward, dX and dW for sm_90, in Gluon: warp-specialised, in clusters of two multiprocessors.
+"""The kernel of forward, dX and dW for sm_90, in Gluon: warp-specialized, in clusters of two multiprocessors.
 
 It computes left @ right. With RAGGED_M (forward, dX), left is rows of x or dy and right the weights of their group;
 without (dW), left and right are columns of x and dy, whose rows of one group are the reduced axis. Each of a cluster's

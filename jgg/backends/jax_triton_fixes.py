@@ -6,7 +6,7 @@ concerns everyone's; with other versions, jax-triton does as it does. None is kn
 | what | why | without it |
 | --- | --- | --- |
 | kernels are kept and compiled once by all threads | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
-| the threads of a launch are those that the PTX names | jax-triton 0.4.1 launches the warps of the first partition | warp-specialised kernels fail at launch |
+| the threads of a launch are those that the PTX names | jax-triton 0.4.1 launches the warps of the first partition | warp-specialized kernels fail at launch |
 | Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | they are right, but each product waits for the one before |
 | dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
 | descriptors say that they are not im2col | jax-triton 0.4.1 asks for that, which Triton 3.7 does not tell | no kernel with TMA compiles: sm_90 and later fail |
@@ -96,7 +96,7 @@ def _correct_jax_triton():
             # the stages between are for dumps alone
             kernel = kept(_name(self.fn, spec, gpu_target, parsed), lambda: _without_stages(compile_it()))
         compiled = triton_lib.CompilationResult(**kernel["compiled"])
-        _check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
+        check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
         launchable = _launchable(kernel["ttir"], compiled, gpu_target, options["num_ctas"])
         return launchable, kernel["ttir"], parsed, compiled
 
@@ -113,7 +113,7 @@ def _without_stages(kernel):
     return kernel | {"compiled": kernel["compiled"] | {"ttgir": "", "llir": ""}}
 
 
-def _check_fits(kernel, needed, compute_capability):
+def check_fits(kernel, needed, compute_capability):
     """Raises ValueError for a kernel that would fail at its launch, as only one of a given configuration can."""
     available = Target(compute_capability, num_sms=0).shared_memory
     if needed > available:

@@ -2,7 +2,7 @@
 
 A kept kernel is machine code, so it is taken only from a file that no other user can have written and whose content has
 the digest that it begins with. (Triton's own cache reads whatever it finds, fails where it cannot write, and assembles
-each kernel, which XLA does once more: 1.1 s of 9.6 for a warp-specialised one.)
+each kernel, which XLA does once more: 1.1 s of 9.6 for a warp-specialized one.)
 """
 
 import hashlib

@@ -128,7 +128,7 @@ def _choose(facts: Facts) -> tuple[str, str, str | None]:
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
     other = unlike(WARP_SPECIALIZED, facts.versions)
     if other and numbers(capability) == divmod(SPECIALIZED_COMPUTE_CAPABILITY, 10):
-        has += f"; without the warp-specialised kernels, the fastest: {other}"
+        has += f"; without the warp-specialized kernels, the fastest: {other}"
     return "triton", has, None
 
 

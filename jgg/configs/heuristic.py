@@ -18,7 +18,7 @@ def heuristic_config(
 
     Its reasons, tile by tile, each so that nothing spills:
 
-    - The warp-specialised kernel is the fastest for most, where it can run and groups are large enough to fill its
+    - The warp-specialized kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
       steps and there are few columns of tiles, and for dW where rows of the other operand are short; elsewhere a
       copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
@@ -53,7 +53,7 @@ def heuristic_config(
 def specialized_config(
     kind: type[KernelConfig], w_layout: str, columns: int = 256, num_stages: int | None = None
 ) -> KernelConfig:
-    """A configuration of the warp-specialised kernel, with output tiles of that many columns."""
+    """A configuration of the warp-specialized kernel, with output tiles of that many columns."""
     num_stages = num_stages or {256: 4, 128: 6}[columns]
     return kind.of_tile(Tile(256, columns, 64), w_layout, warp_specialized=True, num_stages=num_stages)
 

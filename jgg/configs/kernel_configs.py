@@ -138,7 +138,7 @@ class KernelConfigDW(_KernelConfig):
     Attributes:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
       fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
-        by topk_weights is copied all the same, and so is dy in the warp-specialised kernel if x is gathered.
+        by topk_weights is copied all the same, and so is dy in the warp-specialized kernel if x is gathered.
     """
 
     op = "dw"

@@ -24,7 +24,7 @@ def can_run(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -
 
 
 def max_columns(kind: type[KernelConfig], problem: GroupedGemmProblem) -> int:
-    """Columns of the warp-specialised kernel's widest tile: a warpgroup holds a finished one beside the next."""
+    """Columns of the warp-specialized kernel's widest tile: a warpgroup holds a finished one beside the next."""
     return 128 if kind is KernelConfigForward and problem.out_dtype.itemsize == 4 else 256
 
 
@@ -40,14 +40,14 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
         return "the gradient of topk_weights is another kernel's epilogue"
     other = unlike(WARP_SPECIALIZED)
     if other:
-        warn_once(f"The warp-specialised kernels are not used, others are: {other}")
+        warn_once(f"The warp-specialized kernels are not used, others are: {other}")
     return other
 
 
 def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Bytes of shared memory that the kernel of a product takes, at most, as Triton 3.9 compiles it.
 
-    The warp-specialised kernel takes just that. Plain ones take less where few steps make a tile, where rows cannot be
+    The warp-specialized kernel takes just that. Plain ones take less where few steps make a tile, where rows cannot be
     loaded ahead, or where Triton finds a better way to turn a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)

@@ -111,7 +111,7 @@ def choose_config(
 ) -> KernelConfig:
     """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
-    The heuristic also chooses in place of a given one for the warp-specialised kernel where that cannot run. Files are
+    The heuristic also chooses in place of a given one for the warp-specialized kernel where that cannot run. Files are
     read at trace time.
     """
     if given is None:
@@ -119,7 +119,7 @@ def choose_config(
     reason = why_not_specialized(kind, problem, target) if given.warp_specialized else None
     if reason is None:
         return given
-    _logger.info("The warp-specialised kernel is not used for this %s: %s", kind.op, reason)
+    _logger.info("The warp-specialized kernel is not used for this %s: %s", kind.op, reason)
     return heuristic_config(kind, problem, target)
 
 

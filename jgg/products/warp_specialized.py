@@ -1,4 +1,4 @@
-"""Launches of the warp-specialised kernel, `kernels.hopper`: x @ w by rows, and dW."""
+"""Launches of the warp-specialized kernel, `kernels.hopper`: x @ w by rows, and dW."""
 
 import math
 

@@ -64,10 +64,10 @@ ASSESSMENTS = {
         "compute capability 9.0",
         ["pip install 'triton>=3.7.1'"],
     ),
-    "Triton without the warp-specialised kernels": (
+    "Triton without the warp-specialized kernels": (
         facts(H100, {"triton": "3.8.0"}),
         "triton",
-        "without the warp-specialised kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
+        "without the warp-specialized kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
         [],
     ),
     "the same on a GPU that has none": (facts(A100, {"triton": "3.8.0"}), "triton", "compute capability 8.0", []),

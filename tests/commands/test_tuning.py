@@ -146,7 +146,7 @@ def test_an_entry_that_does_not_fit_is_passed_over(own_file):
     assert given == wide  # refused where it is compiled, and its memory known
 
 
-def test_an_entry_for_the_warp_specialised_kernel_is_passed_over_where_that_cannot_run(own_file):
+def test_an_entry_for_the_warp_specialized_kernel_is_passed_over_where_that_cannot_run(own_file):
     weighted = gemm(**SIZES, weighted=True)
     tuned_configs.merge(own_file, entry(weighted, specialized_config(jgg.KernelConfigDX, "enk")))
     far = gemm(**SIZES | {"in_features": 1024}, weighted=True)

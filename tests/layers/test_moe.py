@@ -127,7 +127,7 @@ def test_bfloat16_is_as_right_as_its_products(implementation):
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_rows", [None, 350])
-def test_sizes_of_the_warp_specialised_kernel(num_rows, biased, w_layout):
+def test_sizes_of_the_warp_specialized_kernel(num_rows, biased, w_layout):
     """Large enough for it, and for it to gather x and dy as it loads them."""
     sizes = {"tokens": 200, "features": 1032, "hidden": 136, "biased": biased}
     assert_right_in_bfloat16("triton", num_rows, w_layout, **sizes)

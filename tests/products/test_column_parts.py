@@ -42,7 +42,7 @@ def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_w
 @pytest.mark.gpu
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_parts_of_columns_of_the_warp_specialised_kernel(biased, w_layout, part_width):
+def test_parts_of_columns_of_the_warp_specialized_kernel(biased, w_layout, part_width):
     floats, chosen, dy = make(biased=biased, w_layout=w_layout, **FOR_SPECIALIZED)
     results = []
     for width in (640, 256):

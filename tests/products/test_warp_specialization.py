@@ -1,4 +1,4 @@
-"""The warp-specialised kernel of sm_90: its contract on a GPU, and where it steps aside."""
+"""The warp-specialized kernel of sm_90: its contract on a GPU, and where it steps aside."""
 
 import dataclasses
 import logging

@@ -82,7 +82,7 @@ def print_kernels():
         print(json.dumps(product | {"kernel": kernel, "shared_memory": needed, "most": most}), flush=True)
 
     forward.choose_config = dx.choose_config = dw.choose_config = choose
-    jax_triton_fixes._check_fits = note
+    jax_triton_fixes.check_fits = note
     # what is compiled is of the product that was chosen for last
     compile_ahead.COMPILER = compile_ahead.AheadCompiler(0)
 
@@ -96,7 +96,7 @@ def main():
     with jgg.target(compute_capability):
         for index in range(count):
             problem, configs = random_problem(rng), {}
-            if index % 2:  # as where the warp-specialised kernel cannot run, with another version of Triton
+            if index % 2:  # as where the warp-specialized kernel cannot run, with another version of Triton
                 configs = {
                     name: heuristic_config(CONFIG_TYPES[op], problem, current_target(), may_specialize=False)
                     for name, op in zip(names, CONFIG_TYPES, strict=True)

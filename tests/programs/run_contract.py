@@ -32,7 +32,7 @@ def products():
         yield "default", case, "bfloat16", ()
     for case in OPTIONS[::3] + tuple(LARGE_CASES[::2]):
         configs = specialized_configs(case.w_layout, columns_of(case), fuse_gather=True)
-        yield "warp-specialised", case, "bfloat16", tuple(configs)
+        yield "warp-specialized", case, "bfloat16", tuple(configs)
 
 
 def run_product(case, dtype, configs):

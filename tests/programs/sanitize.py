@@ -2,7 +2,7 @@
 
 Each tool runs in several processes side by side, after one pass without a tool that compiles what they run. What a tool
 says of a kernel of XLA or cuBLAS is counted apart, and so is what has the line of a kernel's `def`: it is of code that
-Triton adds to ours, such as the bytes by which a warp-specialised kernel's partitions are told what to run.
+Triton adds to ours, such as the bytes by which a warp-specialized kernel's partitions are told what to run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Configurations of the warp-specialised kernel, and cases of several of its tiles."""
+"""Configurations of the warp-specialized kernel, and cases of several of its tiles."""
 
 import dataclasses
 
