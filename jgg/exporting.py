@@ -1,4 +1,4 @@
-"""Programs with this package's kernels as files: `jax.export` with the one check off that they would fail."""
+"""Exports programs with jgg's kernels: `jax.export` without the safety check that rejects calls of Triton kernels."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,20 +17,20 @@ def export(
     """`jax.export.export` for programs that launch Triton kernels, on a machine with a GPU or without.
 
     The compiled kernels are part of the program: it needs JAX, but neither jgg nor Triton, to be loaded by
-    `jax.export.deserialize` and run. Without a GPU, choose the one to compile for by `jgg.target`:
+    `jax.export.deserialize` and run. Without a GPU, select the target GPU with `jgg.target`:
 
         with jgg.target(90):
             exported = jgg.export(jax.jit(step), platforms=["cuda"])(params, x)
         path.write_bytes(exported.serialize())
 
-    JAX promises that it can still load other programs after months; a kernel call is only sure to load in the minor
-    version of jaxlib that it was exported with. Kernels are chosen by sizes: with `jax.export.symbolic_shape`,
-    `implementation=None` is "xla" on every platform. The number of experts must be a number even so.
+    JAX guarantees months of compatibility for exported programs. For programs with kernels, loading is only guaranteed
+    with the same minor version of jaxlib. Kernels are chosen from static sizes. So with `jax.export.symbolic_shape`,
+    `implementation=None` means "xla" on every platform. The number of experts must still be a constant.
 
     Args:
       fun_jit: a jitted function.
-      platforms: such as ["cuda"] or ["cpu", "cuda"]; by default the one at hand. With both, `implementation=None` is
-        exported as "triton" for one and "xla" for the other.
+      platforms: such as ["cuda"] or ["cpu", "cuda"]; by default the current platform. With both, `implementation=None`
+        is exported as "triton" for one and "xla" for the other.
       disabled_checks: more checks to leave out, as in `jax.export.export`.
 
     Returns: a function of the same arguments, or their `jax.ShapeDtypeStruct`s, that returns a `jax.export.Exported`.

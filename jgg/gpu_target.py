@@ -43,14 +43,15 @@ _context = jax.make_user_context(None)
 
 
 def target(compute_capability: int, num_sms: int | None = None) -> AbstractContextManager[None]:
-    """Makes kernels traced inside `with jgg.target(90): ...` be for that GPU, whether or not one is present.
+    """Inside `with jgg.target(90): ...`, traced kernels are compiled for that GPU, even if none is present.
 
-    Without it they are for the first CUDA device, and where there is none for compute capability 8.0, whose code
-    runs on every later GPU too, though not at its full speed.
+    Without it they are compiled for the first CUDA device. If there is none, they are compiled for compute capability
+    8.0, whose code runs on every later GPU too, though not at its full speed.
 
     Args:
       compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200).
-      num_sms: multiprocessors of the GPU; by default those of the largest common one of that capability.
+      num_sms: streaming multiprocessors (SMs) of the GPU; by default the SM count of the largest common GPU with this
+        compute capability.
 
     Raises: ValueError: a number is too small. TypeError: it is no int.
     """

@@ -23,13 +23,13 @@ from jgg.layers import MoELayer
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint, given by its folder or by the file's own path."""
+    """Reads config.json. `path` is the checkpoint's folder or the file itself."""
     path = Path(path)
     return json.loads((path / "config.json" if path.is_dir() else path).read_text())
 
 
 def family(config: Mapping[str, Any]) -> Family:
-    """The family of a model by its config.
+    """The model family, from config["model_type"].
 
     Raises: ValueError: its model_type is none of FAMILIES.
     """
@@ -55,11 +55,14 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
 
 
 def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """Parameters of one layer, by the names of `MoELayer.shapes`, and with a selection bias "selection_bias".
+    """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
+
+    There is also "selection_bias" if the router has one.
 
     Args:
       config: the model's.
-      tensors: by their names in a checkpoint, each read once; those of other blocks and layers are ignored.
+      tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
+        read once.
       layer: index of the decoder layer.
 
     Raises: ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it.
@@ -86,7 +89,7 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer:
 
 
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
-    """Tensors of one layer by their names in a checkpoint: what `from_hf` was given, bit for bit.
+    """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
 
     Raises: ValueError: a parameter is missing, not expected or has a wrong shape; the message names it.
     """

@@ -25,7 +25,7 @@ dense_init = jax.nn.initializers.lecun_normal()
 
 
 class Metrics(NamedTuple):
-    """What a layer tells beside its result.
+    """What `MoELayer.apply` returns beside y.
 
     Attributes:
       group_sizes: int32 [E], rows that the router gave each expert.
@@ -124,7 +124,7 @@ class MoELayer:
         self, params: Mapping[str, ArrayLike], x: ArrayLike, selection_bias: ArrayLike | None = None, *,
         sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
-        """y in the shape of x, and metrics, of all devices together.
+        """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
           params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32.

@@ -32,11 +32,10 @@ class MoE(nn.Module):
       hidden_features: I, of each expert.
       num_experts: E.
       topk: k, experts per token.
-      score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,
-        interleaved, use_bias,
-        use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
-      dtype: of the computation; by default promoted from x and the parameters.
-      param_dtype: of the parameters.
+      score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation, interleaved,
+        use_bias, use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
+      dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
+      param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
       kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
       sharding: as in `jgg.nnx.MoE`.

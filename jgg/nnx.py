@@ -37,15 +37,15 @@ class MoE(nnx.Module):
       hidden_features: I, of each expert.
       num_experts: E.
       topk: k, experts per token.
-      dtype: of the computation; by default promoted from x and the parameters.
-      param_dtype: of the parameters.
+      dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
+      param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
       kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
-      router_init: initializer of w_router [H, E] and of the shared experts' matrices.
+      router_init: initializer of w_router [H, E] and of all other matrices (the shared experts').
       bias_init: initializer of the biases.
       kernel_metadata: metadata of w_gate_up and w_down, such as their sharding.
-      sharding: how the layer works on the devices of a mesh, `jgg.sharding.MoESharding`. Parameters come into being
-        split so; x has its tokens split over `sharding.token_axes`.
+      sharding: how the layer is split over a mesh, a `jgg.sharding.MoESharding`. Parameters are created already
+        sharded; the tokens of x are split over `sharding.token_axes`.
       implementation: as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
       **options: score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,

@@ -30,15 +30,15 @@ def ragged_dot(
 
     Args:
       lhs: float32, float16 or bfloat16 [m, k], the rows of each group contiguous and in order.
-      rhs: [g, k, n]. Where its dtype is another than that of lhs, both are converted to float32 for the product.
+      rhs: float32, float16 or bfloat16 [g, k, n]. If lhs and rhs have different dtypes, both are converted to float32.
       group_sizes: integer [g], rows of each group; their sum may be less than m. With `group_offset`, [G] for G >= g.
       precision: as in `grouped_gemm`.
-      preferred_element_type: dtype of the result; by default that of lhs or rhs that has the larger range or, of
-        equal ranges, the more digits.
-      group_offset: integer scalar or [1]: rhs holds the matrices of the g groups from this one on. Rows of other
-        groups are zero in the result.
-      out_sharding: how the result is split over the Explicit axes of a mesh, a jax.NamedSharding or a jax.P; the
-        operands are whole on every device, which each computes all.
+      preferred_element_type: dtype of the result; by default the operand dtype with the larger range; for equal ranges,
+        the one with more mantissa bits.
+      group_offset: integer scalar or [1], index of the first group whose matrix is in rhs; rhs has the matrices of
+        groups group_offset to group_offset + g - 1. Rows of other groups are zero in the result.
+      out_sharding: how the result is split over the Explicit axes of a mesh, a jax.NamedSharding or a jax.P. Operands
+        are replicated, and every device computes the whole result before it is split.
       implementation: as in `grouped_gemm`.
 
     Returns: [m, n]; rows of no group are zero.
@@ -72,21 +72,23 @@ def ragged_dot_general(
 ) -> jax.Array:
     """`ragged_dot` with dimensions in any order and number, as `jax.lax.ragged_dot_general`.
 
-    Groups are ranges of the one ragged dimension of lhs, which is
+    The ragged dimension of lhs is split into groups. It can be a free dimension (this is `ragged_dot`) or a contracted
+    one (this is `ragged_dot`'s gradient in rhs):
 
         a free one:        [b.., m.., k..], [g, b.., k.., n..], group_sizes [b.., x.., g] -> [b.., m.., n..]
         a contracted one:  [b.., m.., k..], [b.., k.., n..],    group_sizes [b.., x.., g] -> [g, b.., m.., n..]
 
-    with x the other free or contracted dimensions before it. The first is `ragged_dot`, the second the gradient of that
-    in rhs. Both are differentiable in lhs and rhs. No lhs [m, k] and rhs [g, k, n] or [g, n, k] is copied, nor lhs
-    [k, m] and rhs [k, n] of the second; other orders are transposed first. Batches run as under `jax.vmap`.
+    Here b are batch dimensions, and x are the free or contracted dimensions before the ragged one. Both cases are
+    differentiable in lhs and rhs. These layouts are used without a copy: lhs [m, k] with rhs [g, k, n] or [g, n, k],
+    and in the second case lhs [k, m] with rhs [k, n]. Other orders are transposed first. Batches run as under
+    `jax.vmap`.
 
     Args:
-      lhs, rhs: float32, float16 or bfloat16; of two dtypes, both are converted to float32 for the product.
-      group_sizes: integer [b.., x.., g], or [g] for all b and x alike. Their sum may be less than the ragged
-        dimension; what lies past it counts as zero.
-      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers. A ragged batch dimension is refused: there,
-        groups make no difference to `jax.lax.dot_general`.
+      lhs, rhs: float32, float16 or bfloat16. If they have different dtypes, both are converted to float32.
+      group_sizes: integer [b.., x.., g], or [g], shared by all b and x. Their sum may be less than the ragged
+        dimension; rows past their sum count as zero.
+      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers. A ragged batch dimension is refused, because
+        groups would not change the result; use `jax.lax.dot_general`.
       precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
       group_offset: as in `ragged_dot`, for a free ragged dimension.
 

@@ -18,16 +18,17 @@ def load_balancing_loss(
     """The auxiliary loss that evens out the experts' loads.
 
     Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that are expert e's and P[e] the
-    mean over tokens of the router's probability of e. It is 1 where f or P is even and E at worst;
+    mean over tokens of the router's probability of e. It is 1 if f or P is uniform, and at most E;
     `load_balancing_loss_func` of Hugging Face Transformers is k times it. The gradient flows through P.
 
     Args:
       logits: float [T, E], the router's output.
       topk_indices: integer [T, k], the expert of each choice.
-      score: as in `route`: how logits become probabilities. Those of "sigmoid" are divided by their sum over E.
+      score: as in `route`: how logits become probabilities. For "sigmoid", each score is divided by the sum over
+        all E experts.
       mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default none.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split: T counts those of all
-        devices.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split; the means are over the
+        tokens of all devices.
 
     Returns: float32 scalar, 0 where no token counts.
     Raises: ValueError, TypeError: as `route`.
@@ -74,10 +75,10 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
 
 
 def update_selection_bias(selection_bias: ArrayLike, group_sizes: ArrayLike, rate: ArrayLike) -> jax.Array:
-    """Raises the bias of experts that got fewer rows than the mean by `rate` and lowers that of those that got more.
+    """Adds `rate` to the bias of experts with fewer rows than the mean, and subtracts it for experts with more.
 
-    Computes `selection_bias + rate * sign(mean(group_sizes) - group_sizes)`, after each training step: balance without
-    an auxiliary loss and its gradient.
+    Computes `selection_bias + rate * sign(mean(group_sizes) - group_sizes)`. Call it after each training step. It
+    balances load without an auxiliary loss.
 
     Args:
       selection_bias: float [E], as `route` takes it; float32, since a narrower one loses small steps.

@@ -59,35 +59,37 @@ def route(
 ) -> Routing:
     """Chooses each token's experts and sorts the rows by expert.
 
-    Each token takes the k experts of the highest score, plus `selection_bias` where there is one, and of equals the
-    lower expert. Their weights are their scores, without the bias, divided by the sum of all k with `normalize`, times
-    `scale`. All of it is computed in float32. The routers of published models:
+    Each token takes the k experts with the highest score (plus `selection_bias`, if given). Ties go to the lower expert
+    index. The weights are the scores without the bias; `normalize` divides them by their sum; `scale` multiplies them.
+    All of this is computed in float32. The routers of published models:
 
         Mixtral, gpt-oss, Granite-MoE     score="topk_softmax"
         Qwen3-MoE                         (the defaults)
         OLMoE                             normalize=False
         DeepSeek-V2                       normalize=False, scale, num_groups, topk_groups
         DeepSeek-V3, Kimi-K2, GLM-4.5     score="sigmoid", scale, selection_bias, num_groups, topk_groups
-        Llama-4                           score="sigmoid", normalize=False; the weights scale x, in the first GEMM
+        Llama-4                           score="sigmoid", normalize=False; with MoELayer(scale_input=True), because
+                                          the weights scale x before the first GEMM
 
     Args:
       logits: float [T, E], the router's output.
       topk: k, experts per token.
-      score: "softmax" over all experts; "topk_softmax", the logits, of which the k chosen go through a softmax;
-        "sigmoid" of each logit.
+      score: "softmax" over all experts; "topk_softmax": the k highest logits are chosen, and the softmax is over these
+        k; "sigmoid" of each logit.
       normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. With k = 1 the weight is
-        then 1 whatever the logits. "topk_softmax" sums to 1 already and takes no False.
+        then 1 whatever the logits. "topk_softmax" weights always sum to 1, so normalize=False is an error.
       scale: finite number, factor of the weights.
       selection_bias: float [E], added to the scores where experts and groups are chosen; it gets no gradient. See
         `update_selection_bias`.
       num_groups: groups of E / num_groups consecutive experts each.
-      topk_groups: groups of which a token may take experts, those of the highest group score: the sum of a group's two
-        highest scores for "sigmoid", else its highest score.
-      implementation: of choosing and sorting, as in `grouped_gemm`; all of them give the same.
+      topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
+        score: for "sigmoid" the sum of the group's two highest scores, else its highest score.
+      implementation: of choosing and sorting, as in `grouped_gemm`; all implementations give the same result.
 
     Returns:
-      a Routing, differentiable in logits through topk_weights. A NaN logit counts as infinite, so that its expert is
-      chosen and the weight shows it; the token's topk_indices are k different experts all the same.
+      a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
+      and its weight is NaN. ("softmax" with a selection_bias is the exception: there all scores of the token are
+      NaN, which is a tie.) The k experts of the token are still distinct.
 
     Raises:
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
@@ -168,10 +170,10 @@ def sort_by_expert(
     """Sorts the routed rows by expert; rows of one expert keep their token order.
 
     Args:
-      topk_indices: integer [T, k] or [M], the expert of each row in token order. A row whose expert lies outside
-        [0, num_experts) goes past every group.
+      topk_indices: integer [T, k] or [M], the expert of each row in token order. A row whose expert is outside
+        [0, num_experts) is placed after all groups and belongs to none.
       num_experts: E.
-      implementation: as in `grouped_gemm`; all of them give the same.
+      implementation: as in `grouped_gemm`; all implementations give the same result.
 
     Returns:
       group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.

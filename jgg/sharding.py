@@ -21,30 +21,30 @@ from jgg.problem import W_LAYOUTS, check_choices, check_mlp
 from jgg.routing import Routing, sort_by_expert
 
 P = jax.P
-# Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/scaling.md has others.
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/trials.md has others.
 _SPARE_SMS = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class MoESharding:
-    """Which mesh axis splits what. Any combination works; devices along an axis not named do the same.
+    """Which mesh axis splits what. Any combination works. Devices along other mesh axes do the same work.
 
     | axis | tokens | weights | communication, forward |
     | --- | --- | --- | --- |
-    | data | split | alike | none (gradients of weights are summed) |
+    | data | split | replicated | none (gradients of weights are summed) |
     | fsdp | split | stored split over H | weights are gathered (gradients are reduce-scattered) |
     | expert | split | split over E | tokens go to their experts and back, by `exchange` |
-    | tensor | alike | split over I | y is summed |
+    | tensor | replicated | split over I | y is summed |
 
     Attributes:
       mesh: of Auto or Explicit axes.
       data: one axis or several.
       fsdp, expert, tensor: an axis each.
-      exchange: "all_gather" (every token goes to every device along `expert`, results are reduce-scattered: less to
-        move where there are at most k devices) or "ragged_all_to_all" (each routed row goes to its expert's device).
-      buffer_factor: a device has room for this many times the even share of routed rows, T * k for T tokens of its
-        own. Rows that find no room are counted and add nothing to y. None, like the number of devices along `expert`,
-        is room for all: nothing can overflow, at the cost of memory.
+      exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
+        less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device).
+      buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
+        Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
+        buffer_factor = number of devices along `expert`) and takes more memory.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -84,7 +84,7 @@ class MoESharding:
 
     @property
     def token_spec(self) -> P:
-        """How x and y [T, H] and all else that has a row for each token are split."""
+        """PartitionSpec of x, y [T, H] and every other array with one row per token."""
         return P(self.token_axes or None)
 
     def size(self, *axes: str | None) -> int:
@@ -92,12 +92,12 @@ class MoESharding:
         return math.prod(self.mesh.shape[axis] for axis in axes if axis is not None)
 
     def capacity(self, num_rows: int) -> int:
-        """Rows that a device has room for, of T * k = `num_rows` routed rows of its own tokens."""
+        """Rows in a device's buffer, for `num_rows` = T * k routed rows of its own tokens."""
         devices = self.size(self.expert)
         return math.ceil(min(self.buffer_factor or devices, devices) * num_rows)
 
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
-        """How w_gate_up, w_down, b_gate_up and b_down are split; a layer's w_layout is "ekn"."""
+        """PartitionSpecs of w_gate_up, w_down, b_gate_up and b_down by name; layers use w_layout="ekn"."""
         check_one_of("w_layout", w_layout, W_LAYOUTS)
         up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
         if w_layout == "enk":
@@ -141,7 +141,7 @@ def sharded_moe_mlp(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jgg.moe_mlp` on the devices of a mesh: each token through the MLPs of its experts, wherever they are.
+    """`jgg.moe_mlp` on a mesh: experts may be on other devices than their tokens.
 
     Differentiable in x, the weights, the biases and topk_weights. Communication is JAX's own collectives.
 
@@ -153,8 +153,8 @@ def sharded_moe_mlp(
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
       sharding: which mesh axis splits what, and by which exchange.
-      interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a device
-        has the gates of its ups: see `interleave`.
+      interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
+        and its up feature are on the same device: see `interleave`.
       activation, w_layout, precision, implementation: as in `jgg.moe_mlp`.
 
     Returns:
@@ -162,8 +162,8 @@ def sharded_moe_mlp(
       room in the buffers of `sharding.buffer_factor` and so added nothing to y.
 
     Raises:
-      ValueError: shapes disagree with each other or with the mesh; on a mesh of Explicit axes also where weights are
-        split otherwise. TypeError: a dtype is unsupported.
+      ValueError: shapes disagree with each other or with the mesh; on Explicit axes also if the weights are split in
+        another way than `sharding.weight_specs` says. TypeError: a dtype is unsupported.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     arrays = as_arrays(
@@ -224,7 +224,7 @@ def moe_mlp_on_device(
     sharding: MoESharding, b_gate_up: jax.Array | None = None, b_down: jax.Array | None = None,
     activation: str | Activation = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """`sharded_moe_mlp` inside a `jax.shard_map` of one's own: every array is this device's part of it.
+    """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
     Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
     """
@@ -281,7 +281,7 @@ def check_interleaved(interleaved: bool, activation: str | Activation, sharding:
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
-    """Gate and up side by side along an axis (g0 g1 ... u0 u1 ...) to gate and up in turns (g0 u0 g1 u1 ...).
+    """Reorders features along `axis` from all gates, all ups (g0 g1 ... u0 u1 ...) to alternating (g0 u0 g1 u1 ...).
 
     For w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis needs it.
     """

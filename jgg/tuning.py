@@ -63,19 +63,20 @@ def tune(
 ) -> list[Entry]:  # fmt: skip
     """Finds fast kernel configurations for a grouped GEMM on the GPU at hand and writes them to a file.
 
-    Programs traced later get them, on any GPU of this compute capability, for this problem and for near ones.
-    It runs kernels, so call it outside `jit`. Each configuration's result is checked before it is timed, on uneven
-    random groups.
+    Programs traced later use these configurations for this problem and for problems of similar size, on any GPU of the
+    same compute capability. It runs kernels, so call it outside `jit`. Each configuration's result is checked before it
+    is timed, on uneven random groups.
 
     Args:
       num_rows: M, routed rows.
       in_features, out_features: K, N.
       num_experts: E.
-      topk: k, rows of each token.
-      ops: of "forward", "dx" and "dw".
+      topk: k, experts per token.
+      ops: any of "forward", "dx", "dw"; by default all.
       dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`.
-      weighted, biased: with topk_weights, with a bias.
-      out: the file, by default $JGG_TUNED or else tuned.json in the platform's folder for caches, where jgg looks.
+      weighted, biased: whether topk_weights and bias are used.
+      out: output file; by default $JGG_TUNED, else tuned.json in the platform's cache folder. jgg reads this default
+        file automatically; it reads another only when $JGG_TUNED names it.
 
     Returns: an entry for each op, also merged into the file.
 

@@ -16,7 +16,7 @@ def heuristic_config(
 ) -> KernelConfig:
     """A configuration of the type `kind` for a problem on a device.
 
-    Its reasons, tile by tile, each so that nothing spills:
+    Rules, chosen so that no kernel spills registers:
 
     - The warp-specialized kernel is the fastest for most, where it can run and groups are large enough to fill its
       tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many

@@ -26,7 +26,8 @@ class _KernelConfig:
         has two of them, its main loop steps by the third.
       num_warps: warps of a program, 4 or 8.
       num_stages: blocks of each operand in flight in shared memory.
-      band: row tiles that one column of tiles runs over before the next column; larger bands reuse weights more.
+      band: row tiles processed for one column of tiles before the next column (L2 swizzle); a larger band reuses
+        weights more.
       programs_per_sm: persistent programs for each multiprocessor.
       warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
         steps of 64, where `jgg.configs.requirements` says that it can; elsewhere the heuristic chooses. It loads by
@@ -93,8 +94,8 @@ class _KernelConfig:
 class KernelConfigForward(_KernelConfig):
     """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
 
-    A TMA switch takes effect where the device has TMA, the rows are contiguous (no gather) and their length
-    is a multiple of 16 bytes; elsewhere that operand goes through pointers.
+    A TMA switch is ignored if the device has no TMA, if the operand's rows are gathered inside the kernel, or if a
+    row's length is not a multiple of 16 bytes. The operand is then loaded through pointers.
 
     Attributes:
       use_tma_load_x, use_tma_load_w: load x, load w by TMA.
