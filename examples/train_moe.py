@@ -101,11 +101,13 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
         self.config, dense = config, functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        # small beside the embedding at first: else every token becomes the same mean, and all choose the same experts
+        residual_init = nnx.initializers.variance_scaling(0.1 / config.layers, "fan_in", "normal")
         norm = functools.partial(nnx.RMSNorm, dtype=jnp.bfloat16, rngs=rngs)
         self.attention_norm, self.moe_norm = norm(config.hidden), norm(config.hidden)
         self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
         self.qkv = dense(config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim)
-        self.out = dense(config.heads * config.head_dim, config.hidden)
+        self.out = dense(config.heads * config.head_dim, config.hidden, kernel_init=residual_init)
         layer, sharding = (jgg.nnx.MoE, sharding) if config.grouped_gemm == "jgg" else (RaggedDotMoE, None)
         self.moe = layer(
             config.hidden, config.expert_hidden, num_experts=config.experts, topk=config.topk, dtype=jnp.bfloat16,
@@ -126,7 +128,9 @@ class LanguageModel(nnx.Module):
     """Gives the logits of each next byte."""
 
     def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, config.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCABULARY, config.hidden, dtype=jnp.bfloat16, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
         self.blocks = nnx.List([Block(config, sharding, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.hidden, dtype=jnp.bfloat16, rngs=rngs)
         self.head = nnx.Linear(config.hidden, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
@@ -172,7 +176,7 @@ def make_step(graphdef, optimizer, sharding: MoESharding):
             jnp.stack([layer[name][0] for layer in layers]) for name in ("load_balancing_loss", "group_sizes")
         )
         load = jnp.max(group_sizes, axis=1) / jnp.mean(group_sizes.astype(jnp.float32), axis=1)
-        return loss + 0.01 * jnp.mean(imbalance), {"loss": loss, "load": jnp.max(load)}
+        return loss + 0.02 * jnp.mean(imbalance), {"loss": loss, "load": load}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, text):
@@ -233,33 +237,29 @@ def train(config: Config, options: argparse.Namespace) -> float:
     sharding = MoESharding(mesh, fsdp="fsdp", expert="expert", buffer_factor=options.buffer_factor)
     graphdef, params = nnx.split(LanguageModel(config, sharding, nnx.Rngs(options.seed)))
     params = split_state(params, sharding)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0, options.learning_rate, options.warmup, max(options.steps, options.warmup + 1)
-    )
+    decay_end = max(options.steps, options.warmup + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, options.warmup, decay_end)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
     state = params, split_state(optimizer.init(params), sharding)
     manager = open_checkpoints(options.checkpoints)
     (params, opt_state), first_step = restored(manager, state)
     del state
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(
-        f"{count / 1e6:,.1f} million parameters on {devices} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
-    )
-    peak = next((f for name, f in PEAK_FLOPS.items() if jax.devices()[0].device_kind.startswith(name)), None)
+    kind = jax.devices()[0].device_kind
+    print(f"{count / 1e6:,.1f} million parameters on {devices} x {kind}, mesh {dict(mesh.shape)}", flush=True)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
     step_of, data = make_step(graphdef, optimizer, sharding), batches(text, config, devices, first_step, options.seed)
     tokens, loss, start, logged = config.batch * devices * config.seq, math.nan, time.perf_counter(), first_step
     for step in range(first_step + 1, options.steps + 1):
         batch = jax.device_put(next(data), sharding.named(jax.P(mesh.axis_names)))
         params, opt_state, metrics = step_of(params, opt_state, batch)
         if step % LOG_EVERY == 0 or step in (first_step + 1, options.steps):
-            loss, load = (float(metrics[name]) for name in ("loss", "load"))
+            loss, load = float(metrics["loss"]), np.asarray(metrics["load"])
             seconds, start = time.perf_counter() - start, time.perf_counter()
             speed, logged = tokens * (step - logged) / seconds, step
             mfu = f"{speed * config.flops_per_token / (peak * devices):.1%}" if peak else "unknown"
-            print(
-                f"step {step}: loss {loss:.3f}, {speed:,.0f} tokens/s, MFU {mfu}, fullest expert {load:.1f} x even",
-                flush=True,
-            )
+            fullest = f"fullest expert {load.mean():.1f}, at most {load.max():.1f} x even"
+            print(f"step {step}: loss {loss:.3f}, {speed:,.0f} tokens/s, MFU {mfu}, {fullest}", flush=True)
         if step % options.save_every == 0 or step == options.steps:
             save(manager, step, (params, opt_state))
     if manager is not None:
@@ -276,9 +276,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespac
     parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
     parser.add_argument("--warmup", type=int, default=20, help="steps (%(default)s)")
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, help="devices that experts are split over (%(default)s)"
-    )
+    parser.add_argument("--expert-parallel", type=int, default=1, help="devices that share the experts (%(default)s)")
     parser.add_argument("--buffer-factor", type=float, help="as in jgg.sharding.MoESharding; by default room for all")
     parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
     parser.add_argument("--save-every", type=int, default=1000, help="steps (%(default)s)")
