@@ -25,14 +25,15 @@ $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test test-all test-gpu test-oldest test-versions sanitize lint notebook venv clean
+.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint notebook venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      train a small MoE model and write jgg-demo.png'
 	@echo 'make test      run the tests that every change needs, with GPU=... those that need a GPU too'
-	@echo 'make test-all  run the thorough tests too, as CI does'
+	@echo 'make test-ci   run the thorough tests too, as CI does'
+	@echo 'make test-all  run the sweeps over more kinds of GPU too'
 	@echo 'make test-gpu  run only the tests that need a GPU'
 	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
@@ -52,6 +53,9 @@ demo: $(DEMO_STAMP)
 test: $(DEV_STAMP)
 	$(PYTEST_ON_CPU) $(ARGS)
 	$(if $(GPU),$(PYTEST_ON_GPU) $(ARGS))
+
+test-ci: $(DEV_STAMP)
+	$(PYTEST_ON_CPU) -m 'not gpu and not sweep' $(ARGS)
 
 test-all: $(DEV_STAMP)
 	$(PYTEST_ON_CPU) -m 'not gpu' $(ARGS)

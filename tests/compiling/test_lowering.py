@@ -15,7 +15,9 @@ from jgg.versions import WARP_SPECIALIZED, unlike
 from tests.programs.lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 from tests.support import processes
 
-TARGETS = pytest.mark.parametrize("compute_capability", [80, 89, 90, 100])
+# those of 8.9 and 10.0 are also compiled by test_defaults_fit.py, for random problems
+SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]
+TARGETS = pytest.mark.parametrize("compute_capability", [80, 90, *SWEPT])
 
 
 def lowered(folder, compute_capability, *files):
