@@ -22,7 +22,8 @@ def show(result: Result) -> None:
     """Prints conditions, tables, what was not right, and ratios."""
     print(header(result))
     names = [*BOUNDS.values(), *result.peers]
-    _print_rows(("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", *names), result.rows)
+    headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", "% of roofline", *names)
+    _print_rows(headings, result, result.rows)
     for line in _not_right(result):
         print(line)
     compared = [
@@ -34,7 +35,7 @@ def show(result: Result) -> None:
         print("jgg's speed over each peer's:")
         print_table(("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs"), compared, _TEXTS)
     passes = [row for layer in result.layers for row in layer.passes if row.measurements]
-    _print_rows(("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", DENSE), passes)
+    _print_rows(("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", DENSE), result, passes)
     for layer in result.layers:
         print(*_layer_notes(layer), sep="\n")
     if result.interrupted:
@@ -56,20 +57,20 @@ def header(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _print_rows(headings, rows):
+def _print_rows(headings, result, rows):
     """Prints a table: name, sizes and op; then numbers of jgg's, by their headings, and the speeds of others."""
     if rows:
-        print_table(headings, [_cells(row, headings[3:]) for row in rows], _TEXTS)
+        print_table(headings, [_cells(result, row, headings[3:]) for row in rows], _TEXTS)
 
 
-def _cells(row, headings):
-    numbers = _numbers(row, JGG)
-    percent = numbers["percent_of_dense"]
+def _cells(result, row, headings):
+    numbers = _numbers(result, row, JGG)
+    percents = {heading: numbers[f"percent_of_{heading[5:]}"] for heading in ("% of dense", "% of roofline")}
     cells = {
         "ms": _cell(row, JGG, numbers["milliseconds"]),
         "TF/s": number(numbers["tflops"]),
         "GB/s": number(numbers["gbytes_per_second"]),
-        "% of dense": "-" if percent is None else f"{percent:.1f}",
+        **{heading: "-" if percent is None else f"{percent:.1f}" for heading, percent in percents.items()},
     }
     others = {name: _cell(row, name, row.tflops(name)) for name in headings if name not in cells}
     if row.gemm:
@@ -157,13 +158,13 @@ def write_json(result: Result) -> Path:
         "skipped": result.skipped,
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
-        "rows": [_row_as_json(row) for row in result.rows],
-        "layers": [_layer_as_json(layer) for layer in result.layers],
+        "rows": [_row_as_json(result, row) for row in result.rows],
+        "layers": [_layer_as_json(result, layer) for layer in result.layers],
     }
     return replace_text(Path(f"{result.settings.out}.json"), json.dumps(content, indent=2) + "\n")
 
 
-def _row_as_json(row):
+def _row_as_json(result, row):
     problem = row.problem
     return {
         **{name: getattr(row, name) for name in ("layer", "gemm", "op")},
@@ -173,12 +174,12 @@ def _row_as_json(row):
         "bytes": problem.bytes_accessed,
         "flops_per_byte": problem.flops / problem.bytes_accessed,
         "measurements": {
-            name: _finite(measurement) | _numbers(row, name) for name, measurement in row.measurements.items()
+            name: _finite(measurement) | _numbers(result, row, name) for name, measurement in row.measurements.items()
         },
     }
 
 
-def _layer_as_json(layer):
+def _layer_as_json(result, layer):
     def by_pass(value, name):
         return {row.op: value(row) for row in layer.passes if name is None or name in row.measurements}
 
@@ -191,19 +192,26 @@ def _layer_as_json(layer):
         "flops": by_pass(lambda row: row.flops, None),
         "tflops": by_pass(lambda row: row.tflops(JGG), None),
         "dense_tflops": by_pass(lambda row: row.tflops(DENSE), None),
-        "percent_of_dense": by_pass(lambda row: _numbers(row, JGG)["percent_of_dense"], None),
+        "percent_of_dense": by_pass(lambda row: _numbers(result, row, JGG)["percent_of_dense"], None),
         "memory_limit": layer.problem.memory_limit,
     }
 
 
-def _numbers(row, name):
-    """What follows from the seconds of a call; None where there is no right one."""
+def _numbers(result, row, name):
+    """What follows from the seconds of a call; None where there is no right one.
+
+    The roofline is the time of the dense product or of a copy of as many bytes as x, w and y have, whichever is longer.
+    """
     seconds, ratio = row.seconds(name), row.ratio(DENSE, name)
+    of_roofline = None
+    if ratio and seconds and result.copy_bandwidth:
+        of_roofline = 100 * max(ratio, row.problem.bytes_accessed / result.copy_bandwidth / seconds)
     return {
         "milliseconds": seconds and seconds * 1e3,
         "tflops": row.tflops(name),
         "gbytes_per_second": seconds and row.problem.bytes_accessed / seconds / 1e9,
         "percent_of_dense": ratio and 100 * ratio,
+        "percent_of_roofline": of_roofline,
     }
 
 

@@ -75,8 +75,10 @@ def test_every_product_is_right_and_its_numbers_agree(run_bench):
             assert measurement["error"] <= measurement["allowed_error"] < 1e-3
             assert measurement["tflops"] == pytest.approx(row["flops"] / seconds / 1e12)
             assert measurement["gbytes_per_second"] == pytest.approx(row["bytes"] / seconds / 1e9)
-            percent = 100 * row["measurements"]["dense"]["seconds"] / seconds
-            assert measurement["percent_of_dense"] == pytest.approx(percent)
+            dense = row["measurements"]["dense"]["seconds"]
+            assert measurement["percent_of_dense"] == pytest.approx(100 * dense / seconds)
+            least = max(dense, row["bytes"] / result["copy_bytes_per_second"])
+            assert measurement["percent_of_roofline"] == pytest.approx(100 * least / seconds)
 
 
 def expected(op, problem, arrays):
