@@ -15,7 +15,7 @@ from jgg.versions import WARP_SPECIALIZED, unlike
 from tests.programs.lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
 from tests.support import processes
 
-# those of 8.9 and 10.0 are also compiled by test_defaults_fit.py, for random problems
+# test_defaults_fit.py compiles for 8.9 and 10.0 too, what the defaults choose for random problems
 SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]
 TARGETS = pytest.mark.parametrize("compute_capability", [80, 90, *SWEPT])
 
@@ -33,20 +33,13 @@ def lowered(folder, compute_capability, *files):
 @pytest.mark.thorough
 @TARGETS
 def test_kernels_compile_and_fit(compute_capability, tmp_path):
-    tuned = [path for path in tuned_configs.shipped_files() if compute_capability in compute_capabilities(path)]
-    kernels = lowered(tmp_path, compute_capability, *tuned)
-    with jgg.target(compute_capability):
-        limit = current_target().shared_memory
-    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
-    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
-    # a tuned configuration was measured to be fastest, whether or not it spills
-    heuristic = [kernel for kernel in kernels if not is_tuned(kernel)]
-    spilling = [kernel for kernel in heuristic if kernel["spills"]]
+    kernels = lowered(tmp_path, compute_capability)
+    check_shared_memory(kernels, compute_capability)
+    spilling = [kernel for kernel in kernels if kernel["spills"]]
     assert not spilling, f"registers spill: {table(spilling)}"
-    specialized = [kernel for kernel in heuristic if kernel["kernel"] == "hopper_kernel"]
+    specialized = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel"]
     slow = [kernel for kernel in specialized if kernel["stores"] != ["st.global.v4.b32"]]
     assert not slow, f"stores of less than 16 bytes: {table(slow)}"
-    assert any(map(is_tuned, kernels)) == bool(tuned)
     assert {kernel["kernel"] for kernel in kernels} == {
         *KERNELS,
         "combine_kernel",
@@ -56,12 +49,22 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     }
 
 
-def is_tuned(kernel):
-    return isinstance(kernel["problem"], dict)
+@pytest.mark.thorough
+@pytest.mark.sweep
+@pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
+def test_tuned_kernels_compile_and_fit(path, tmp_path):
+    """Whether or not they spill, as they were measured to be fastest."""
+    (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}
+    kernels = lowered(tmp_path, compute_capability, path)
+    check_shared_memory(kernels, compute_capability)
+    assert set(KERNELS) & {kernel["kernel"] for kernel in kernels}
 
 
-def compute_capabilities(path):
-    return {entry.compute_capability for entry in tuned_configs.parse(path)}
+def check_shared_memory(kernels, compute_capability):
+    with jgg.target(compute_capability):
+        limit = current_target().shared_memory
+    too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
+    assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
 
 
 def test_a_tuned_file_comes_along():

@@ -1,7 +1,7 @@
 """Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
-It lowers what the heuristic chooses, the configurations of the tuned files named after it, routing and activations.
+It lowers what the heuristic chooses, routing and activations, or the configurations of the tuned files named after it.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory, the
 bytes that it spills to memory and its kinds of stores.
 """
@@ -273,9 +273,9 @@ def main():
     leave_out_repeated_kernels()
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
-    tuned = (tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:])
-    for problem, lower_it in itertools.chain(
-        heuristic_kernels(compute_capability), layer_kernels(compute_capability), *tuned
+    kernels = [tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:]]
+    for problem, lower_it in itertools.chain.from_iterable(
+        kernels or (heuristic_kernels(compute_capability), layer_kernels(compute_capability))
     ):
         before = set(dumped.iterdir())
         lower_it()
