@@ -152,6 +152,7 @@ def test_wrong_choices_are_told_from_close_ones():
     assert judge([0, 1, 2, 3], [3, 2, 1, 0]) == -np.inf
 
 
+@pytest.mark.thorough
 def test_a_wrong_choice_is_reported(run_bench, monkeypatch):
     monkeypatch.setattr(bench_run, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
     code, output, _ = run_bench("--peers=none")

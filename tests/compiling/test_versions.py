@@ -33,7 +33,7 @@ print(sorted(path.name.partition("-")[0] for path in pathlib.Path(os.environ["XD
 @pytest.mark.parametrize(
     ("triton", "module", "kept"),
     [
-        ("3.9.0", "jgg.backends.jax_triton_fixes", ["hopper_kernel"]),
+        pytest.param("3.9.0", "jgg.backends.jax_triton_fixes", ["hopper_kernel"], marks=pytest.mark.thorough),
         ("3.8.0", "jgg.backends.jax_triton_fixes", ["forward_kernel"]),
         ("3.10.0", "jax_triton.triton_lib", []),
     ],
@@ -60,6 +60,7 @@ for each, other in zip(ours, expected, strict=True):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_the_interpreter_needs_no_private_function_of_triton(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

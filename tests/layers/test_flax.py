@@ -39,6 +39,7 @@ OPTIONS = {
     "Llama-4": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "shared_features": 20},
     "not gated": {"activation": "relu_squared", "shared_features": 12},
 }
+QUICK = "gpt-oss", "DeepSeek-V3"  # which have most of them
 X = np.random.default_rng(0).normal(size=(3, 5, 24)).astype(np.float32)
 
 
@@ -93,7 +94,10 @@ def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.max(np.abs(want)))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name, o in OPTIONS.items()],
+)
 def test_both_layers_compute_what_numpy_does(options):
     layer = nnx_layer(**options)
     module, variables = linen_layer(layer, **options)
@@ -195,6 +199,7 @@ def test_scan_and_remat_over_layers():
     jax.tree.map(close, nnx.to_pure_dict(gradients), nnx.to_pure_dict(want_gradients))
 
 
+@pytest.mark.thorough
 def test_training_with_optax_leaves_the_selection_bias_to_its_own_rule(optax_promotion):
     layer = nnx_layer(**OPTIONS["DeepSeek-V3"])
     before = np.asarray(layer.selection_bias[...])

@@ -66,6 +66,7 @@ def test_inside_a_mesh_of_gpus(kind, spec):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), jax.device_get(got), want)
 
 
+@pytest.mark.thorough
 def test_plain_jit_splits_features_and_experts_and_refuses_rows():
     assert "all right" in processes.run_program("run_partitioned")
 

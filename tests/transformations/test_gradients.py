@@ -176,7 +176,7 @@ def test_donated_rows(implementation):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("name", ["run_sharded", "run_sharded_moe"])
+@pytest.mark.parametrize("name", ["run_sharded", pytest.param("run_sharded_moe", marks=pytest.mark.thorough)])
 def test_shard_map_over_several_devices(name):
     """In a process of its own, since the number of devices is fixed when JAX starts."""
     assert processes.run_program(name).split() == ["xla", "None", "interpret"]

@@ -287,6 +287,7 @@ def test_the_layer_with_shared_weights_is_no_loop():
     assert "stablehlo.while" not in merged
 
 
+@pytest.mark.thorough
 def test_over_a_mesh_that_splits_the_batch():
     """Each device runs its own part. In a process of its own, since the number of devices is fixed when JAX starts."""
     assert processes.run_program("run_sharded_vmap").split() == ["xla", "None"]
