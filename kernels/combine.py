@@ -15,11 +15,12 @@ def combine_kernel(
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
     Arrays: rows [num_rows, COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens, Y_COLUMNS], of
-    which COLUMNS from first_column on are written. The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded
-    up.
+    which COLUMNS from first_column on, a multiple of 16, are written. The grid is (tokens / BLOCK_ROWS, COLUMNS /
+    BLOCK_COLUMNS), rounded up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column = tl.program_id(1) * BLOCK_COLUMNS
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
     in_columns = (columns < COLUMNS)[None, :]
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     for choice in tl.static_range(TOPK):
@@ -32,4 +33,6 @@ def combine_kernel(
             value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
         acc += value
     mask = (tokens < num_tokens)[:, None] & in_columns
-    tl.store(row_pointers(y + first_column, tokens, columns, Y_COLUMNS), acc.to(y.dtype.element_ty), mask=mask)
+    # the compiler is told, else it stores one element at a time
+    y_columns = tl.multiple_of(first_column + column, 16) + tl.arange(0, BLOCK_COLUMNS)
+    tl.store(row_pointers(y, tokens, y_columns, Y_COLUMNS), acc.to(y.dtype.element_ty), mask=mask)

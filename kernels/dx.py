@@ -39,7 +39,7 @@ def dx_kernel(
         acc = multiply_rows(
             dy, num_terms, num_rows, w, group, start,
             positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
-            first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
+            tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
         if scale is not None:

@@ -73,10 +73,10 @@ def forward_kernel(
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
 
     Arrays: x [num_rows or tokens, REDUCED], w [groups, W_COLUMNS, REDUCED] or with the last two axes exchanged, of
-    which COLUMNS from first_column on are multiplied, bias [groups, COLUMNS], topk_weights [num_positions],
-    gather_indices [num_rows], each in [0, num_positions) or bad, y [num_rows, COLUMNS]; group_starts and group_ends
-    [groups], the schedule's tile_group, tile_start, tile_end and tiles_through. bias, topk_weights and gather_indices
-    may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
+    which COLUMNS from first_column on, a multiple of 16, are multiplied, bias [groups, COLUMNS], topk_weights
+    [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y [num_rows, COLUMNS]; group_starts
+    and group_ends [groups], the schedule's tile_group, tile_start, tile_end and tiles_through. bias, topk_weights and
+    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -93,7 +93,7 @@ def forward_kernel(
         acc = multiply_rows(
             x, None, num_rows, w, group, start,
             positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
-            first_column + column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
+            tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
         if bias is not None:

@@ -96,7 +96,9 @@ def combine(
     num_tokens, columns = len(positions) // topk, rows.shape[1]
     if y is None:
         y = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
-    block_rows, block_columns = 16, min(256, power_of_2(columns))
+    # a thread asks for about eight pieces of 16 bytes at once, whatever topk is
+    block_rows = max(2, 16 // power_of_2(topk, least=1))
+    block_columns = min(256 if topk == 1 else 512, power_of_2(columns))
     launch = Launch(
         operands={
             "rows": rows,

@@ -103,6 +103,17 @@ def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
     return Tma(shape, (rows * columns, columns, 1), (1, *block))
 
 
+def halves_of_columns(shape: tuple[int, ...], block: tuple[int, int], is_turned: bool) -> Tma:
+    """Descriptor of matrices, accessed at the same place in the left and the right half of one's columns.
+
+    Where it `is_turned`, columns lie one after the other, each of them whole: a half is the upper one.
+    """
+    count, rows, columns = shape
+    half = (rows // 2, columns) if is_turned else (rows, columns // 2)
+    stride = rows // 2 * columns if is_turned else columns // 2
+    return Tma((count, 2, *half), (rows * columns, stride, columns, 1), (1, 2, *block))
+
+
 def bounded_rows(columns: int, block: tuple[int, int], cta_axis: int | None = None) -> Tma:
     """Descriptor of rows, for accesses that each end at a row of their own.
 
@@ -153,6 +164,6 @@ def flat(topk_weights: jax.Array | None) -> jax.Array | None:
     return None if topk_weights is None else topk_weights.reshape(-1)
 
 
-def power_of_2(count: int) -> int:
-    """The least power of two that is at least count and 16."""
-    return max(16, 1 << (count - 1).bit_length())
+def power_of_2(count: int, least: int = 16) -> int:
+    """The least power of two that is at least `count` and `least`."""
+    return max(least, 1 << (count - 1).bit_length())
