@@ -16,11 +16,13 @@ class Target:
       compute_capability: 10 * major + minor, such as 90 for sm_90.
       num_sms: multiprocessors, each of which runs one or more persistent programs.
       name: as the driver gives it, such as "NVIDIA H200"; "" where no device was asked.
+      is_interpreted: whether it stands for Triton's interpreter, which runs plain Triton kernels alone.
     """
 
     compute_capability: int
     num_sms: int
     name: str = ""
+    is_interpreted: bool = False
 
     @property
     def shared_memory(self) -> int:

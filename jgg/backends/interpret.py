@@ -18,7 +18,7 @@ from jgg.products.launch import Launch
 from jgg.versions import check_kernels_can_run
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
-TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter")
+TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter", is_interpreted=True)
 _PACKAGE = "jgg.interpreted_kernels"
 
 

@@ -32,6 +32,8 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
     """Why `jgg.kernels.hopper` cannot compute the product that a type of configuration is of, or None if it can."""
     if target.compute_capability != SPECIALIZED_COMPUTE_CAPABILITY:
         return "they are for compute capability 9.0"
+    if target.is_interpreted:
+        return "Triton's interpreter does not run Gluon"
     if problem.dtype.itemsize != 2:
         return "they multiply 16-bit floats"
     if not problem.rows_are_aligned:
