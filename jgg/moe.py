@@ -15,12 +15,13 @@ from jgg.backends.xla import plain
 from jgg.grouped_gemm import bias_row_sums, how_of
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.problem import GroupedGemmProblem, check_choices, check_mlp, check_problem
-from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.up import UP
 from jgg.routing import Routing, as_routing
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
 
@@ -195,18 +196,29 @@ class _Operands(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
-    return _forward(mlp, operands)[0]
+    (hidden,) = _up(mlp, operands, keeps=False)
+    return _down(mlp, operands, hidden)
 
 
 def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, jax.Array]]:
-    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
-    bounds = mlp.bounds(group_sizes)
-    (pre_activation,) = FORWARD(mlp.how, Forward(x, w_gate_up, bounds, gather_indices, bias=b_gate_up), problem=mlp.up)
+    pre_activation, hidden = _up(mlp, operands, keeps=True)
     pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
-    (hidden,) = ACTIVATE(mlp.how, Activate(pre_activation), **mlp.activation_options)
-    of_down = Forward(hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    residuals = operands._replace(x=checkpoint_name(operands.x, "jgg_x")), pre_activation
+    return _down(mlp, operands, hidden), residuals
+
+
+def _up(mlp: _Mlp, operands: _Operands, keeps: bool) -> list[jax.Array]:
+    """The pre-activation, if it `keeps` that, and the hidden features; [M, 2 * I] and [M, I] in expert order."""
+    x, w_gate_up, _, b_gate_up, _, _, group_sizes, gather_indices = operands
+    of_up = Forward(x, w_gate_up, mlp.bounds(group_sizes), gather_indices, bias=b_gate_up)
+    return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
+
+
+def _down(mlp: _Mlp, operands: _Operands, hidden: jax.Array) -> jax.Array:
+    _, _, w_down, _, b_down, topk_weights, group_sizes, gather_indices = operands
+    of_down = Forward(hidden, w_down, mlp.bounds(group_sizes), gather_indices, topk_weights, b_down)
     (y,) = FORWARD(mlp.how, of_down, problem=mlp.combined_down)
-    return y, (operands._replace(x=checkpoint_name(x, "jgg_x")), pre_activation)
+    return y
 
 
 @jax.named_scope("jgg.moe_mlp.backward")

@@ -50,8 +50,34 @@ def factor_and_slope(up, CURVE: tl.constexpr, LIMIT: tl.constexpr):
         slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
     else:
         factor = up
-        slope = tl.full(up.shape, 1.0, tl.float32)
+        slope = 1.0
     return factor, slope
+
+
+@triton.jit
+def activate(gate, up, GATED: tl.constexpr, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """f(gate) * up, or f(gate) where it is not GATED; float32."""
+    value, _ = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
+    if GATED:
+        factor, _ = factor_and_slope(up, CURVE, LIMIT)
+        value *= factor
+    return value
+
+
+@triton.jit
+def activate_backward(
+    gate, up, d_hidden, GATED: tl.constexpr, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+):
+    """The hidden features, d gate and d up (d gate again where it is not GATED)."""
+    value, slope = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
+    d_gate = d_hidden * slope
+    d_up = d_gate
+    if GATED:
+        factor, factor_slope = factor_and_slope(up, CURVE, LIMIT)
+        d_gate *= factor
+        d_up = d_hidden * value * factor_slope
+        value *= factor
+    return value, d_gate, d_up
 
 
 @triton.jit
@@ -111,10 +137,7 @@ def activate_kernel(
     exists = rows < num_rows
     column = tl.program_id(1) * BLOCK_COLUMNS
     gate, up = load_gate_and_up(pre, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS)
-    value, _ = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
-    if GATED:
-        factor, _ = factor_and_slope(up, CURVE, LIMIT)
-        value *= factor
+    value = activate(gate, up, GATED, CURVE, LIMIT, ALPHA)
     store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
 
 
@@ -140,15 +163,7 @@ def activate_backward_kernel(
         columns = column + tl.arange(0, BLOCK_COLUMNS)
         mask = exists[:, None] & (columns < COLUMNS)[None, :]
         z_block = tl.load(row_pointers(z, rows, columns, COLUMNS), mask=mask, other=0.0).to(tl.float32)
-        d_hidden = weight * z_block
-        value, slope = curve_and_slope(gate, CURVE, LIMIT, ALPHA)
-        d_gate = d_hidden * slope
-        d_up = d_gate
-        if GATED:
-            factor, factor_slope = factor_and_slope(up, CURVE, LIMIT)
-            d_gate *= factor
-            d_up = d_hidden * value * factor_slope
-            value *= factor
+        value, d_gate, d_up = activate_backward(gate, up, weight * z_block, GATED, CURVE, LIMIT, ALPHA)
         products += value * z_block
         store_gate_and_up(
             pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS

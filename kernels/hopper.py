@@ -75,10 +75,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import tiles
+from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, zero_rows
 
-TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, of which each CTA has half
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
-PARTS = gl.constexpr(4)  # of a finished tile, stored at even distances in the course of the next
 ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
 LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply
 LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
@@ -117,6 +116,7 @@ class Work:
       y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
       terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
         or "right" (only without RAGGED_M); "" for neither. The steps of a tile run over the terms, one after the other.
+      HALVES: 2 where a tile's columns are of both halves of right's, gate and up, from column // 2 of each on; else 1.
     """
 
     groups: gl.tensor
@@ -132,6 +132,7 @@ class Work:
     LEFT: gl.constexpr
     REDUCED: gl.constexpr
     COLUMNS: gl.constexpr
+    HALVES: gl.constexpr
     BAND: gl.constexpr
     BLOCK_REDUCED: gl.constexpr
     BLOCK_COLUMNS: gl.constexpr
@@ -348,8 +349,9 @@ class Gather:
         """Begins to copy columns column, column + 1, ... of those rows, counted from first_row, to a shared block."""
         columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
         mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
-        pointers = self.pointer + ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
-        async_copy.async_load(block, pointers, mask=mask)
+        # one sum: of two, the compiler would hold pointer + columns in registers, and spill others
+        offsets = ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
+        async_copy.async_load(block, self.pointer + offsets, mask=mask)
 
 
 @gluon.jit
@@ -373,10 +375,8 @@ def load_for_rows(
     begun = 0
     if work.GATHERS:
         gather = make_gather(work, left, gather_indices, num_positions, TOPK)
-    next_tile = work.at(gl.program_id(0))
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
-        tile = next_tile
-        next_tile = work.at(index + gl.num_programs(0))
+        tile = work.at(index)
         group = work.group(tile.item)
         is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
         first, last = work.left_range(tile)
@@ -392,8 +392,9 @@ def load_for_rows(
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
             reduced, left_term = work.at_step(tile, step)
-            column = first_column + tile.column
-            place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+            column = first_column + tile.column // work.HALVES
+            matrix = [group] if work.HALVES == 1 else [group, 0]
+            place = matrix + ([column, reduced] if RIGHT_IS_TURNED else [reduced, column])
             tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
             tma.async_load(right, place, full, right_block, pred=is_shared == 0)
             if work.GATHERS:
@@ -473,72 +474,6 @@ def load_blocks(
         load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK)
 
 
-@gluon.aggregate
-class Pending:
-    """A finished half tile in four parts of its columns, to be stored from y[offset + column] on, `rows` rows of it."""
-
-    part0: gl.tensor
-    part1: gl.tensor
-    part2: gl.tensor
-    part3: gl.tensor
-    offset: gl.tensor
-    rows: gl.tensor
-    column: gl.tensor
-
-    @gluon.jit
-    def store(self, y, work, PART: gl.constexpr):
-        if PART == 0:
-            value = self.part0
-        elif PART == 1:
-            value = self.part1
-        elif PART == 2:
-            value = self.part2
-        else:
-            value = self.part3
-        column = self.column + PART * value.shape[1]
-        store_rows(y, value, self.offset, self.rows, column, work.COLUMNS, work.Y_ROW_STRIDE, work.Y_COLUMN_STRIDE)
-
-    @gluon.jit
-    def store_all(self, y, work):
-        for part in gl.static_range(PARTS):
-            self.store(y, work, part)
-
-
-@gluon.jit
-def store_rows(
-    y, value, offset, rows, column, COLUMNS: gl.constexpr, ROW_STRIDE: gl.constexpr, COLUMN_STRIDE: gl.constexpr
-):  # fmt: skip
-    """Stores value [TILE_ROWS, columns] from y[offset] on, by way of shared memory so that neighbours go at once."""
-    if COLUMN_STRIDE == 1:
-        own: gl.constexpr = 128 // value.dtype.primitive_bitwidth  # elements that a thread stores at once
-        threads: gl.constexpr = value.shape[1] // own
-        layout: gl.constexpr = gl.BlockedLayout([1, own], [32 // threads, threads], [4, 1], [1, 0], [[1, 0]])
-    else:
-        gl.static_assert(ROW_STRIDE == 1)
-        layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1], [[1, 0]])
-    row = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    mask = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
-    pointers = (y + offset) + (row * ROW_STRIDE)[:, None] + (columns * COLUMN_STRIDE)[None, :]
-    gl.store(pointers, gl.convert_layout(value, layout), mask=mask)
-
-
-@gluon.jit
-def split_columns(value):
-    """The left and the right half of a matrix's columns."""
-    rows: gl.constexpr = value.shape[0]
-    columns: gl.constexpr = value.shape[1]
-    return value.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def make_pending(value, offset, rows, column):
-    left, right = split_columns(value)
-    part0, part1 = split_columns(left)
-    part2, part3 = split_columns(right)
-    return Pending(part0, part1, part2, part3, offset, rows, column)
-
-
 @gluon.jit
 def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
     """The ring with its blocks as the matrices [TILE_ROWS, BLOCK_REDUCED] and [BLOCK_REDUCED, BLOCK_COLUMNS].
@@ -568,7 +503,7 @@ def multiply_steps(ring, acc, first, end, stage, phase, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def multiply_tile(work, ring, acc, pending, y, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
+def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
     """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile.
 
     The first step writes over acc: products with zeros in its 128 registers took some 1.5% longer.
@@ -578,7 +513,7 @@ def multiply_tile(work, ring, acc, pending, y, steps, stage, phase, next_index, 
         acc, stage, phase = multiply_steps(
             ring, acc, part * steps // PARTS, (part + 1) * steps // PARTS, stage, phase, WARPGROUP
         )
-        pending.store(y, work, part)
+        pending.store(results, work, part)
         if part == LOOKUP_PART:
             next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -604,9 +539,11 @@ def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, e
     if scale is not None:
         acc *= gl.load(scale)
     if bias is not None:
-        columns = column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
-        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
-        acc += gl.load(pointers, mask=columns < work.COLUMNS, other=0.0).to(gl.float32)[None, :]
+        columns = gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
+        HALF: gl.constexpr = work.BLOCK_COLUMNS // work.HALVES
+        within = column // work.HALVES + columns % HALF
+        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns // HALF * (work.COLUMNS // work.HALVES) + within
+        acc += gl.load(pointers, mask=within < work.COLUMNS // work.HALVES, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
         positions = start + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
         exists = positions < end
@@ -619,14 +556,15 @@ def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, e
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions,
+    WARPGROUP: gl.constexpr, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions,
     RIGHT_IS_TURNED: gl.constexpr,
 ):  # fmt: skip
     """One of the two warpgroups of a CTA."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], y.dtype.element_ty, layout)
+    dtype: gl.constexpr = results.y.dtype.element_ty
+    zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout)
     nothing = gl.to_tensor(0)
-    pending = make_pending(zeros, nothing.to(gl.int64), nothing, nothing)
+    pending = make_pending(work, zeros, nothing, nothing, nothing, nothing.to(gl.int64))
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
@@ -641,7 +579,7 @@ def multiply_tiles(
             item = tile.item
             column = tile.column
             acc, stage, phase, tile = multiply_tile(
-                work, ring, acc, pending, y, steps, stage, phase, next_index, WARPGROUP
+                work, ring, acc, pending, results, steps, stage, phase, next_index, WARPGROUP
             )
             first = work.row_of_tensor(first)
             offset = first.to(gl.int64) * work.Y_ROW_STRIDE + work.y_block.to(gl.int64) * work.Y_BLOCK_STRIDE
@@ -653,34 +591,26 @@ def multiply_tiles(
             acc = finish(
                 acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
             )
-            pending = make_pending(acc.to(y.dtype.element_ty), offset, last - first, column)
+            pending = make_pending(work, acc.to(dtype), first, last - first, column, offset)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, steps, stage, phase)
-    pending.store_all(y, work)
-
-
-@gluon.jit
-def zero_rows(y, first, last, COLUMNS: gl.constexpr):
-    """Writes zeros to rows first, ..., last - 1 of y."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1, 0]])
-    zeros = gl.zeros([TILE_ROWS, 64], y.dtype.element_ty, layout)
-    for strip in range(gl.program_id(0), (last - first + TILE_ROWS - 1) // TILE_ROWS, gl.num_programs(0)):
-        row = first + strip * TILE_ROWS
-        for column in range(0, COLUMNS, 64):
-            store_rows(y, zeros, row.to(gl.int64) * COLUMNS, last - row, column, COLUMNS, COLUMNS, 1)
+    pending.store_all(results, work)
 
 
 @gluon.jit
 def hopper_kernel(
     left, right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column, y_block,
+    tile_group, tile_start, tile_end, tiles_through, y, hidden, num_rows, num_positions, num_groups, first_column,
+    y_block,
     HAS_TERMS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     GATHERS: gl.constexpr, TOPK: gl.constexpr,
     Y_BLOCK_STRIDE: gl.constexpr, Y_GROUP_STRIDE: gl.constexpr, Y_ROW_STRIDE: gl.constexpr,
     Y_COLUMN_STRIDE: gl.constexpr,
+    ACTIVATES: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
@@ -692,25 +622,33 @@ def hopper_kernel(
     of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
     gather_indices[i] // TOPK is left's row i. The operand that HAS_TERMS is num_terms [1] matrices of num_rows rows,
     one after the other, whose sum times scale, float32 [1] or None, is meant.
+
+    With ACTIVATES, which needs RAGGED_M, y is the pre-activation, or None where it is not kept, and hidden [num_rows,
+    hidden features] is stored too: `hopper_results`.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     terms = gl.to_tensor(1) if num_terms is None else gl.load(num_terms)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
+    HALVES: gl.constexpr = 2 if ACTIVATES and GATED and not INTERLEAVED else 1
     work = Work(
         tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_block), terms, gl.to_tensor(num_rows), HAS_TERMS,
-        RAGGED_M, LEFT, REDUCED, COLUMNS, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
+        RAGGED_M, LEFT, REDUCED, COLUMNS, HALVES, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
         Y_BLOCK_STRIDE, Y_GROUP_STRIDE, Y_ROW_STRIDE, Y_COLUMN_STRIDE,
+    )  # fmt: skip
+    results = Results(
+        hidden if y is None else y, y if hidden is None else hidden, y is not None, ACTIVATES, GATED, INTERLEAVED,
+        CURVE, LIMIT, ALPHA,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (0, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+                (0, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
             ),
             (
                 multiply_tiles,
-                (1, work, ring, y, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+                (1, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
             ),
             (
                 load_blocks,
@@ -720,9 +658,15 @@ def hopper_kernel(
         [4, 4 if GATHERS else 1],
         # registers of a thread that multiplies and of one that loads
         [224, 56]
-        if GATHERS and (HAS_TERMS != "" or not RAGGED_M)
+        if GATHERS and (HAS_TERMS != "" or not RAGGED_M or (ACTIVATES and not RIGHT_IS_TURNED))
         else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
     )
     if RAGGED_M:
-        zero_rows(y, gl.to_tensor(0), gl.load(group_starts), COLUMNS)
-        zero_rows(y, gl.load(group_ends + num_groups - 1), gl.to_tensor(num_rows), COLUMNS)
+        first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
+        if y is not None:
+            zero_rows(y, gl.to_tensor(0), first, COLUMNS)
+            zero_rows(y, last, gl.to_tensor(num_rows), COLUMNS)
+        if ACTIVATES:
+            WIDTH: gl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+            zero_rows(hidden, gl.to_tensor(0), first, WIDTH)
+            zero_rows(hidden, last, gl.to_tensor(num_rows), WIDTH)

@@ -127,19 +127,23 @@ ACTIVATE_BACKWARD: Product = Product(
 """[d pre_activation, hidden [M, I], times its row's weight with scale_hidden, float32 [M] sums of hidden * z]."""
 
 
+def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
+    """What kernels are compiled for, of an activation whose curve they know."""
+    assert activation.curve is not None
+    curve, limit, alpha = activation.curve
+    return {
+        "GATED": activation.is_gated, "INTERLEAVED": interleaved, "CURVE": curve, "LIMIT": limit, "ALPHA": alpha,
+    }  # fmt: skip
+
+
 def _activation(pre_activation, activation, interleaved):
     """M, I and what both kernels are compiled for."""
     num_rows, width = pre_activation.shape
     columns = width // 2 if activation.is_gated else width
-    curve, limit, alpha = activation.curve
-    block_columns = min(128, power_of_2(columns))
+    block_columns = min(512, power_of_2(columns))
     return num_rows, columns, {
         "COLUMNS": columns,
-        "GATED": activation.is_gated,
-        "INTERLEAVED": interleaved,
-        "CURVE": curve,
-        "LIMIT": limit,
-        "ALPHA": alpha,
-        "BLOCK_ROWS": 2048 // block_columns,
+        **activation_constants(activation, interleaved),
+        "BLOCK_ROWS": 1024 // block_columns,
         "BLOCK_COLUMNS": block_columns,
     }  # fmt: skip

@@ -95,7 +95,7 @@ def _multiply_rows(
         dx = warp_specialized.multiply_rows(
             launcher, problem, terms, w, bounds, gather_indices,
             gathers=problem.permute_y, first_column=first_column,
-        )  # fmt: skip
+        )["y"]  # fmt: skip
         return dx, None
     from jgg.kernels.dx import dx_kernel
 

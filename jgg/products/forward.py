@@ -49,16 +49,13 @@ def _plain(operands: Forward, problem: GroupedGemmProblem):
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """With combine_y the product is made a part of its columns after the other, each added up by token."""
-    x, w, bounds, gather_indices, topk_weights, bias = operands
     product = problem
     if problem.combine_y:
         product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
-    launcher = launcher._replace(config=choose_config(KernelConfigForward, product, launcher.target, launcher.config))
-    if product.permute_x and not launcher.config.fuse_gather:
-        x = expert_order(launcher, x, gather_indices, product.topk)
-        product = dataclasses.replace(product, permute_x=False)
+    launcher, x, product = choose(launcher, operands, product)
     if not problem.combine_y:
         return [_multiply_rows(launcher, operands._replace(x=x), product)]
+    _, w, bounds, gather_indices, topk_weights, bias = operands
     read_at = gather_indices if product.permute_x else None
 
     def multiply(x, columns):
@@ -67,6 +64,16 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
         return _multiply_rows(launcher, Forward(x, w, bounds, read_at, None, own_bias), part, columns.start)
 
     return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
+
+
+def choose(launcher: Launcher, operands, problem: GroupedGemmProblem) -> tuple[Launcher, jax.Array, GroupedGemmProblem]:
+    """The launcher with a configuration, x, and the problem: with x in expert order if the kernel does not gather."""
+    x = operands.x
+    launcher = launcher._replace(config=choose_config(KernelConfigForward, problem, launcher.target, launcher.config))
+    if problem.permute_x and not launcher.config.fuse_gather:
+        x = expert_order(launcher, x, operands.gather_indices, problem.topk)
+        problem = dataclasses.replace(problem, permute_x=False)
+    return launcher, x, problem
 
 
 def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0):
@@ -80,7 +87,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
         y = warp_specialized.multiply_rows(
             launcher, problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
             gathers=problem.permute_x, first_column=first_column,
-        )  # fmt: skip
+        )["y"]  # fmt: skip
         return token_order(launcher, y, gather_indices) if scatter_after else y
     from jgg.kernels.forward import forward_kernel
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 
 from jgg.backends.xla.row_blocks import Rows
 from jgg.products.primitive import define_primitive
@@ -92,18 +93,22 @@ def define_partitioned(
     jvp: Callable,
     transpose: Callable | None = None,
     merge_batch: Callable | None = None,
+    several: Callable | None = None,
 ):
     """A primitive of one device, and a function that binds it or one of any number of devices.
 
     Args:
       name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
       axes_of: (*operands, **parameters) -> Axes.
+      several: (*operands, **parameters) -> results: what is computed instead where there are several devices.
     """
     on_device, bind_on_device = define_primitive(
         f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
     )
 
     def compute_anywhere(*operands, **params):
+        if several is not None:
+            return several(*operands, **params)
         axes = axes_of(*operands, **params)
         if axes.by_callback:
             return bind_on_device(*_refuse_or_pass(axes, operands), **params)
@@ -114,7 +119,7 @@ def define_partitioned(
     def without_needs_devices(rule):
         return lambda *args, needs_devices, **params: rule(*args, **params)
 
-    _, bind_anywhere = define_primitive(
+    anywhere, bind_anywhere = define_primitive(
         name,
         without_needs_devices(out_types),
         without_needs_devices(compute_anywhere),
@@ -122,6 +127,14 @@ def define_partitioned(
         transpose=transpose and without_needs_devices(transpose),
         merge_batch=merge_batch and without_needs_devices(merge_batch),
     )
+
+    def lower(context, *operands, **params):
+        is_alone = getattr(context.module_context.axis_context, "num_devices", 1) == 1
+        compute = bind_on_device if is_alone else compute_anywhere
+        return mlir.lower_fun(without_needs_devices(compute), multiple_results=True)(context, *operands, **params)
+
+    if several is not None:
+        mlir.register_lowering(anywhere, lower)
 
     def bind(*operands, **params):
         if jax.sharding.get_abstract_mesh().manual_axes:

@@ -30,10 +30,11 @@ class Product:
       result_types: (operands, **parameters) -> (shape, dtype) of each result.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
       launch: (launcher, operands, **parameters) -> results, by kernels.
-      letters: (operands, **parameters) -> Letters, by which it is split over devices.
+      letters: (operands, **parameters) -> Letters, by which it is split over devices, or None with `several`.
       merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
         None where that would copy an operand; without it, `vmap` is a loop.
       config_type: of the kernels' configuration, or None for kernels that have none.
+      several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Product:
         result_types: Callable[..., list[tuple[tuple[int, ...], Any]]],
         plain: Callable[..., list[jax.Array]],
         launch: Callable[..., list[jax.Array]],
-        letters: Callable[..., Letters],
+        letters: Callable[..., Letters] | None = None,
         merge_batch: Callable[..., list[jax.Array] | None] | None = None,
         config_type: type | None = None,
+        several: Callable[..., list[jax.Array]] | None = None,
     ):
         self.name, self.operands, self.config_type = name, operands, config_type
         self.result_types, self.plain, self.launch = result_types, plain, launch
@@ -58,6 +60,7 @@ class Product:
             self._axes,
             jvp=self._differentiate,
             merge_batch=merge_batch and functools.partial(self._merge_batch, merge_batch),
+            several=several and functools.partial(self._by_several, several),
         )
         self._for_cuda = functools.partial(self._compute, own="triton")
         lower = mlir.lower_fun(self._for_cuda, multiple_results=True)
@@ -102,12 +105,16 @@ class Product:
         return f"jgg.{self.name}[{sizes}]"
 
     def _axes(self, *leaves, structure, parameters, how):
+        assert self.letters is not None  # else `several` takes its place
         by_callback = how.implementation == "interpret"
         operands = structure.unflatten(leaves)
         return self.letters(operands, **dict(parameters)).axes(operands, _of_a_device, by_callback)
 
     def _merge_batch(self, merge_batch, leaves, batched, *, how, structure, parameters):
         return merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+
+    def _by_several(self, several, *leaves, how, structure, parameters):
+        return several(how, structure.unflatten(leaves), **dict(parameters))
 
     def _differentiate(self, leaves, tangents, **params):
         """The results and their tangents, which are computed in plain JAX."""

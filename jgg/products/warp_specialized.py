@@ -1,16 +1,19 @@
 """Launches of the warp-specialized kernel, `kernels.hopper`: x @ w by rows, and dW."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jgg.activations import Activation
 from jgg.backends.choice import Launcher
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
 from jgg.configs.requirements import max_columns
 from jgg.problem import GroupedGemmProblem
 from jgg.products import column_parts
-from jgg.products.launch import Launch, bounded_rows, matrices, matrix, tile_operands
+from jgg.products.activate import activation_constants
+from jgg.products.launch import Launch, bounded_rows, halves_of_columns, matrices, matrix, tile_operands
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
 
@@ -21,15 +24,42 @@ _SHORT = 40
 _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
+class Hidden(NamedTuple):
+    """The activation that the kernel applies to a product, which is the pre-activation.
+
+    Attributes:
+      keeps_product: whether the product is a result too.
+    """
+
+    activation: Activation
+    interleaved: bool
+    keeps_product: bool
+
+    @property
+    def halves(self) -> int:
+        """2 where a tile's columns are of both halves of w's, gate and up, else 1."""
+        return 2 if self.activation.is_gated and not self.interleaved else 1
+
+
+_NO_ACTIVATION = {
+    "ACTIVATES": False, "GATED": False, "INTERLEAVED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0
+}  # fmt: skip
+
+
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int,
-):  # fmt: skip
+    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int = 0,
+    hidden: Hidden | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
       terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
       first_column: of w, whose columns from here on the problem's are.
+
+      hidden: asks for the hidden features too.
+
+    Returns: {"y": the product, if it is kept, "hidden": [M, I], if asked for}.
     """
     from jgg.kernels.hopper import hopper_kernel
 
@@ -40,8 +70,18 @@ def multiply_rows(
     _, columns, reduced = config.sizes(problem)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
+    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, columns), dtype)}
+    halves, activates = 1, _NO_ACTIVATION
+    if hidden is not None:
+        width = columns // 2 if hidden.activation.is_gated else columns
+        outputs = (outputs if hidden.keeps_product else {}) | {
+            "hidden": jax.ShapeDtypeStruct((problem.num_rows, width), dtype)
+        }
+        halves = hidden.halves
+        activates = {"ACTIVATES": True, **activation_constants(hidden.activation, hidden.interleaved)}
     # w [E, columns, reduced] is turned in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
+    block = (block_columns // halves, step) if is_turned else (step, block_columns // halves)
     launch = Launch(
         operands={
             "left": terms.rows,
@@ -56,12 +96,13 @@ def multiply_rows(
             "num_positions": problem.num_positions,
             "first_column": first_column,
             "y_block": 0,
+            **_absent(outputs),
         },
         descriptors={
             **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
-            "right": matrices(w.shape, (block_columns, step) if is_turned else (step, block_columns)),
+            "right": matrices(w.shape, block) if halves == 1 else halves_of_columns(w.shape, block, is_turned),
         },
-        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, columns), dtype)},
+        outputs=outputs,
         constants={
             "HAS_TERMS": "" if terms.num_terms is None else "left",
             "RAGGED_M": True,
@@ -76,10 +117,11 @@ def multiply_rows(
             "Y_ROW_STRIDE": columns,
             "Y_COLUMN_STRIDE": 1,
             **_constants(config, block_columns, step),
+            **activates,
         },
         **_options(launcher.target, problem, tiles),
     )
-    return launcher.run(hopper_kernel, launch)["y"]
+    return launcher.run(hopper_kernel, launch)
 
 
 def multiply_row_blocks(
@@ -124,6 +166,7 @@ def multiply_row_blocks(
             "num_positions": problem.num_positions,
             "first_column": 0,
             "y_block": first_feature // column_parts.STEP,
+            **_absent({"y"}),
         },
         descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
@@ -141,6 +184,7 @@ def multiply_row_blocks(
             "Y_ROW_STRIDE": 1 if is_turned else w_columns,
             "Y_COLUMN_STRIDE": w_columns if is_turned else 1,
             **_constants(config, block_columns, step),
+            **_NO_ACTIVATION,
         },
         **_options(target, problem, problem.num_experts * tiles),
     )
@@ -174,6 +218,11 @@ def _constants(config, block_columns, step):
         "BLOCK_COLUMNS": block_columns,
         "STAGES": config.num_stages,
     }
+
+
+def _absent(outputs):
+    """The operands that say which results the kernel is without."""
+    return dict.fromkeys({"y", "hidden"} - set(outputs))
 
 
 def _options(target, problem, tiles):

@@ -1,0 +1,113 @@
+"""An expert's first product and its activation: one kernel or two, with and without the pre-activation as a result."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.activations import ACTIVATIONS
+from jgg.backends.choice import How
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.tuned_configs import choose_config
+from jgg.gpu_target import current_target
+from jgg.problem import check_problem
+from jgg.products.forward import Forward
+from jgg.products.up import UP
+from jgg.schedule import group_bounds
+
+TOKENS, TOPK, SIZES = 700, 2, (300, 0, 1, 640, 190, 129)  # of 1400 rows 140 are of no group
+
+
+def operands(activation, w_layout="enk", hidden=200, features=192, dtype="bfloat16", biased=False):
+    rng = np.random.default_rng(hidden)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[-1] ** 0.25, dtype)  # noqa: E731
+    width = hidden * (1 + activation.is_gated)
+    w = normal(len(SIZES), width, features)
+    return {
+        "x": normal(TOKENS, features),
+        "w": w if w_layout == "enk" else jnp.swapaxes(w, 1, 2),
+        "group_sizes": jnp.asarray(SIZES, jnp.int32),
+        "gather_indices": jnp.asarray(rng.permutation(TOKENS * TOPK), jnp.int32),
+        "bias": normal(len(SIZES), width) if biased else None,
+    }
+
+
+def compute(arrays, activation, implementation, w_layout="enk", gathers=True, **parameters):
+    """The results; of a problem whose x is in token order, gathered in the kernel or copied before."""
+    problem = check_problem(
+        **{key: arrays[key] for key in ("x", "w", "bias", "group_sizes", "gather_indices")}, topk=TOPK, permute_x=True,
+        w_layout=w_layout,
+    )  # fmt: skip
+    config = None
+    if implementation == "triton":
+        config = choose_config(KernelConfigForward, problem, current_target())
+        config = dataclasses.replace(config, fuse_gather=gathers)
+    how = How(implementation, current_target(), config)
+    bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
+    of_up = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"], bias=arrays["bias"])
+    return UP(how, of_up, problem=problem, activation=activation, **parameters)
+
+
+def assert_equal(got, want, tolerance):
+    for g, w in zip(got, want, strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        np.testing.assert_allclose(g.astype(jnp.float32), w.astype(jnp.float32), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [
+        pytest.param("interpret", "float16", 4e-3, marks=pytest.mark.interpret),
+        pytest.param("triton", "float16", 4e-3, marks=pytest.mark.gpu),
+        pytest.param("triton", "bfloat16", 4e-2, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    ("name", "interleaved", "w_layout", "hidden", "gathers", "biased"),
+    [
+        ("swiglu", False, "enk", 200, True, False),
+        ("swiglu", False, "ekn", 200, False, True),
+        ("swiglu", False, "ekn", 296, True, False),
+        ("swiglu", False, "enk", 132, True, True),  # half a row is no multiple of 16 bytes
+        ("clamped_swiglu", True, "enk", 200, True, True),
+        ("clamped_swiglu", True, "enk", 264, False, False),
+        ("geglu", False, "enk", 136, True, False),
+        ("relu_squared", False, "enk", 264, True, True),
+        ("gelu_tanh", False, "ekn", 160, False, False),
+    ],
+)
+def test_results_are_those_of_plain_jax(
+    name, interleaved, w_layout, hidden, gathers, biased, keeps, implementation, dtype, tolerance
+):
+    activation = ACTIVATIONS[name]
+    arrays = operands(activation, w_layout, hidden, dtype=dtype, biased=biased)
+    options = {"w_layout": w_layout, "gathers": gathers, "interleaved": interleaved, "keeps": keeps}
+    got = compute(arrays, activation, implementation, **options)
+    want = compute(arrays, activation, "xla", **options)
+    assert len(got) == 1 + keeps
+    assert_equal(got, want, tolerance)
+    outside = np.asarray(got[-1][sum(SIZES) :], np.float32)
+    assert outside.shape[0] == 140
+    assert (outside == 0).all()
+
+
+def test_one_kernel_where_it_spills_no_registers():
+    """The hidden features alone always, the pre-activation too where two results leave registers enough."""
+
+    def is_one(name, keeps, w_layout="enk", compute_capability=90):
+        activation = ACTIVATIONS[name]
+        arrays = jax.eval_shape(lambda: operands(activation, w_layout, 1024, features=2048))
+        options = {"w_layout": w_layout, "interleaved": False, "keeps": keeps}
+        with jgg.target(compute_capability):
+            function = jax.jit(lambda arrays: compute(arrays, activation, "triton", **options))
+            program = function.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+        return program.count("stablehlo.custom_call @triton_kernel_call") == 1
+
+    assert is_one("swiglu", keeps=True)
+    assert is_one("swiglu", keeps=False, w_layout="ekn")
+    assert not is_one("swiglu", keeps=True, w_layout="ekn")
+    assert not is_one("swiglu", keeps=False, compute_capability=80)
