@@ -393,8 +393,11 @@ def load_for_rows(
             second_block = ring.left.index(2 * stage + 1)
             reduced, left_term = work.at_step(tile, step)
             column = first_column + tile.column // work.HALVES
-            matrix = [group] if work.HALVES == 1 else [group, 0]
-            place = matrix + ([column, reduced] if RIGHT_IS_TURNED else [reduced, column])
+            if work.HALVES == 2:
+                gl.static_assert(RIGHT_IS_TURNED)
+                place = [group, 0, column, reduced]
+            else:
+                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
             tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
             tma.async_load(right, place, full, right_block, pred=is_shared == 0)
             if work.GATHERS:
@@ -658,7 +661,7 @@ def hopper_kernel(
         [4, 4 if GATHERS else 1],
         # registers of a thread that multiplies and of one that loads
         [224, 56]
-        if GATHERS and (HAS_TERMS != "" or not RAGGED_M or (ACTIVATES and not RIGHT_IS_TURNED))
+        if GATHERS and (HAS_TERMS != "" or not RAGGED_M)
         else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
     )
     if RAGGED_M:

@@ -103,15 +103,11 @@ def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
     return Tma(shape, (rows * columns, columns, 1), (1, *block))
 
 
-def halves_of_columns(shape: tuple[int, ...], block: tuple[int, int], is_turned: bool) -> Tma:
-    """Descriptor of matrices, accessed at the same place in the left and the right half of one's columns.
-
-    Where it `is_turned`, columns lie one after the other, each of them whole: a half is the upper one.
-    """
+def halves(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
+    """Descriptor of row-major matrices, accessed at the same place in the upper and the lower half of one's rows."""
     count, rows, columns = shape
-    half = (rows // 2, columns) if is_turned else (rows, columns // 2)
-    stride = rows // 2 * columns if is_turned else columns // 2
-    return Tma((count, 2, *half), (rows * columns, stride, columns, 1), (1, 2, *block))
+    strides = rows * columns, rows // 2 * columns, columns, 1
+    return Tma((count, 2, rows // 2, columns), strides, (1, 2, *block))
 
 
 def bounded_rows(columns: int, block: tuple[int, int], cta_axis: int | None = None) -> Tma:

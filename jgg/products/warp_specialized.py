@@ -13,7 +13,7 @@ from jgg.configs.requirements import max_columns
 from jgg.problem import GroupedGemmProblem
 from jgg.products import column_parts
 from jgg.products.activate import activation_constants
-from jgg.products.launch import Launch, bounded_rows, halves_of_columns, matrices, matrix, tile_operands
+from jgg.products.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
 from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
 
@@ -36,9 +36,9 @@ class Hidden(NamedTuple):
     keeps_product: bool
 
     @property
-    def halves(self) -> int:
-        """2 where a tile's columns are of both halves of w's, gate and up, else 1."""
-        return 2 if self.activation.is_gated and not self.interleaved else 1
+    def has_halves(self) -> bool:
+        """Whether a tile's columns are of both halves of w's, gate and up."""
+        return self.activation.is_gated and not self.interleaved
 
 
 _NO_ACTIVATION = {
@@ -71,17 +71,17 @@ def multiply_rows(
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
     outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, columns), dtype)}
-    halves, activates = 1, _NO_ACTIVATION
+    has_halves, activates = False, _NO_ACTIVATION
     if hidden is not None:
         width = columns // 2 if hidden.activation.is_gated else columns
         outputs = (outputs if hidden.keeps_product else {}) | {
             "hidden": jax.ShapeDtypeStruct((problem.num_rows, width), dtype)
         }
-        halves = hidden.halves
+        has_halves = hidden.has_halves
         activates = {"ACTIVATES": True, **activation_constants(hidden.activation, hidden.interleaved)}
     # w [E, columns, reduced] is turned in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
-    block = (block_columns // halves, step) if is_turned else (step, block_columns // halves)
+    block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
     launch = Launch(
         operands={
             "left": terms.rows,
@@ -100,7 +100,7 @@ def multiply_rows(
         },
         descriptors={
             **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
-            "right": matrices(w.shape, block) if halves == 1 else halves_of_columns(w.shape, block, is_turned),
+            "right": halves(w.shape, block) if has_halves else matrices(w.shape, block),
         },
         outputs=outputs,
         constants={

@@ -108,6 +108,8 @@ def test_one_kernel_where_it_spills_no_registers():
         return program.count("stablehlo.custom_call @triton_kernel_call") == 1
 
     assert is_one("swiglu", keeps=True)
-    assert is_one("swiglu", keeps=False, w_layout="ekn")
-    assert not is_one("swiglu", keeps=True, w_layout="ekn")
+    assert is_one("gelu", keeps=False)
+    assert not is_one("gelu", keeps=True)
+    assert is_one("relu_squared", keeps=False, w_layout="ekn")
+    assert not is_one("swiglu", keeps=False, w_layout="ekn")
     assert not is_one("swiglu", keeps=False, compute_capability=80)
