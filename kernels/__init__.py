@@ -5,5 +5,6 @@ products, with what they share in `tiles`; `combine`, `group_sums`, `activation`
 them.
 
 Gluon, on compute capability 9.0 alone (H100, H200), with Triton 3.9 and jax-triton 0.4.1: `hopper`, the same three
-products of 16-bit operands, warp-specialized. `jgg.configs.requirements` says where it can take their place.
+products of 16-bit operands, warp-specialized, and `hopper_results`, what it does with a finished tile.
+`jgg.configs.requirements` says where it can take their place.
 """
