@@ -53,6 +53,8 @@ columns and a result in float32). What the loading warps have to hold decides th
     232        40     the rows to gather for a tile and their addresses; or which term of an operand a step is of
     224        56     both; or gathers of dW, of other rows at each step, with the next step's indices read ahead
 
+No register of a loading warp that gathers may spill: it would come back behind all the rows that were asked for.
+
 Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
 KB in 4 stages, and as much in 6 stages with 128 columns. A part to be stored goes through shared memory too, so that
 neighbouring threads store neighbouring elements, 8 KB of each warpgroup. With the barriers that is 213,096 bytes of the
@@ -349,7 +351,6 @@ class Gather:
         """Begins to copy columns column, column + 1, ... of those rows, counted from first_row, to a shared block."""
         columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
         mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
-        # one sum: of two, the compiler would hold pointer + columns in registers, and spill others
         offsets = ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
         async_copy.async_load(block, self.pointer + offsets, mask=mask)
 
