@@ -38,8 +38,9 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
     spilling = [kernel for kernel in kernels if kernel["spills"]]
     assert not spilling, f"registers spill: {table(spilling)}"
     specialized = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel"]
-    slow = [kernel for kernel in specialized if kernel["stores"] != ["st.global.v4.b32"]]
-    assert not slow, f"stores of less than 16 bytes: {table(slow)}"
+    # hidden features of gate and up interleaved, of which a thread has four, are stored 8 bytes at a time
+    slow = [kernel for kernel in specialized if set(kernel["stores"]) - {"st.global.v2.b32", "st.global.v4.b32"}]
+    assert not slow, f"stores of less than 8 bytes: {table(slow)}"
     assert {kernel["kernel"] for kernel in kernels} == {
         *KERNELS,
         "combine_kernel",

@@ -32,6 +32,9 @@ from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.problem import check_problem
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.forward import Forward
+from jgg.products.up import UP
+from jgg.schedule import group_bounds
 
 EXPERTS = 4
 OPTIONS = {
@@ -176,6 +179,29 @@ def lower_activation(compute_capability, name, interleaved, features, dtype):
         jax.jit(forward_and_backward).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
+def lower_up(compute_capability, name, interleaved, w_layout, keeps):
+    """The first product of a layer that gathers as it loads, and its activation."""
+    activation = ACTIVATIONS[name]
+    tokens, features, width, topk = 2048, 2048, 768 * (1 + activation.is_gated), 4
+    shapes = {
+        "x": ((tokens, features), "bfloat16"),
+        "w": ((EXPERTS, *((width, features) if w_layout == "enk" else (features, width))), "bfloat16"),
+        "group_sizes": ((EXPERTS,), "int32"),
+        "gather_indices": ((tokens * topk,), "int32"),
+    }
+    with jgg.target(compute_capability):
+        how = How("triton", current_target())
+
+        def compute(arrays):
+            problem = check_problem(**arrays, bias=None, topk=topk, permute_x=True, w_layout=w_layout)
+            bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
+            operands = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"])
+            return UP(how, operands, problem=problem, activation=activation, interleaved=interleaved, keeps=keeps)
+
+        arrays = {key: jax.ShapeDtypeStruct(*shape) for key, shape in shapes.items()}
+        jax.jit(compute).trace(arrays).lower(lowering_platforms=("cuda",))
+
+
 def layer_kernels(compute_capability):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS:
@@ -189,6 +215,14 @@ def layer_kernels(compute_capability):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
+    if compute_capability == 90:
+        for case in (
+            ("swiglu", False, "enk", True),
+            ("swiglu", False, "enk", False),
+            ("clamped_swiglu", True, "enk", False),
+            ("relu_squared", False, "ekn", False),
+        ):
+            yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
 
 
 def kind(name, launch):
@@ -196,8 +230,9 @@ def kind(name, launch):
     constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
     if name == "hopper_kernel":  # which takes long to compile, and no more memory with a bias or weights
         of_interest = ("RAGGED_M", "GATHERS", "HAS_TERMS", "BLOCK_COLUMNS", "STAGES", "Y_COLUMN_STRIDE")
+        of_interest += ("ACTIVATES", "GATED", "INTERLEAVED", "CURVE")
         constants = {key: value for key, value in constants.items() if key in of_interest}
-        return repr((name, constants, launch.outputs["y"].dtype.itemsize))
+        return repr((name, constants, {key: result.dtype.itemsize for key, result in launch.result_types.items()}))
     aligned = {key: launch.constants[key] % 16 == 0 for key in SIZES if key in launch.constants}
     has_steps = launch.constants.get("REDUCED", 0) > launch.constants.get("BLOCK_REDUCED", 0)
     dtypes = {key: array.dtype for key, array in (launch.arrays | launch.result_types).items()}
