@@ -54,7 +54,7 @@ def test_kernels_of_the_layer_have_names():
     up, down, transposed = (f"[M=64,K={k},N={n},E={E},bfloat16]" for k, n in ((K, 2 * N), (N, K), (K, N)))
     backward = "jgg.moe_mlp.backward/jgg."
     for name in (
-        f"jgg.forward{up}",
+        f"jgg.up{up}",
         f"jgg.forward{down}",
         f"{backward}forward{transposed}",
         f"{backward}dw{transposed}",

@@ -264,3 +264,11 @@ def test_a_configuration_that_cannot_run_here_is_replaced(launched):
 def test_other_tiles_are_refused():
     with pytest.raises(ValueError, match=r"of forward .* must be 256, 128 or 256, and 64, got"):
         lower(kernel_config_fwd=dataclasses.replace(specialized_config(jgg.KernelConfigForward, "enk"), block_m=128))
+
+
+@pytest.mark.interpret
+def test_the_interpreter_runs_the_plain_kernels():
+    """Of 16-bit products too, for whose sizes a GPU would run the warp-specialized one."""
+    x, w = jnp.ones((136, 16), jnp.float16), jnp.ones((2, 136, 16), jnp.float16)
+    y = jgg.grouped_gemm(x, w, jnp.array([70, 66]), implementation="interpret")
+    assert (y == 16).all()
