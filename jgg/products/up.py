@@ -61,8 +61,8 @@ def _is_one_kernel(config, problem, activation, interleaved, keeps):
     """
     if not config.warp_specialized or activation.curve is None:
         return False
-    if activation.is_gated and not interleaved and problem.w_layout == "ekn":
-        return False  # where a block of gate and up lies otherwise than the kernel multiplies it
+    if activation.is_gated and not interleaved and (problem.w_layout == "ekn" or problem.out_features % 16):
+        return False  # a block of gate and up would lie otherwise than it is multiplied; or rows end within 16 bytes
     gathers = problem.permute_x and config.fuse_gather
     is_light = problem.w_layout == "enk" and not interleaved and activation.curve[0] != "gelu"
     return is_light or not (keeps and gathers)

@@ -56,7 +56,6 @@ def multiply_rows(
     Args:
       terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
       first_column: of w, whose columns from here on the problem's are.
-
       hidden: asks for the hidden features too.
 
     Returns: {"y": the product, if it is kept, "hidden": [M, I], if asked for}.

@@ -90,9 +90,9 @@ def test_results_are_those_of_plain_jax(name, interleaved, w_layout, hidden, gat
 def test_one_kernel_where_it_spills_no_registers():
     """The hidden features alone always, the pre-activation too where two results leave registers enough."""
 
-    def is_one(name, keeps, w_layout="enk", compute_capability=90):
+    def is_one(name, keeps, w_layout="enk", hidden=1024, compute_capability=90):
         activation = ACTIVATIONS[name]
-        arrays = jax.eval_shape(lambda: operands(activation, w_layout, 1024, features=2048))
+        arrays = jax.eval_shape(lambda: operands(activation, w_layout, hidden, features=2048))
         options = {"w_layout": w_layout, "interleaved": False, "keeps": keeps}
         with jgg.target(compute_capability):
             function = jax.jit(lambda arrays: compute(arrays, activation, "triton", **options))
@@ -104,4 +104,5 @@ def test_one_kernel_where_it_spills_no_registers():
     assert not is_one("gelu", keeps=True)
     assert is_one("relu_squared", keeps=False, w_layout="ekn")
     assert not is_one("swiglu", keeps=False, w_layout="ekn")
+    assert not is_one("swiglu", keeps=False, hidden=1028)
     assert not is_one("swiglu", keeps=False, compute_capability=80)
