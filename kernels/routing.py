@@ -41,12 +41,11 @@ def top_k_kernel(
 
 
 @triton.jit
-def load_own(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """int32 [BLOCK_ROWS, BLOCK_EXPERTS]: 1 where a row is an expert's."""
+def load_experts(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The experts of rows row, row + 1, ...; NUM_EXPERTS for one that there is not."""
     rows = row + tl.arange(0, BLOCK_ROWS)
     expert = tl.load(experts + rows, mask=rows < num_rows, other=-1)
-    ids = tl.arange(0, BLOCK_EXPERTS)
-    return ((expert[:, None] == ids[None, :]) & (ids < NUM_EXPERTS)[None, :]).to(tl.int32)
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
 
 
 @triton.jit
@@ -61,8 +60,8 @@ def count_experts_kernel(
     first = tl.program_id(0) * (STEPS * BLOCK_ROWS)
     total = tl.full([BLOCK_EXPERTS], 0, tl.int32)
     for step in tl.range(0, STEPS):
-        own = load_own(experts, first + step * BLOCK_ROWS, num_rows, NUM_EXPERTS, BLOCK_ROWS, BLOCK_EXPERTS)
-        total += tl.reduce(own, 0, add)
+        expert = load_experts(experts, first + step * BLOCK_ROWS, num_rows, NUM_EXPERTS, BLOCK_ROWS)
+        total += tl.histogram(expert, BLOCK_EXPERTS, mask=expert < NUM_EXPERTS)
     ids = tl.arange(0, BLOCK_EXPERTS)
     tl.store(counts + tl.program_id(0) * NUM_EXPERTS + ids, total, mask=ids < NUM_EXPERTS)
 
@@ -98,14 +97,15 @@ def place_rows_kernel(
     # where the next row of each expert goes, and the next of none
     next_own = tl.associative_scan(sizes, 0, add) - sizes + before
     next_stray = tl.reduce(sizes, 0, add) + first - tl.reduce(before, 0, add)
+    block = tl.arange(0, BLOCK_ROWS)
+    is_earlier = block[None, :] < block[:, None]
     for step in tl.range(0, STEPS):
         row = first + step * BLOCK_ROWS
-        own = load_own(experts, row, num_rows, NUM_EXPERTS, BLOCK_ROWS, BLOCK_EXPERTS)
-        rows = row + tl.arange(0, BLOCK_ROWS)
-        is_own = tl.reduce(own, 1, add)
-        own_place = tl.reduce(own * (next_own[None, :] + tl.associative_scan(own, 0, add) - 1), 1, add)
-        stray_place = next_stray + tl.associative_scan(1 - is_own, 0, add) - 1
-        place = tl.where(is_own > 0, own_place, stray_place)
-        tl.store(gather_indices + place, rows, mask=rows < num_rows)
-        next_own += tl.reduce(own, 0, add)
-        next_stray += BLOCK_ROWS - tl.reduce(is_own, 0, add)
+        expert = load_experts(experts, row, num_rows, NUM_EXPERTS, BLOCK_ROWS)
+        is_own = expert < NUM_EXPERTS
+        rank = tl.reduce(((expert[None, :] == expert[:, None]) & is_earlier).to(tl.int32), 1, add)
+        own_place = tl.gather(next_own, tl.where(is_own, expert, 0), 0)
+        place = tl.where(is_own, own_place, next_stray) + rank
+        tl.store(gather_indices + place, row + block, mask=row + block < num_rows)
+        next_own += tl.histogram(expert, BLOCK_EXPERTS, mask=is_own)
+        next_stray += BLOCK_ROWS - tl.reduce(is_own.to(tl.int32), 0, add)

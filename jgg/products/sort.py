@@ -12,7 +12,7 @@ from jgg.products.partitioning import ROWS, WHOLE, Letters
 from jgg.products.product import Product
 
 _MAX_PROGRAMS = 512  # one program adds up what they counted
-_ELEMENTS = 8192  # of a program's block, rows times experts
+_BLOCK_ROWS = 128  # of a program's step, which compares each with each
 
 
 class Sort(NamedTuple):
@@ -35,11 +35,14 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
     from jgg.kernels.routing import count_experts_kernel, place_rows_kernel, sum_counts_kernel
 
     num_rows = len(experts)
-    block_experts = power_of_2(num_experts)
-    block_rows = min(256, _ELEMENTS // block_experts)
-    steps = math.ceil(num_rows / (_MAX_PROGRAMS * block_rows))
-    programs = math.ceil(num_rows / (steps * block_rows))
-    blocks = {"NUM_EXPERTS": num_experts, "STEPS": steps, "BLOCK_ROWS": block_rows, "BLOCK_EXPERTS": block_experts}
+    steps = math.ceil(num_rows / (_MAX_PROGRAMS * _BLOCK_ROWS))
+    programs = math.ceil(num_rows / (steps * _BLOCK_ROWS))
+    blocks = {
+        "NUM_EXPERTS": num_experts,
+        "STEPS": steps,
+        "BLOCK_ROWS": _BLOCK_ROWS,
+        "BLOCK_EXPERTS": power_of_2(num_experts),
+    }
     per_program = jax.ShapeDtypeStruct((programs, num_experts), jnp.int32)
     per_expert = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
     counted = Launch(
@@ -47,7 +50,6 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
         outputs={"counts": per_program},
         constants=blocks,
         grid=(programs,),
-        num_warps=8,  # with 4 they spill registers
         bytes_accessed=4 * (num_rows + per_program.size),
     )
     counts = launcher.run(count_experts_kernel, counted)["counts"]
@@ -65,7 +67,6 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
         outputs={"gather_indices": jax.ShapeDtypeStruct((num_rows,), jnp.int32)},
         constants=blocks,
         grid=(programs,),
-        num_warps=8,
         bytes_accessed=4 * (2 * num_rows + per_program.size),
     )
     return [sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"]]
