@@ -7,7 +7,7 @@ are of one group too, which is always so without RAGGED_M, a block of right is l
 
 Roles. A CTA has three warpgroups, of 128 threads:
 
-    multiply_tiles, twice   each multiplies 64 rows of the tile and stores them
+    multiply_tiles, twice   each multiplies 64 rows of the tile and has TMA store them
     load_blocks             one warp loads blocks by TMA; four do where rows of left have to be gathered, which TMA
                             cannot: those come by cp.async
 
@@ -56,8 +56,8 @@ columns and a result in float32). What the loading warps have to hold decides th
 No register of a loading warp that gathers may spill: it would come back behind all the rows that were asked for.
 
 Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
-KB in 4 stages, and as much in 6 stages with 128 columns. A part to be stored goes through shared memory too, so that
-neighbouring threads store neighbouring elements, 8 KB of each warpgroup. With the barriers that is 213,096 bytes of the
+KB in 4 stages, and as much in 6 stages with 128 columns. From there a part is stored too, 8 KB of each warpgroup, and
+as much at most of the hidden features made of it. With the barriers that is 213,288 bytes, or up to 229,672, of the
 232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
@@ -77,10 +77,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import tiles
-from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, zero_rows
+from .hopper_results import PARTS, ROW_LIMIT, TILE_ROWS, Results, make_pending, make_result
 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
-ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
 LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply
 LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
@@ -115,7 +114,7 @@ class Work:
       groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
         RAGGED_M, the same of each group in the order in which they are taken.
       cta: which of the cluster's two this is.
-      y_block: where y's first matrix begins, times Y_BLOCK_STRIDE, by which the compiler knows that rows are aligned.
+      y_row, y_column: where in y's first matrix the result begins, without RAGGED_M; Y_GROUP_ROWS: of each matrix.
       terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
         or "right" (only without RAGGED_M); "" for neither. The steps of a tile run over the terms, one after the other.
       HALVES: 2 where a tile's columns are of both halves of right's, gate and up, from column // 2 of each on; else 1.
@@ -126,7 +125,8 @@ class Work:
     ends: gl.tensor
     count: gl.tensor
     cta: gl.tensor
-    y_block: gl.tensor
+    y_row: gl.tensor
+    y_column: gl.tensor
     terms: gl.tensor
     num_rows: gl.tensor
     HAS_TERMS: gl.constexpr
@@ -139,10 +139,7 @@ class Work:
     BLOCK_REDUCED: gl.constexpr
     BLOCK_COLUMNS: gl.constexpr
     GATHERS: gl.constexpr
-    Y_BLOCK_STRIDE: gl.constexpr
-    Y_GROUP_STRIDE: gl.constexpr
-    Y_ROW_STRIDE: gl.constexpr
-    Y_COLUMN_STRIDE: gl.constexpr
+    Y_GROUP_ROWS: gl.constexpr
 
     @gluon.jit
     def num_tiles(self):
@@ -203,6 +200,17 @@ class Work:
     def row_of_tensor(self, row):
         """The row of left or y at which a tensor must begin for this CTA's part of it to begin at `row`."""
         return row - self.cta * WARPGROUP_ROWS
+
+    @gluon.jit
+    def place_of_result(self, item, first, last, column, TURNED: gl.constexpr):
+        """y's row and column of a tile's first row and column, and one past y's last row for the tile's group."""
+        if self.RAGGED_M:
+            return first, last, column
+        row = self.y_row + item * self.Y_GROUP_ROWS
+        if TURNED:
+            return row + column, row + self.COLUMNS, self.y_column + first
+        else:
+            return row + first, row + last, self.y_column + column
 
     @gluon.jit
     def steps_of_term(self, tile):
@@ -517,7 +525,7 @@ def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_i
         acc, stage, phase = multiply_steps(
             ring, acc, part * steps // PARTS, (part + 1) * steps // PARTS, stage, phase, WARPGROUP
         )
-        pending.store(results, work, part)
+        pending.store(results, WARPGROUP, part)
         if part == LOOKUP_PART:
             next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -565,10 +573,11 @@ def multiply_tiles(
 ):  # fmt: skip
     """One of the two warpgroups of a CTA."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    dtype: gl.constexpr = results.y.dtype.element_ty
-    zeros = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout)
-    nothing = gl.to_tensor(0)
-    pending = make_pending(work, zeros, nothing, nothing, nothing, nothing.to(gl.int64))
+    dtype: gl.constexpr = results.y.descriptor.dtype
+    nothing = gl.to_tensor(0)  # a tile that ends before it begins
+    pending = make_pending(
+        gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout), nothing, nothing, nothing, work.HALVES
+    )
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
@@ -586,33 +595,28 @@ def multiply_tiles(
                 work, ring, acc, pending, results, steps, stage, phase, next_index, WARPGROUP
             )
             first = work.row_of_tensor(first)
-            offset = first.to(gl.int64) * work.Y_ROW_STRIDE + work.y_block.to(gl.int64) * work.Y_BLOCK_STRIDE
-            if work.RAGGED_M:
-                group = work.group(item)
-            else:
-                offset += item.to(gl.int64) * work.Y_GROUP_STRIDE
-                group = item
+            group = work.group(item) if work.RAGGED_M else item
             acc = finish(
                 acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
             )
-            pending = make_pending(work, acc.to(dtype), first, last - first, column, offset)
+            row, end, column = work.place_of_result(item, first, last, column, results.y.TURNED)
+            pending = make_pending(acc.to(dtype), row, end, column, work.HALVES)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, steps, stage, phase)
-    pending.store_all(results, work)
+    pending.store_all(results, WARPGROUP)
 
 
 @gluon.jit
 def hopper_kernel(
     left, right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, hidden, num_rows, num_positions, num_groups, first_column,
-    y_block,
+    y_row, y_column,
     HAS_TERMS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     GATHERS: gl.constexpr, TOPK: gl.constexpr,
-    Y_BLOCK_STRIDE: gl.constexpr, Y_GROUP_STRIDE: gl.constexpr, Y_ROW_STRIDE: gl.constexpr,
-    Y_COLUMN_STRIDE: gl.constexpr,
+    Y_GROUP_ROWS: gl.constexpr, Y_IS_TURNED: gl.constexpr,
     ACTIVATES: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
@@ -621,11 +625,12 @@ def hopper_kernel(
     Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, columns] or with the last two exchanged
     (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
     zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], tile_group [num_groups]
-    the groups in the order to take them, tile_start and tile_end their rows, and y[g] is a [LEFT, COLUMNS] matrix of
-    the strides given, from element y_block * Y_BLOCK_STRIDE on. left and right are TMA descriptors; 16-bit floats, rows
-    of a multiple of 16 bytes. Where the kernel GATHERS, left is a pointer instead, to rows of which row
-    gather_indices[i] // TOPK is left's row i. The operand that HAS_TERMS is num_terms [1] matrices of num_rows rows,
-    one after the other, whose sum times scale, float32 [1] or None, is meant.
+    the groups in the order to take them, tile_start and tile_end their rows, and the result is stored from row y_row
+    and column y_column of y[g] on, a matrix of Y_GROUP_ROWS rows; turned, [COLUMNS, LEFT], if Y_IS_TURNED. left, right,
+    y and hidden are TMA descriptors, with rows of a multiple of 16 bytes; left and right of 16-bit floats. Where the
+    kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i. The
+    operand that HAS_TERMS is num_terms [1] matrices of num_rows rows, one after the other, whose sum times scale,
+    float32 [1] or None, is meant.
 
     With ACTIVATES, which needs RAGGED_M, y is the pre-activation, or None where it is not kept, and hidden [num_rows,
     hidden features] is stored too: `hopper_results`.
@@ -635,15 +640,14 @@ def hopper_kernel(
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED and not INTERLEAVED else 1
     work = Work(
-        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_block), terms, gl.to_tensor(num_rows), HAS_TERMS,
-        RAGGED_M, LEFT, REDUCED, COLUMNS, HALVES, BAND, BLOCK_REDUCED, BLOCK_COLUMNS, GATHERS,
-        Y_BLOCK_STRIDE, Y_GROUP_STRIDE, Y_ROW_STRIDE, Y_COLUMN_STRIDE,
-    )  # fmt: skip
-    results = Results(
-        hidden if y is None else y, y if hidden is None else hidden, y is not None, ACTIVATES, GATED, INTERLEAVED,
-        CURVE, LIMIT, ALPHA,
+        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_row), gl.to_tensor(y_column), terms,
+        gl.to_tensor(num_rows), HAS_TERMS, RAGGED_M, LEFT, REDUCED, COLUMNS, HALVES, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
+        GATHERS, Y_GROUP_ROWS,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
+    of_first = make_result(hidden if y is None else y, Y_IS_TURNED)
+    of_second = of_first if y is None or hidden is None else make_result(hidden, False)
+    results = Results(of_first, of_second, y is not None, ACTIVATES, GATED, INTERLEAVED, CURVE, LIMIT, ALPHA)
     gl.warp_specialize(
         [
             (
@@ -668,9 +672,7 @@ def hopper_kernel(
     if RAGGED_M:
         first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
         if y is not None:
-            zero_rows(y, gl.to_tensor(0), first, COLUMNS)
-            zero_rows(y, last, gl.to_tensor(num_rows), COLUMNS)
+            results.y.zero_rows(first, last, num_rows, COLUMNS)
         if ACTIVATES:
-            WIDTH: gl.constexpr = COLUMNS // 2 if GATED else COLUMNS
-            zero_rows(hidden, gl.to_tensor(0), first, WIDTH)
-            zero_rows(hidden, last, gl.to_tensor(num_rows), WIDTH)
+            results.hidden.zero_rows(first, last, num_rows, COLUMNS // 2 if GATED else COLUMNS)
+        tma.store_wait(0)

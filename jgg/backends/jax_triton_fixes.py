@@ -10,6 +10,7 @@ concerns everyone's; with other versions, jax-triton does as it does. None is kn
 | Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | they are right, but each product waits for the one before |
 | dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
 | descriptors say that they are not im2col | jax-triton 0.4.1 asks for that, which Triton 3.7 does not tell | no kernel with TMA compiles: sm_90 and later fail |
+| an output of a kernel can be a TMA descriptor | jax-triton 0.4.1 makes them of operands alone | warp-specialized kernels do not lower |
 | a kernel with more shared memory than there is is refused | jax-triton 0.4.1 leaves it to the launch | the program fails when it runs, without a name |
 | Gluon's modules live to the end | Triton 3.9's C++ keeps some of its classes | 20 lines about leaks as a process ends |
 
@@ -33,7 +34,7 @@ import jax_triton
 import jax_triton.triton_lib as triton_lib
 import numpy as np
 import triton
-from jax.interpreters import partial_eval
+from jax.interpreters import mlir, partial_eval
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
@@ -100,8 +101,39 @@ def _correct_jax_triton():
         launchable = _launchable(kernel["ttir"], compiled, gpu_target, options["num_ctas"])
         return launchable, kernel["ttir"], parsed, compiled
 
+    by_jax_triton_lowered = triton_lib.triton_kernel_call_lowering
+
+    def lower(ctx, *arrays, backend_options, **params):
+        options = dict(backend_options)
+        described = options.pop("output_descriptors", None)
+        if described is not None:
+            ctx = ctx.replace(avals_out=_Outputs(ctx.avals_out, dict(described)))
+            backend_options = triton_lib.FrozenDict(options)
+        return by_jax_triton_lowered(
+            triton_lib.make_cuda_target, ctx, *arrays, backend_options=backend_options, **params
+        )
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
     triton_lib.TritonFunction._compile_kernel = compile_kernel
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep_call
+
+
+class _Outputs(list):
+    """Types of outputs, of which jax-triton takes one by its number to pass it to the kernel, but all to lower a call.
+
+    Args:
+      described: by an output's number, what its TMA descriptor needs.
+    """
+
+    def __init__(self, avals, described):
+        super().__init__(avals)
+        self._descriptors = {
+            number: triton_lib.TensorDescriptor(avals[number], *description)
+            for number, description in described.items()
+        }
+
+    def __getitem__(self, number):
+        return self._descriptors.get(number) or super().__getitem__(number)
 
 
 def _keep_call(used_outs, *live_ins_and_call):

@@ -24,19 +24,26 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
         from jgg.backends import jax_triton_fixes
 
         jax_triton_fixes.correct_jax_triton()
-    operands = dict(launch.operands)
-    for key, tma in launch.descriptors.items():
-        layout = _shared_layout(tma, operands[key].dtype) if kernel.is_gluon() else None
-        operands[key] = jax_triton.TensorDescriptor(operands[key], tma.shape, tma.strides, tma.block_shape, layout)
     # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
     # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
     # the slices apart.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
     new = [key for key in launch.outputs if key not in refs]
+    operands, new_descriptors = launch.operands | refs, {}
+    for key, tma in launch.descriptors.items():
+        array = launch.outputs[key] if key in launch.outputs else operands[key]
+        layout = _shared_layout(tma, array.dtype) if kernel.is_gluon() else None
+        description = tma.shape, tma.strides, tma.block_shape, layout
+        if key in new:
+            new_descriptors[new.index(key)] = description
+        else:
+            operands[key] = jax_triton.TensorDescriptor(operands[key], *description)
+    options = {"ptx_version": _PTX_VERSION, "enable_fp_fusion": True}
+    if new_descriptors:
+        options["output_descriptors"] = tuple(new_descriptors.items())  # which jax_triton_fixes takes
     outputs = jax_triton.triton_call(
         **operands,
-        **refs,
         **launch.constants,
         kernel=kernel,
         out_type=tuple(launch.outputs[key] for key in new),
@@ -46,7 +53,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
         num_stages=launch.num_stages,
         num_ctas=launch.num_ctas,
         compute_capability=compute_capability,
-        backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": True},
+        backend_options=options,
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
     axes = varying_axes(*launch.arrays.values())

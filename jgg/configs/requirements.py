@@ -53,7 +53,7 @@ def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelCon
     loaded ahead, or where Triton finds a better way to turn a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)
-    if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a quarter of each warpgroup's rows
+    if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a quarter of it to be stored
         ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
         return _BARRIERS + ring + rows // 2 * columns // 4 * _result_size(problem, config)
     stage = (rows + columns) * step * problem.dtype.itemsize

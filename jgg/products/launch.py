@@ -23,7 +23,7 @@ _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 
 @dataclasses.dataclass(frozen=True)
 class Tma:
-    """A TMA descriptor of an operand, made on the host: shape and strides in elements, and the block of an access.
+    """A TMA descriptor, made on the host: shape and strides in elements, and the block of an access.
 
     For a kernel that runs in clusters, the two CTAs of one share a block along cta_axis; with None each has it all.
     (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
@@ -45,7 +45,7 @@ class Launch:
         first that is needed later.)
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
-      descriptors: the operands that the kernel takes as TMA descriptors rather than pointers.
+      descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
       num_warps, num_stages: of each program.
       num_ctas: multiprocessors (CTAs) that run one program as a cluster.
       flops, bytes_accessed: the cost that XLA and its profiler are told.
@@ -110,12 +110,17 @@ def halves(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
     return Tma((count, 2, rows // 2, columns), strides, (1, 2, *block))
 
 
-def bounded_rows(columns: int, block: tuple[int, int], cta_axis: int | None = None) -> Tma:
+def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = None) -> Tma:
     """Descriptor of rows, for accesses that each end at a row of their own.
 
     `kernels.tiles` explains the two leading axes.
+
+    Args:
+      block: [rows, columns] or, for the same place in both halves of each row, [rows, 2, columns].
     """
-    shape, strides = (_AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, columns), (_WRAP_STRIDE - columns, columns, columns, 1)
+    row_shape = (columns,) if len(block) == 2 else (2, columns // 2)
+    shape = _AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, *row_shape
+    strides = _WRAP_STRIDE - columns, columns, columns, *((columns // 2,) if len(block) == 3 else ()), 1
     return Tma(shape, strides, (1, 1, *block), cta_axis)
 
 

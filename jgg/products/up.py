@@ -54,18 +54,13 @@ def _launch(
 
 
 def _is_one_kernel(config, problem, activation, interleaved, keeps):
-    """Whether the warp-specialized kernel does both, with no more registers than a thread has.
-
-    Beside gathers it does not when it has two results, but for the layouts named here: a loading warp that has to fetch
-    spilled registers waits for all rows on their way, and the kernel takes longer than the two.
-    """
+    """Whether the warp-specialized kernel does both, with no more registers than its loading warps have."""
     if not config.warp_specialized or activation.curve is None:
         return False
-    if activation.is_gated and not interleaved and (problem.w_layout == "ekn" or problem.out_features % 16):
-        return False  # a block of gate and up would lie otherwise than it is multiplied; or rows end within 16 bytes
-    gathers = problem.permute_x and config.fuse_gather
-    is_light = problem.w_layout == "enk" and not interleaved and activation.curve[0] != "gelu"
-    return is_light or not (keeps and gathers)
+    if activation.is_gated and (problem.out_features % 16 or (problem.w_layout == "ekn" and not interleaved)):
+        return False  # rows of hidden end within 16 bytes; or a block of gate and up would lie otherwise than it should
+    # error functions beside gathers take too many
+    return not (activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
 
 
 def _several(how: How, operands: Forward, **parameters):

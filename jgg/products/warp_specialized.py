@@ -11,7 +11,6 @@ from jgg.backends.choice import Launcher
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
 from jgg.configs.requirements import max_columns
 from jgg.problem import GroupedGemmProblem
-from jgg.products import column_parts
 from jgg.products.activate import activation_constants
 from jgg.products.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
 from jgg.products.terms import Terms
@@ -21,6 +20,7 @@ _CTAS = 2  # of a cluster
 # Tiles of dW that a cluster takes, below which the last ones decide when all is done, so that the smallest groups come
 # last. Elsewhere that order was of no use, or 1.6% slower.
 _SHORT = 40
+_PARTS = 4  # of an output tile, stored one after the other
 _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
@@ -39,11 +39,6 @@ class Hidden(NamedTuple):
     def has_halves(self) -> bool:
         """Whether a tile's columns are of both halves of w's, gate and up."""
         return self.activation.is_gated and not self.interleaved
-
-
-_NO_ACTIVATION = {
-    "ACTIVATES": False, "GATED": False, "INTERLEAVED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0
-}  # fmt: skip
 
 
 def multiply_rows(
@@ -69,15 +64,14 @@ def multiply_rows(
     _, columns, reduced = config.sizes(problem)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
-    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, columns), dtype)}
-    has_halves, activates = False, _NO_ACTIVATION
+    part = block_columns // _PARTS
+    has_halves = hidden is not None and hidden.has_halves
+    results = {}  # columns, and the block that is stored at once
+    if hidden is None or hidden.keeps_product:
+        results["y"] = columns, (_TILE_ROWS, 2, part // 2) if has_halves else (_TILE_ROWS, part)
     if hidden is not None:
-        width = columns // 2 if hidden.activation.is_gated else columns
-        outputs = (outputs if hidden.keeps_product else {}) | {
-            "hidden": jax.ShapeDtypeStruct((problem.num_rows, width), dtype)
-        }
-        has_halves = hidden.has_halves
-        activates = {"ACTIVATES": True, **activation_constants(hidden.activation, hidden.interleaved)}
+        pair = 2 if hidden.activation.is_gated else 1
+        results["hidden"] = columns // pair, (_TILE_ROWS, part // pair)
     # w [E, columns, reduced] is turned in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
     block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
@@ -94,14 +88,16 @@ def multiply_rows(
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,
-            "y_block": 0,
-            **_absent(outputs),
+            "y_row": 0,
+            "y_column": 0,
+            **_absent(results),
         },
         descriptors={
             **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
             "right": halves(w.shape, block) if has_halves else matrices(w.shape, block),
+            **{key: bounded_rows(width, stored, cta_axis=2) for key, (width, stored) in results.items()},
         },
-        outputs=outputs,
+        outputs={key: jax.ShapeDtypeStruct((problem.num_rows, width), dtype) for key, (width, _) in results.items()},
         constants={
             "HAS_TERMS": "" if terms.num_terms is None else "left",
             "RAGGED_M": True,
@@ -111,12 +107,10 @@ def multiply_rows(
             "RIGHT_IS_TURNED": is_turned,
             "GATHERS": gathers,
             "TOPK": problem.topk if gathers and is_forward else 1,
-            "Y_BLOCK_STRIDE": 0,
-            "Y_GROUP_STRIDE": 0,
-            "Y_ROW_STRIDE": columns,
-            "Y_COLUMN_STRIDE": 1,
+            "Y_GROUP_ROWS": 0,
+            "Y_IS_TURNED": False,
             **_constants(config, block_columns, step),
-            **activates,
+            **_activation(hidden),
         },
         **_options(launcher.target, problem, tiles),
     )
@@ -131,8 +125,8 @@ def multiply_row_blocks(
 
     Args:
       x, dy: in expert order, but for x with `problem.permute_x` or dy with `problem.permute_y`, in token order: the
-        kernel gathers the rows of one of them. x may have fewer than K features, from `first_feature` on, a multiple of
-        column_parts.STEP: the gradient of those alone is written.
+        kernel gathers the rows of one of them. x may have fewer than K features, from `first_feature` on, up to a
+        multiple of column_parts.STEP or the last: the gradient of those alone is written.
       dw: what to write it into, or None for a new array.
     """
     from jgg.kernels.hopper import hopper_kernel
@@ -144,6 +138,8 @@ def multiply_row_blocks(
     is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
     if is_turned:
         left, right = right, left
+    part = block_columns // _PARTS
+    stored = (part, _TILE_ROWS) if is_turned else (_TILE_ROWS, part)
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     clusters = target.num_sms // _CTAS
@@ -164,10 +160,15 @@ def multiply_row_blocks(
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": 0,
-            "y_block": first_feature // column_parts.STEP,
+            "y_row": 0 if problem.w_layout == "enk" else first_feature,
+            "y_column": first_feature if problem.w_layout == "enk" else 0,
             **_absent({"y"}),
         },
-        descriptors=left_rows | {"right": bounded_rows(right.shape[1], (step, block_columns))},
+        descriptors={
+            **left_rows,
+            "right": bounded_rows(right.shape[1], (step, block_columns)),
+            "y": bounded_rows(w_columns, stored, cta_axis=3 if is_turned else 2),
+        },
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
         constants={
             "HAS_TERMS": "" if dy.num_terms is None else "left" if left is dy.rows else "right",
@@ -178,12 +179,10 @@ def multiply_row_blocks(
             "RIGHT_IS_TURNED": False,
             "GATHERS": gathered is not None,
             "TOPK": problem.topk if problem.permute_x else 1,
-            "Y_BLOCK_STRIDE": column_parts.STEP * (1 if problem.w_layout == "enk" else w_columns),
-            "Y_GROUP_STRIDE": w_rows * w_columns,
-            "Y_ROW_STRIDE": 1 if is_turned else w_columns,
-            "Y_COLUMN_STRIDE": w_columns if is_turned else 1,
+            "Y_GROUP_ROWS": w_rows,
+            "Y_IS_TURNED": is_turned,
             **_constants(config, block_columns, step),
-            **_NO_ACTIVATION,
+            **_activation(None),
         },
         **_options(target, problem, problem.num_experts * tiles),
     )
@@ -217,6 +216,12 @@ def _constants(config, block_columns, step):
         "BLOCK_COLUMNS": block_columns,
         "STAGES": config.num_stages,
     }
+
+
+def _activation(hidden):
+    if hidden is None:
+        return {"ACTIVATES": False, "GATED": False, "INTERLEAVED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0}
+    return {"ACTIVATES": True, **activation_constants(hidden.activation, hidden.interleaved)}
 
 
 def _absent(outputs):

@@ -208,8 +208,8 @@ def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
         jax.jit(dw).trace(x, dy, sizes, indices).lower(lowering_platforms=("cuda",))
     assert names(launched) == 3 * ["combine_kernel", "hopper_kernel"]
     assert [launch.constants["COLUMNS"] for _, launch in launched[::2]] == [1024, 1024, 512]
-    offsets = [launch.operands["y_block"] * launch.constants["Y_BLOCK_STRIDE"] for _, launch in launched[1::2]]
-    assert offsets == [first * (1 if w_layout == "enk" else 2048) for first in (0, 1024, 2048)]
+    places = [(launch.operands["y_row"], launch.operands["y_column"]) for _, launch in launched[1::2]]
+    assert places == [(0, first) if w_layout == "enk" else (first, 0) for first in (0, 1024, 2048)]
 
 
 @pytest.mark.parametrize(("features", "is_sorted"), [(512, True), (4096, False)])
