@@ -6,8 +6,8 @@
     for name, value in jgg.hf.from_hf(config, checkpoint, layer=3).items():
         getattr(layer, name)[...] = value
 
-Checkpoint needs safetensors (`pip install 'jgg[hf]'`). FP8 and MXFP4 checkpoints must be converted to a plain dtype
-first.
+Checkpoint needs safetensors (`pip install 'jgg[hf]'`). From checkpoints in FP8 with a scale for each block of a weight
+(DeepSeek-V3, Kimi-K2) and in MXFP4 (gpt-oss), parameters are made in bfloat16.
 """
 
 import json
@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family
+from jgg.hf_quantized import dequantized
 from jgg.layers import MoELayer
 
 
@@ -57,17 +59,19 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
 def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
     """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
 
-    There is also "selection_bias" if the router has one.
+    There is also "selection_bias" if the router has one. Weights that are quantized come in bfloat16.
 
     Args:
-      config: the model's.
+      config: the model's; its "quantization_config" says how tensors are quantized.
       tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
         read once.
       layer: index of the decoder layer.
 
     Raises: ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it.
+      Or the checkpoint is quantized in another way than in blocks of FP8 or in MXFP4.
     """
     own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
+    tensors = dequantized(config, tensors)
     names = {
         name: [part for part, _ in own.tensors[name].parts(block, np.broadcast_to(0, shape))]
         for name, shape in shapes.items()
@@ -90,6 +94,8 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer:
 
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
+
+    Weights that were quantized are not so again: write them with a config.json that has no "quantization_config".
 
     Raises: ValueError: a parameter is missing, not expected or has a wrong shape; the message names it.
     """
@@ -139,8 +145,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The tensor, in host memory."""
-        with self._open(self._files[name]) as file:
-            return file.get_tensor(name)
+        path = self._files[name]
+        with self._open(path) as file:
+            dtype = file.get_slice(name).get_dtype()
+            return _read_float8(self.path / path, name) if dtype == "F8_E4M3" else file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
@@ -161,3 +169,16 @@ class Checkpoint(Mapping[str, np.ndarray]):
         from safetensors import safe_open
 
         return safe_open(self.path / name, framework="np")
+
+
+def _read_float8(path: Path, name: str) -> np.ndarray:
+    """A tensor in float8_e4m3fn, for which safetensors 0.8 asks NumPy, which has no such dtype.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        tensor = json.loads(file.read(length))[name]
+        begin, end = tensor["data_offsets"]
+        values = np.fromfile(file, np.uint8, end - begin, offset=begin)
+    return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])

@@ -178,3 +178,86 @@ def test_errors_of_configs():
         jgg.hf.moe_layer({key: value for key, value in config.items() if key != "num_experts"})
     with pytest.raises(ValueError, match=r"hidden_act must be one of .*got 'tanh'"):
         jgg.hf.moe_layer(config | {"hidden_act": "tanh"})
+
+
+def in_fp8(weights, block):
+    """Weights of experts with a scale for each block, as DeepSeek-V3's, and what they stand for."""
+    quantized, exact = {}, {}
+    for key, w in weights.items():
+        if w.ndim < 2 or ".gate." in key:
+            quantized[key] = exact[key] = w
+            continue
+        rows, columns = (range(0, size, step) for size, step in zip(w.shape, block, strict=True))
+        values, scales = np.empty(w.shape, ml_dtypes.float8_e4m3fn), np.empty((len(rows), len(columns)), np.float32)
+        exact[key] = np.empty(w.shape, ml_dtypes.bfloat16)
+        for i, j in np.ndindex(scales.shape):
+            own = np.s_[rows[i] : rows[i] + block[0], columns[j] : columns[j] + block[1]]
+            scales[i, j] = np.max(np.abs(w[own])) / 448
+            values[own] = w[own] / scales[i, j]
+            exact[key][own] = values[own].astype(np.float32) * scales[i, j]
+        quantized |= {key: values, key + "_scale_inv": scales}
+    return quantized, exact
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 20)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])
+def test_fp8_checkpoints_are_read_in_bfloat16(name, block, tmp_path):
+    config, weights, _, _ = load(name)
+    quantized, exact = in_fp8(weights, block)
+    save_file(quantized, tmp_path / "model.safetensors")
+    config |= {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}}
+    checkpoint = jgg.hf.Checkpoint(tmp_path)
+    assert checkpoint.moe_layers(config) == [0]
+    params = jgg.hf.from_hf(config, checkpoint, 0)
+    original = jgg.hf.from_hf(config, weights, 0)
+    assert params["w_gate_up"].dtype == params["w_shared_down"].dtype == ml_dtypes.bfloat16
+    assert params["w_router"].dtype == np.float32
+    back = jgg.hf.to_hf(config, params, 0)
+    assert back.keys() == exact.keys()
+    for key, array in exact.items():
+        np.testing.assert_array_equal(back[key], array)
+    for key, array in original.items():
+        np.testing.assert_allclose(params[key].astype(np.float32), array, rtol=0.07, atol=2e-3 * np.abs(array).max())
+
+
+def test_mxfp4_checkpoints_are_read_in_bfloat16():
+    """As transformers 5.23 reads the same bytes: its `convert_moe_packed_tensors` made the weights of data/hf/mxfp4."""
+    with np.load(DATA / "mxfp4.npz") as file:
+        arrays = dict(file)
+    experts, hidden, features = arrays["w_down"].shape
+    config, weights, _, _ = load("gpt_oss")
+    config |= {"hidden_size": features, "intermediate_size": hidden, "num_local_experts": experts}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    block = "model.layers.0.mlp."
+    sizes = jgg.hf.moe_layer(config)
+    tensors = {
+        block + "router.weight": np.ones((experts, features), np.float32),
+        block + "router.bias": np.ones(experts, np.float32),
+        block + "experts.gate_up_proj_bias": np.ones((experts, 2 * hidden), np.float32),
+        block + "experts.down_proj_bias": np.ones((experts, features), np.float32),
+    }
+    assert tensors.keys() < weights.keys()
+    for name in ("gate_up", "down"):
+        tensors |= {f"{block}experts.{name}_proj_{of}": arrays[f"{name}_{of}"] for of in ("blocks", "scales")}
+    params = jgg.hf.from_hf(config, tensors, 0)
+    assert {key: array.shape for key, array in params.items()} == sizes.shapes
+    for key in ("w_gate_up", "w_down"):
+        assert params[key].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(params[key].astype(np.float32), arrays[key])
+
+
+def test_errors_of_quantized_checkpoints():
+    config, weights, _, _ = load("deepseek_v3")
+    quantized, _ = in_fp8(weights, (128, 128))
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match="scale_inv is not expected in the MoE block"):
+        jgg.hf.from_hf(config, quantized, 0)
+    with pytest.raises(ValueError, match=r"quant_method 'fp8' with a weight_block_size, or 'mxfp4', got \{'quant_meth"):
+        jgg.hf.from_hf(config | {"quantization_config": {"quant_method": "awq"}}, quantized, 0)
+    key = "model.layers.0.mlp.experts.3.up_proj.weight"
+    wrong = quantized | {f"{key}_scale_inv": np.ones((2, 1), np.float32)}
+    with pytest.raises(ValueError, match=rf"The scales of {key} must have shape \[1, 1\], got \[2, 1\]"):
+        jgg.hf.from_hf(config | {"quantization_config": fp8}, wrong, 0)
+    missing = {name: array for name, array in quantized.items() if name != f"{key}_scale_inv"}
+    with pytest.raises(ValueError, match=rf"{key} must have the dtype of .*, bfloat16, got float8_e4m3fn"):
+        jgg.hf.from_hf(config | {"quantization_config": fp8}, missing, 0)
