@@ -1,5 +1,7 @@
 """Launches the Triton kernels; the only module that calls triton_call."""
 
+from typing import Any
+
 import jax
 
 from jgg.manual_axes import vary_over, varying_axes
@@ -39,7 +41,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
             new_descriptors[new.index(key)] = description
         else:
             operands[key] = jax_triton.TensorDescriptor(operands[key], *description)
-    options = {"ptx_version": _PTX_VERSION, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"ptx_version": _PTX_VERSION, "enable_fp_fusion": True}
     if new_descriptors:
         options["output_descriptors"] = tuple(new_descriptors.items())  # which jax_triton_fixes takes
     outputs = jax_triton.triton_call(
