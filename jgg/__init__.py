@@ -5,6 +5,7 @@ from jgg.exporting import export
 from jgg.gpu_target import target
 from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.moe import moe_mlp
+from jgg.quantized import QuantizedArray, quantize_tokens, quantize_weights
 from jgg.ragged_dot import ragged_dot, ragged_dot_general
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
@@ -17,6 +18,7 @@ __all__ = [
     "KernelConfigDW",
     "KernelConfigDX",
     "KernelConfigForward",
+    "QuantizedArray",
     "Routing",
     "check",
     "export",
@@ -26,6 +28,8 @@ __all__ = [
     "grouped_gemm_forward",
     "load_balancing_loss",
     "moe_mlp",
+    "quantize_tokens",
+    "quantize_weights",
     "ragged_dot",
     "ragged_dot_general",
     "route",

@@ -20,12 +20,13 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.product import Product
+from jgg.quantized import QuantizedArray, dense_weights
 from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
 
 
 def grouped_gemm(
     x: ArrayLike,
-    w: ArrayLike,
+    w: ArrayLike | QuantizedArray,
     group_sizes: ArrayLike,
     topk: int = 1,
     gather_indices: ArrayLike | None = None,
@@ -54,7 +55,8 @@ def grouped_gemm(
 
     Args:
       x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`.
-      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case.
+      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case. Or a QuantizedArray
+        of this shape, which is dequantized to the dtype of x first and gets no gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
@@ -96,11 +98,11 @@ def grouped_gemm(
 
 
 def grouped_gemm_forward(
-    x: ArrayLike, w: ArrayLike, group_sizes: ArrayLike, topk: int = 1, gather_indices: ArrayLike | None = None,
-    permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None,
-    bias: ArrayLike | None = None, *, w_layout: str = "enk", precision: jax.lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None, kernel_config: KernelConfigForward | None = None,
-    implementation: str | None = None,
+    x: ArrayLike, w: ArrayLike | QuantizedArray, group_sizes: ArrayLike, topk: int = 1,
+    gather_indices: ArrayLike | None = None, permute_x: bool = False, permute_y: bool = False,
+    topk_weights: ArrayLike | None = None, bias: ArrayLike | None = None, *, w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None, preferred_element_type: DTypeLike | None = None,
+    kernel_config: KernelConfigForward | None = None, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
     return _product(
@@ -111,9 +113,9 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_dx(
-    dy: ArrayLike, w: ArrayLike, gather_indices: ArrayLike | None, group_sizes: ArrayLike, topk: int = 1,
-    permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None, *, w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None, kernel_config: KernelConfigDX | None = None,
+    dy: ArrayLike, w: ArrayLike | QuantizedArray, gather_indices: ArrayLike | None, group_sizes: ArrayLike,
+    topk: int = 1, permute_x: bool = False, permute_y: bool = False, topk_weights: ArrayLike | None = None, *,
+    w_layout: str = "enk", precision: jax.lax.PrecisionLike = None, kernel_config: KernelConfigDX | None = None,
     implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """The gradient of `grouped_gemm` in x alone; its own derivative is plain JAX.
@@ -183,7 +185,9 @@ def _checked(
 ) -> tuple[GroupedGemmProblem, How, dict[str, Any]]:  # fmt: skip
     """The problem, how to compute it, and those of the arguments that are arrays."""
     names = [name for name in ("x", "dy", "w", "group_sizes", *_MAY_BE_NONE) if name in arguments]
-    arrays = as_arrays({name: arguments[name] for name in names}, _MAY_BE_NONE)
+    rows = "x" if "x" in arguments else "dy"
+    dense = dense_weights(rows, arguments[rows], {name: arguments[name] for name in names})
+    arrays = as_arrays(dense, _MAY_BE_NONE)
     problem = check_problem(**arguments | arrays)
     return problem, how_of(problem, implementation), arrays
 

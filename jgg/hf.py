@@ -6,22 +6,23 @@
     for name, value in jgg.hf.from_hf(config, checkpoint, layer=3).items():
         getattr(layer, name)[...] = value
 
-Checkpoint needs safetensors (`pip install 'jgg[hf]'`). From checkpoints in FP8 with a scale for each block of a weight
-(DeepSeek-V3, Kimi-K2) and in MXFP4 (gpt-oss), parameters are made in bfloat16.
+Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
+Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family
-from jgg.hf_quantized import dequantized
+from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor
+from jgg.hf_quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
+from jgg.quantized import BLOCKS, QuantizedArray
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -56,22 +57,28 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
         raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
 
 
-def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+def from_hf(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, *, keep_quantized: bool = False
+) -> dict[str, Any]:
     """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
 
-    There is also "selection_bias" if the router has one. Weights that are quantized come in bfloat16.
+    There is also "selection_bias" if the router has one.
 
     Args:
       config: the model's; its "quantization_config" says how tensors are quantized.
       tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
         read once.
       layer: index of the decoder layer.
+      keep_quantized: weights that are quantized become a QuantizedArray, with values in float8_e4m3fn, rather than
+        bfloat16. MXFP4's numbers of four bits take eight then.
 
     Raises: ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it.
-      Or the checkpoint is quantized in another way than in blocks of FP8 or in MXFP4.
+      Or the checkpoint is quantized in another way than FP8 in blocks or MXFP4, or a QuantizedArray cannot hold it.
     """
     own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
-    tensors = dequantized(config, tensors)
+    how = quantization(config)
+    quantized = None if how is None else QuantizedTensors(tensors, how)
+    tensors = tensors if quantized is None else quantized
     names = {
         name: [part for part, _ in own.tensors[name].parts(block, np.broadcast_to(0, shape))]
         for name, shape in shapes.items()
@@ -79,34 +86,80 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer:
     expected = {part for parts in names.values() for part in parts}
     present = {name for name in tensors if name.startswith(block)}
     _check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
-    params: dict[str, np.ndarray] = {}
+    params: dict[str, Any] = {}
     for name, shape in shapes.items():
-        first = np.asarray(tensors[names[name][0]])
-        params[name] = np.empty(shape, first.dtype)
-        for part, target in own.tensors[name].parts(block, params[name]):
-            value = first if part == names[name][0] else np.asarray(tensors[part])
-            _check_shape(part, value, target.shape)
-            if value.dtype != first.dtype:
-                raise ValueError(f"{part} must have the dtype of {names[name][0]}, {first.dtype}, got {value.dtype}.")
-            target[...] = value
+        stored = own.tensors[name]
+        if keep_quantized and quantized is not None and names[name][0] in quantized.names:
+            of_scales = _scales_shape(stored, name, shape, quantized.how)
+            values = _filled(stored, block, shape, quantized.read_values)
+            scales = _filled(stored, block, of_scales, quantized.read_scales, "scales of ")
+            params[name] = QuantizedArray(values, scales)
+        else:
+            params[name] = _filled(stored, block, shape, tensors.__getitem__)
     return params
+
+
+def _filled(
+    stored: Tensor, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
+) -> np.ndarray:
+    """A parameter of that shape from its parts."""
+    first_part, _ = next(stored.parts(block, np.broadcast_to(0, shape)))
+    first = np.asarray(read(first_part))
+    array = np.empty(shape, first.dtype)
+    for part, target in stored.parts(block, array):
+        value = first if part == first_part else np.asarray(read(part))
+        _check_shape(what + part, value, target.shape)
+        if value.dtype != first.dtype:
+            raise ValueError(f"{what}{part} must have the dtype of {first_part}, {first.dtype}, got {value.dtype}.")
+        target[...] = value
+    return array
+
+
+def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
+    """Of a parameter's scales.
+
+    Raises: ValueError: a block has parts of two tensors, or other sizes than those of a QuantizedArray.
+    """
+    block = how.block[::-1] if stored.is_transposed else how.block
+    columns = shape[-1] // len(stored.names)
+    if not set(block) <= set(BLOCKS) or (len(stored.names) > 1 and columns % block[1]):
+        raise ValueError(
+            f"{name} {list(shape)} of {len(stored.names)} tensors side by side must have whole blocks of {BLOCKS} rows "
+            f"and columns to stay quantized, got blocks of {list(block)}."
+        )
+    return tuple(how.scales_shape(shape, block))
 
 
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
 
-    Weights that were quantized are not so again: write them with a config.json that has no "quantization_config".
+    A QuantizedArray is stored as config["quantization_config"] says. Weights that were quantized but not kept so are
+    not quantized again: write them with a config.json without that entry.
 
-    Raises: ValueError: a parameter is missing, not expected or has a wrong shape; the message names it.
+    Raises: ValueError: a parameter is missing, not expected, has a wrong shape or is quantized where the config says
+      nothing of it; the message names it.
     """
     own, shapes = family(config), _shapes(config)
     _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
+
+    def store(name: str, array: Any, suffix: str = "", write: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+        for part, value in own.tensors[name].parts(own.block_name(layer), np.asarray(array)):
+            tensors[part + suffix] = np.ascontiguousarray(write(value))
+
     for name, shape in shapes.items():
-        array = np.asarray(params[name])
-        _check_shape(name, array, shape)
-        for part, value in own.tensors[name].parts(own.block_name(layer), array):
-            tensors[part] = np.ascontiguousarray(value)
+        param = params[name]
+        if not isinstance(param, QuantizedArray):
+            _check_shape(name, np.asarray(param), shape)
+            store(name, param)
+            continue
+        how = quantization(config)
+        if how is None:
+            raise ValueError(f"{name} must be no QuantizedArray if config has no quantization_config, got one.")
+        _check_shape(name, param, shape)
+        _check_shape(f"scales of {name}", param.scales, _scales_shape(own.tensors[name], name, shape, how))
+        store(name, param.values, how.suffixes[0], how.write_values)
+        store(name, param.scales, how.suffixes[1], how.write_scales)
     return tensors
 
 
@@ -122,7 +175,7 @@ def _check_names(present: Set[str], expected: Set[str], where: str) -> None:
             raise ValueError(f"{min(wrong)} {what} {where}.")
 
 
-def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
 

@@ -1,5 +1,6 @@
-"""Quantized checkpoints of Hugging Face, as bfloat16: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
+"""How checkpoints of Hugging Face are quantized: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,99 +8,133 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_GROUP = 32  # elements of MXFP4 that share a scale
-_HALVES = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)  # by the four bits of a number
+from jgg.quantized import BLOCK
+
+GROUP = 32  # elements of MXFP4 that share a scale
+# by the four bits of a number; float8_e4m3fn holds all of them
+_NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
 
 
-def dequantized(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """A checkpoint's tensors with those that are quantized in bfloat16, each computed when it is asked for.
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How tensors are stored as values and scales.
 
-    Args:
-      config: as in config.json, whose "quantization_config" says how; without it, tensors are returned.
-
-    Raises: ValueError: the checkpoint is quantized in another way.
+    Attributes:
+      suffixes: what the names of values and of scales have beyond the tensor's.
+      block: rows and columns that share a scale, of the tensor as transformers keeps it.
+      read_values, read_scales: from a stored tensor to float8_e4m3fn [..., rows, columns], and to its scales, floats
+        [..., rows / block, columns / block]. write_values, write_scales: the inverse.
     """
-    quantization = config.get("quantization_config", config.get("text_config", {}).get("quantization_config"))
-    if quantization is None:
-        return tensors
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+
+    suffixes: tuple[str, str]
+    block: tuple[int, int]
+    read_values: Callable[[np.ndarray], np.ndarray]
+    read_scales: Callable[[np.ndarray], np.ndarray]
+    write_values: Callable[[np.ndarray], np.ndarray]
+    write_scales: Callable[[np.ndarray], np.ndarray]
+
+    @staticmethod
+    def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+        """Of the scales of an array with such blocks."""
+        counts = [math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)]
+        return (*shape[:-2], *counts)
+
+    def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """A tensor in bfloat16."""
+        expected = self.scales_shape(values.shape, self.block)
+        if scales.shape != expected:
+            raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
+        scales = scales.astype(np.float32)
+        for axis, step in zip((-2, -1), self.block, strict=True):
+            scales = np.repeat(scales, step, axis).take(range(values.shape[axis]), axis)
+        return (values.astype(np.float32) * scales).astype(jnp.bfloat16)
+
+
+def quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How a checkpoint is quantized, from its config's "quantization_config"; None if it is not.
+
+    Raises: ValueError: in a way that is none of the two.
+    """
+    how = config.get("quantization_config", config.get("text_config", {}).get("quantization_config"))
+    if how is None:
+        return None
+    method, block = how.get("quant_method"), how.get("weight_block_size")
     if method == "mxfp4":
-        return _Dequantized(tensors, ("_blocks", "_scales"), _from_mxfp4)
+        return _MXFP4
     if method == "fp8" and block is not None:
-        return _Dequantized(
-            tensors, ("", "_scale_inv"), lambda name, values, scales: _from_fp8(name, values, scales, block)
-        )
+        rows, columns = block
+        return dataclasses.replace(_FP8, block=(rows, columns))
     raise ValueError(
-        f"quantization_config must have quant_method 'fp8' with a weight_block_size, or 'mxfp4', got {quantization}."
+        f"quantization_config must have quant_method 'fp8' with a weight_block_size, or 'mxfp4', got {dict(how)}."
     )
 
 
-class _Dequantized(Mapping[str, np.ndarray]):
-    """Tensors by name, two of which may stand for one.
-
-    Args:
-      suffixes: what the names of values and of their scales have beyond the name.
-      compute: (name, values, scales) -> the tensor.
-    """
-
-    def __init__(
-        self, tensors: Mapping[str, np.ndarray], suffixes: tuple[str, str],
-        compute: Callable[[str, np.ndarray, np.ndarray], np.ndarray],
-    ) -> None:  # fmt: skip
-        self._compute = compute
-        of_values, of_scales = suffixes
-        self._tensors = tensors
-        self._quantized = {
-            scales.removesuffix(of_scales): (scales.removesuffix(of_scales) + of_values, scales)
-            for scales in tensors
-            if scales.endswith(of_scales) and scales.removesuffix(of_scales) + of_values in tensors
-        }
-        parts = {part for pair in self._quantized.values() for part in pair}
-        self._names = [name for name in tensors if name not in parts] + list(self._quantized)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """The tensor, in host memory."""
-        if name not in self._quantized:
-            return self._tensors[name]
-        values, scales = self._quantized[name]
-        return self._compute(name, np.asarray(self._tensors[values]), np.asarray(self._tensors[scales]))
-
-    def __iter__(self) -> Iterator[str]:
-        """Names of all tensors."""
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        """Number of tensors."""
-        return len(self._names)
+def _as_is(array):
+    return array
 
 
-def _from_fp8(name, values, scales, block):
-    """Values [rows, columns] times the scale of their block.
-
-    Source: `weight_dequant` of DeepSeek-V3's inference/kernel.py.
-    """
-    blocks = [math.ceil(size / step) for size, step in zip(values.shape, block, strict=True)]
-    _check_scales(name, scales, blocks)
-    scales = scales.astype(np.float32)
-    for axis, (size, step) in enumerate(zip(values.shape, block, strict=True)):
-        scales = np.repeat(scales, step, axis).take(range(size), axis)
-    return (values.astype(np.float32) * scales).astype(jnp.bfloat16)
-
-
-def _from_mxfp4(name, blocks, scales):
-    """Bytes [..., out, groups, 16] of two numbers each, the lower half first, and a scale for each group.
-
-    Returns: [..., in, out], as transformers keeps it.
+def _unpacked(blocks):
+    """Bytes [..., columns, groups, 16] of two numbers each, the lower half first, as [..., rows, columns].
 
     Source: OCP Microscaling Formats (MX) Specification 1.0; the order is that of `convert_moe_packed_tensors` in
     transformers.
     """
-    _check_scales(name, scales, list(blocks.shape[:-1]))
-    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _GROUP)
-    values = _HALVES[numbers] * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
-    return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2).astype(jnp.bfloat16)
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    return _NUMBERS[numbers.reshape(*blocks.shape[:-2], -1)].swapaxes(-1, -2)
 
 
-def _check_scales(name, scales, shape):
-    if list(scales.shape) != shape:
-        raise ValueError(f"The scales of {name} must have shape {shape}, got {list(scales.shape)}.")
+def _packed(values):
+    numbers = values.swapaxes(-1, -2).astype(jnp.float4_e2m1fn).view(np.uint8) & 15
+    pairs = numbers.reshape(*numbers.shape[:-1], -1, GROUP // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+# Source: `weight_dequant` of DeepSeek-V3's inference/kernel.py
+_FP8 = Quantization(("", "_scale_inv"), (BLOCK, BLOCK), _as_is, _as_is, _as_is, _as_is)
+_MXFP4 = Quantization(
+    ("_blocks", "_scales"),
+    (GROUP, 1),
+    _unpacked,
+    lambda scales: scales.view(jnp.float8_e8m0fnu).astype(np.float32).swapaxes(-1, -2),
+    _packed,
+    lambda scales: np.ascontiguousarray(scales.swapaxes(-1, -2)).astype(jnp.float8_e8m0fnu).view(np.uint8),
+)
+
+
+class QuantizedTensors(Mapping[str, np.ndarray]):
+    """A checkpoint's tensors by the names that they would have if they were not quantized, then in bfloat16.
+
+    Attributes:
+      how: they are quantized.
+      names: of those that are.
+    """
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], how: Quantization) -> None:
+        self._tensors, self.how = tensors, how
+        of_values, of_scales = how.suffixes
+        scaled = [name.removesuffix(of_scales) for name in tensors if name.endswith(of_scales)]
+        self.names = {name for name in scaled if name + of_values in tensors}
+        parts = {name + suffix for name in self.names for suffix in how.suffixes}
+        self._all = [name for name in tensors if name not in parts] + sorted(self.names)
+
+    def read_values(self, name: str) -> np.ndarray:
+        """A quantized tensor's."""
+        return self.how.read_values(np.asarray(self._tensors[name + self.how.suffixes[0]]))
+
+    def read_scales(self, name: str) -> np.ndarray:
+        """A quantized tensor's."""
+        return self.how.read_scales(np.asarray(self._tensors[name + self.how.suffixes[1]]))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The tensor, in host memory."""
+        if name not in self.names:
+            return self._tensors[name]
+        return self.how.dequantize(name, self.read_values(name), self.read_scales(name))
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._all)

@@ -16,6 +16,7 @@ from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, ch
 from jgg.backends.choice import check_implementation
 from jgg.moe import moe_mlp
 from jgg.problem import DTYPES
+from jgg.quantized import QuantizedArray, dense_weights
 from jgg.router_losses import load_balancing_loss, router_z_loss
 from jgg.routing import Routing, check_counts, check_scores, route
 from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
@@ -121,20 +122,23 @@ class MoELayer:
         return shapes
 
     def apply(
-        self, params: Mapping[str, ArrayLike], x: ArrayLike, selection_bias: ArrayLike | None = None, *,
-        sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, implementation: str | None = None,
+        self, params: Mapping[str, ArrayLike | QuantizedArray], x: ArrayLike, selection_bias: ArrayLike | None = None,
+        *, sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None,
+        implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
-          params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32.
+          params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32. A
+            QuantizedArray is dequantized to the dtype of x first and gets no gradient.
           x: [..., H].
           selection_bias: float [E], with `use_selection_bias`.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
         """
-        arrays = as_arrays({**params, "x": x, "selection_bias": selection_bias}, may_be_none=("selection_bias",))
+        named = dense_weights("x", x, {**params, "x": x, "selection_bias": selection_bias})
+        arrays = as_arrays(named, may_be_none=("selection_bias",))
         tokens: jax.Array = arrays["x"]
         shape = tokens.shape
         if not shape or shape[-1] != self.in_features:

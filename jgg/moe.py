@@ -22,14 +22,15 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
+from jgg.quantized import QuantizedArray, dense_weights
 from jgg.routing import Routing, as_routing
 from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
 
 
 def moe_mlp(
     x: ArrayLike,
-    w_gate_up: ArrayLike,
-    w_down: ArrayLike,
+    w_gate_up: ArrayLike | QuantizedArray,
+    w_down: ArrayLike | QuantizedArray,
     routing: Routing,
     *,
     activation: str | Activation = "swiglu",
@@ -58,7 +59,8 @@ def moe_mlp(
       x: [T, H].
       w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
         that is not gated, I instead of 2 * I.
-      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H].
+      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. Either may be a QuantizedArray, which is dequantized to
+        the dtype of x first and gets no gradient.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
         add nothing.
       activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
@@ -82,10 +84,8 @@ def moe_mlp(
     spare_sms = as_int("spare_sms", spare_sms, least=0)
     if expected_rows is not None:
         expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
-    named = as_arrays(
-        {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down},
-        may_be_none=("b_gate_up", "b_down"),
-    )
+    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down}
+    named = as_arrays(dense_weights("x", x, given), may_be_none=("b_gate_up", "b_down"))
     routing = as_routing(routing)
     up, down = _problems(named, routing, activation, w_layout, precision, expected_rows)
     how = how_of(up, implementation)

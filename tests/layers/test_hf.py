@@ -220,7 +220,41 @@ def test_fp8_checkpoints_are_read_in_bfloat16(name, block, tmp_path):
         np.testing.assert_allclose(params[key].astype(np.float32), array, rtol=0.07, atol=2e-3 * np.abs(array).max())
 
 
-def test_mxfp4_checkpoints_are_read_in_bfloat16():
+def test_fp8_stays_as_it_is_there_and_back():
+    config, _, _, _ = load("deepseek_v3")
+    config |= {"hidden_size": 160, "moe_intermediate_size": 128, "n_shared_experts": 2, "n_routed_experts": 4}
+    config |= {"n_group": 2, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    layer, rng = jgg.hf.moe_layer(config), np.random.default_rng(0)
+    shapes = layer.shapes | {SELECTION_BIAS: (4,)}
+    weights = {key: rng.standard_normal(shape, np.float32) / 16 for key, shape in shapes.items()}
+    tensors, _ = in_fp8(jgg.hf.to_hf(config, weights, 0), (128, 128))
+    params = jgg.hf.from_hf(config, tensors, 0, keep_quantized=True)
+    quantized = {key for key, param in params.items() if isinstance(param, jgg.QuantizedArray)}
+    assert quantized == {key for key in layer.shapes if key != "w_router"}
+    check_there_and_back(config, params, tensors)
+    x = rng.standard_normal((20, 160)).astype(ml_dtypes.bfloat16)
+    bias = params.pop(SELECTION_BIAS)
+    kept, _ = layer.apply(params, x, bias)
+    read = jgg.hf.from_hf(config, tensors, 0)
+    y, _ = layer.apply({key: read[key] for key in params}, x, bias)
+    np.testing.assert_array_equal(kept, y)
+
+
+def check_there_and_back(config, params, tensors):
+    """What was kept is stored as it was, and dequantizes to what would have been read."""
+    back = jgg.hf.to_hf(config, params, 0)
+    assert back.keys() == tensors.keys()
+    for key, array in tensors.items():
+        assert (back[key].dtype, back[key].shape) == (array.dtype, array.shape), key
+        assert back[key].tobytes() == array.tobytes(), key
+    for key, array in jgg.hf.from_hf(config, tensors, 0).items():
+        if isinstance(params[key], jgg.QuantizedArray):
+            assert params[key].values.dtype == ml_dtypes.float8_e4m3fn
+            dense = jgg.QuantizedArray(*map(jnp.asarray, (params[key].values, params[key].scales))).dequantize()
+            np.testing.assert_array_equal(dense, array)
+
+
+def test_mxfp4_checkpoints():
     """As transformers 5.23 reads the same bytes: its `convert_moe_packed_tensors` made the weights of data/hf/mxfp4."""
     with np.load(DATA / "mxfp4.npz") as file:
         arrays = dict(file)
@@ -229,7 +263,6 @@ def test_mxfp4_checkpoints_are_read_in_bfloat16():
     config |= {"hidden_size": features, "intermediate_size": hidden, "num_local_experts": experts}
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     block = "model.layers.0.mlp."
-    sizes = jgg.hf.moe_layer(config)
     tensors = {
         block + "router.weight": np.ones((experts, features), np.float32),
         block + "router.bias": np.ones(experts, np.float32),
@@ -240,10 +273,13 @@ def test_mxfp4_checkpoints_are_read_in_bfloat16():
     for name in ("gate_up", "down"):
         tensors |= {f"{block}experts.{name}_proj_{of}": arrays[f"{name}_{of}"] for of in ("blocks", "scales")}
     params = jgg.hf.from_hf(config, tensors, 0)
-    assert {key: array.shape for key, array in params.items()} == sizes.shapes
+    assert {key: array.shape for key, array in params.items()} == jgg.hf.moe_layer(config).shapes
     for key in ("w_gate_up", "w_down"):
         assert params[key].dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(params[key].astype(np.float32), arrays[key])
+    params = jgg.hf.from_hf(config, tensors, 0, keep_quantized=True)
+    assert params["w_down"].scales.shape == (experts, hidden // 32, features)
+    check_there_and_back(config, params, tensors)
 
 
 def test_errors_of_quantized_checkpoints():
@@ -261,3 +297,13 @@ def test_errors_of_quantized_checkpoints():
     missing = {name: array for name, array in quantized.items() if name != f"{key}_scale_inv"}
     with pytest.raises(ValueError, match=rf"{key} must have the dtype of .*, bfloat16, got float8_e4m3fn"):
         jgg.hf.from_hf(config | {"quantization_config": fp8}, missing, 0)
+    fp8 = {"quantization_config": fp8}
+    with pytest.raises(ValueError, match=r"w_gate_up \[8, 32, 48\] of 2 tensors .* got blocks of \[128, 128\]"):
+        jgg.hf.from_hf(config | fp8, quantized, 0, keep_quantized=True)
+    kept = jgg.hf.from_hf(config, weights, 0)
+    kept["w_down"] = jgg.quantize_weights(kept["w_down"])
+    with pytest.raises(ValueError, match="w_down must be no QuantizedArray if config has no quantization_config"):
+        jgg.hf.to_hf(config, kept, 0)
+    kept["w_down"] = jgg.QuantizedArray(kept["w_down"].values, np.ones((8, 1, 2), np.float32))
+    with pytest.raises(ValueError, match=r"scales of w_down must have shape \[8, 1, 1\], got \[8, 1, 2\]"):
+        jgg.hf.to_hf(config | fp8, kept, 0)

@@ -1,0 +1,131 @@
+"""Arrays in FP8 with a scale for each block, as DeepSeek-V3 trains with and its checkpoints hold."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jgg.arguments import as_array, as_dtype, as_flag, check, check_rank
+
+BLOCK = 128  # features, and for weights also rows, that share a scale
+DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+BLOCKS = 1, 32, BLOCK
+_LEAST_SCALE = np.finfo(np.float32).smallest_normal  # subnormal numbers are zero on some devices
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """An array as floats of 8 bits and a scale for each block of them; a pytree of the two.
+
+    Attributes:
+      values: float8_e4m3fn or float8_e5m2 [..., rows, columns].
+      scales: float32 [..., rows / block, columns / block], rounded up. A block has 1, 32 or 128 rows, and columns.
+    """
+
+    values: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.values.shape
+
+    @property
+    def mT(self) -> "QuantizedArray":
+        """With rows and columns exchanged; equal to what was quantized so."""
+        return QuantizedArray(self.values.mT, self.scales.mT)
+
+    def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+        """values * scales, rounded once.
+
+        Raises: ValueError: scales have a shape that no blocks explain.
+        """
+        sizes, counts = self.values.shape[-2:], self.scales.shape[-2:]
+        blocks = [
+            next((block for block in BLOCKS if math.ceil(size / block) == count), 0)
+            for size, count in zip(sizes, counts, strict=True)
+        ]
+        check(
+            self.values.shape[:-2] == self.scales.shape[:-2] and all(blocks),
+            f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.values.shape)}, got "
+            f"{list(self.scales.shape)}.",
+        )
+        scales = self.scales.astype(jnp.float32)
+        for axis, size, block in zip((-2, -1), sizes, blocks, strict=True):
+            scales = jax.lax.slice_in_dim(jnp.repeat(scales, block, axis), 0, size, axis=axis % scales.ndim)
+        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+
+
+def quantize_tokens(
+    x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
+) -> QuantizedArray:
+    """Quantizes rows with a scale for 128 features of each, the largest magnitude over the largest of the dtype.
+
+    A block with a NaN or an infinity becomes NaN, and no other does. Gradients do not pass.
+
+    Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.2.
+
+    Args:
+      x: float [T, K].
+      dtype: float8_e4m3fn or, with more range and fewer digits, float8_e5m2.
+      power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
+
+    Returns: values [T, K], scales [T, K / 128].
+
+    Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype none of the two.
+    """
+    return _quantize("x", x, "[T, K]", (1, BLOCK), dtype, power_of_2_scales)
+
+
+def quantize_weights(
+    w: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
+) -> QuantizedArray:
+    """Quantizes matrices with a scale for each block of 128 x 128, otherwise as `quantize_tokens`.
+
+    Args:
+      w: float [E, N, K] or [E, K, N].
+      dtype, power_of_2_scales: as in `quantize_tokens`.
+
+    Returns: values in the shape of w, scales [E, N / 128, K / 128] or [E, K / 128, N / 128].
+
+    Raises: as `quantize_tokens`.
+    """
+    return _quantize("w", w, "[E, N, K] or [E, K, N]", (BLOCK, BLOCK), dtype, power_of_2_scales)
+
+
+def _quantize(name, array, expected, block, dtype, power_of_2_scales):
+    array = jax.lax.stop_gradient(as_array(name, array))
+    check_rank(name, array, expected)
+    as_dtype(f"{name}.dtype", array.dtype)
+    dtype = as_dtype("dtype", dtype, DTYPES)
+    largest = float(jnp.finfo(dtype).max)
+    sizes = array.shape[-2:]
+    counts = [math.ceil(size / step) for size, step in zip(sizes, block, strict=True)]
+    missing = [count * step - size for count, step, size in zip(counts, block, sizes, strict=True)]
+    whole = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
+    blocks = whole.reshape(*array.shape[:-2], counts[0], block[0], counts[1], block[1])
+    # times the inverse, by which XLA may or may not replace a division
+    scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=(-3, -1)) * np.float32(1 / largest), _LEAST_SCALE)
+    if as_flag("power_of_2_scales", power_of_2_scales):
+        fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
+        exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
+        scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
+    values = jnp.clip(blocks / scales[..., :, None, :, None], -largest, largest).reshape(whole.shape)
+    return QuantizedArray(values[..., : sizes[0], : sizes[1]].astype(dtype), scales)
+
+
+def dense_weights(rows_name: str, rows: object, arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Arguments with those that are a QuantizedArray dequantized to the dtype of the rows, without gradients."""
+    if not any(isinstance(value, QuantizedArray) for value in arguments.values()):
+        return dict(arguments)
+    dtype = as_array(rows_name, rows).dtype
+    return {
+        name: jax.lax.stop_gradient(value.dequantize(dtype)) if isinstance(value, QuantizedArray) else value
+        for name, value in arguments.items()
+    }

@@ -1,0 +1,159 @@
+"""FP8 with a scale for each block: quantized, dequantized, and multiplied as what it dequantizes to."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jgg
+
+DTYPES = {"float8_e4m3fn": (448, 4, 9), "float8_e5m2": (57344, 3, 16)}  # the largest, and -log2 of the errors
+KINDS = pytest.mark.parametrize(
+    ("quantize", "shape", "block"),
+    [
+        (jgg.quantize_tokens, (5, 256), (1, 128)),
+        (jgg.quantize_tokens, (3, 200), (1, 128)),
+        (jgg.quantize_tokens, (1, 1), (1, 128)),
+        (jgg.quantize_weights, (2, 256, 128), (128, 128)),
+        (jgg.quantize_weights, (3, 130, 300), (128, 128)),
+        (jgg.quantize_weights, (2, 0, 40), (128, 128)),
+    ],
+)
+
+
+def blocks_of(shape, block):
+    """Each block's place."""
+    starts = [range(0, size, step) for size, step in zip(shape[-2:], block, strict=True)]
+    for *outer, (i, row), (j, column) in itertools.product(
+        *(range(size) for size in shape[:-2]), enumerate(starts[0]), enumerate(starts[1])
+    ):
+        yield (*outer, i, j), (*outer, slice(row, row + block[0]), slice(column, column + block[1]))
+
+
+@pytest.mark.parametrize("power_of_2_scales", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@KINDS
+def test_values_scales_and_errors(quantize, shape, block, dtype, power_of_2_scales):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape) * 3)).astype(np.float32)
+    q = quantize(x, dtype, power_of_2_scales=power_of_2_scales)
+    largest, digits, floor = DTYPES[dtype]
+    assert (q.values.dtype, q.scales.dtype, q.shape) == (dtype, "float32", shape)
+    y = np.asarray(q.dequantize(jnp.float32))
+    for place, own in blocks_of(shape, block):
+        scale, highest = float(q.scales[place]), np.abs(x[own]).max()
+        if power_of_2_scales:
+            assert np.log2(scale) % 1 == 0
+            assert 0.999 * highest / largest <= scale <= 2.001 * highest / largest
+        else:
+            assert scale == np.float32(highest) * np.float32(1 / largest)
+        np.testing.assert_array_equal(y[own], np.asarray(q.values[own], np.float32) * np.float32(scale))
+        assert (np.abs(y[own] - x[own]) <= np.maximum(np.abs(x[own]) * 2.0**-digits, scale * 2.0**-floor) * 1.001).all()
+    assert q.scales.size == len(list(blocks_of(shape, block)))
+
+
+@KINDS
+def test_the_same_bits_every_time_and_turned(quantize, shape, block):
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    q = quantize(x)
+    compiled = jax.jit(quantize)
+    for other in (quantize(x), compiled(x), compiled(x)):
+        jax.tree.map(np.testing.assert_array_equal, other, q)
+    if block[0] == block[1]:
+        jax.tree.map(np.testing.assert_array_equal, quantize(x.mT), q.mT)
+        np.testing.assert_array_equal(q.mT.dequantize(), q.dequantize().mT)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_zeros_outliers_and_what_is_not_finite_stay_in_their_blocks(bad):
+    x = np.random.default_rng(1).standard_normal((4, 384)).astype(np.float32)
+    x[0, :128] = 0
+    x[1, 130] = 1e30
+    x[2, 256] = bad
+    y = np.asarray(jgg.quantize_tokens(x).dequantize(jnp.float32))
+    assert (y[0, :128] == 0).all()
+    assert y[1, 130] == np.float32(1e30)
+    assert (np.delete(y[1, 128:256], 2) == 0).all()
+    assert np.isnan(y[2, 256:]).all()
+    for row, columns in (
+        (0, slice(128, None)),
+        (1, slice(128)),
+        (1, slice(256, None)),
+        (2, slice(256)),
+        (3, slice(None)),
+    ):
+        np.testing.assert_allclose(y[row, columns], x[row, columns], rtol=1 / 16, atol=1e-2)
+    tiny = jgg.quantize_tokens(np.full((1, 4), 1e-40, np.float32))
+    assert np.isfinite(tiny.dequantize(jnp.float32)).all()
+
+
+def test_under_transformations():
+    w = jax.random.normal(jax.random.key(0), (3, 2, 130, 140))
+    q = jax.vmap(jgg.quantize_weights)(w)
+    for layer, own in enumerate(w):
+        own = jgg.quantize_weights(own)
+        np.testing.assert_array_equal(q.values[layer], own.values)
+        np.testing.assert_array_equal(q.scales[layer], own.scales)
+    _, scanned = jax.lax.scan(lambda carry, one: (carry, one.dequantize()), 0, q)
+    np.testing.assert_array_equal(scanned, jax.vmap(lambda one: one.dequantize())(q))
+    assert (jax.grad(lambda w: jnp.sum(jgg.quantize_weights(w).dequantize(jnp.float32)))(w[0]) == 0).all()
+
+
+def layer_arrays():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {
+        "x": (40, 160),
+        "w_gate_up": (4, 2 * 96, 160),
+        "w_down": (4, 160, 96),
+        "w_router": (160, 4),
+        "dy": (40, 160),
+    }
+    return {name: jax.random.normal(key, shape) / 8 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_multiply_what_it_dequantizes_to(dtype):
+    arrays = {name: array.astype(dtype) for name, array in layer_arrays().items()}
+    q, sizes = jgg.quantize_weights(arrays["w_down"]), jnp.array([10, 0, 25, 3])
+    w, hidden = q.dequantize(dtype), arrays["x"][:, :96]
+    assert w.dtype == dtype
+
+    def run(w):
+        y, vjp = jax.vjp(lambda x: jgg.grouped_gemm(x, w, sizes), hidden)
+        own = jgg.grouped_gemm_forward(hidden, w, sizes), jgg.grouped_gemm_dx(arrays["dy"], w, None, sizes)
+        return y, vjp(arrays["dy"]), own
+
+    jax.tree.map(np.testing.assert_array_equal, run(q), run(w))
+    gradient = jax.grad(lambda q: jnp.sum(jgg.grouped_gemm(hidden, q, sizes).astype(jnp.float32)))(q)
+    assert (gradient.scales == 0).all()
+
+
+def test_layers_multiply_what_it_dequantizes_to():
+    arrays = layer_arrays()
+    routing = jgg.route(arrays["x"] @ arrays["w_router"], 2)
+    q = {name: jgg.quantize_weights(arrays[name]) for name in ("w_gate_up", "w_down")}
+
+    def run(weights):
+        y, vjp = jax.vjp(lambda x: jgg.moe_mlp(x, routing=routing, **weights), arrays["x"])
+        return y, vjp(arrays["dy"])
+
+    jax.tree.map(np.testing.assert_array_equal, run(q), run({key: w.dequantize(jnp.float32) for key, w in q.items()}))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"x must be \[T, K\], 2-dimensional, got \[4\]"):
+        jgg.quantize_tokens(np.ones(4))
+    with pytest.raises(ValueError, match=r"w must be \[E, N, K\] or \[E, K, N\], 3-dimensional, got \[4, 4\]"):
+        jgg.quantize_weights(np.ones((4, 4)))
+    with pytest.raises(TypeError, match=r"x.dtype must be a float dtype, got int32"):
+        jgg.quantize_tokens(np.ones((4, 4), np.int32))
+    with pytest.raises(TypeError, match=r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"):
+        jgg.quantize_tokens(np.ones((4, 4)), jnp.bfloat16)
+    with pytest.raises(TypeError, match="power_of_2_scales must be True or False, got 1"):
+        jgg.quantize_tokens(np.ones((4, 4)), power_of_2_scales=1)
+    wrong = jgg.QuantizedArray(jnp.ones((2, 256, 256), ml_dtypes.float8_e4m3fn), jnp.ones((2, 3, 2)))
+    with pytest.raises(ValueError, match=r"scales must be of blocks of \(1, 32, 128\) rows .* got \[2, 3, 2\]"):
+        jgg.grouped_gemm(np.ones((4, 256), np.float32), wrong, np.array([2, 2]))
