@@ -56,10 +56,10 @@ class QuantizedArray:
             f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.values.shape)}, got "
             f"{list(self.scales.shape)}.",
         )
-        scales = self.scales.astype(jnp.float32)
+        values, scales = (jnp.asarray(array).astype(jnp.float32) for array in (self.values, self.scales))
         for axis, size, block in zip((-2, -1), sizes, blocks, strict=True):
             scales = jax.lax.slice_in_dim(jnp.repeat(scales, block, axis), 0, size, axis=axis % scales.ndim)
-        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+        return (values * scales).astype(dtype)
 
 
 def quantize_tokens(
