@@ -120,7 +120,8 @@ def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quanti
 
     Raises: ValueError: a block has parts of two tensors, or other sizes than those of a QuantizedArray.
     """
-    block = how.block[::-1] if stored.is_transposed else how.block
+    rows_of, columns_of = how.block
+    block = (columns_of, rows_of) if stored.is_transposed else how.block
     columns = shape[-1] // len(stored.names)
     if not set(block) <= set(BLOCKS) or (len(stored.names) > 1 and columns % block[1]):
         raise ValueError(
