@@ -10,6 +10,7 @@ from jgg.versions import WARP_SPECIALIZED, unlike
 
 SPECIALIZED_COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
 _BARRIERS = 256  # bytes, more than any kernel's
+_HANDED_OVER = 256  # bytes of arguments, more than the warp-specialized kernel's warps get
 _PART = 128  # bytes of each thread, at most, that go through shared memory at once where a tile is stored in parts
 
 
@@ -55,7 +56,7 @@ def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelCon
     rows, columns, step = config.tile(problem.w_layout)
     if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a quarter of it to be stored
         ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
-        return _BARRIERS + ring + rows // 2 * columns // 4 * _result_size(problem, config)
+        return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // 4 * _result_size(problem, config)
     stage = (rows + columns) * step * problem.dtype.itemsize
     return _BARRIERS + _num_stages(problem, target, config) * stage + _store(problem, target, config, rows * columns)
 
