@@ -22,7 +22,7 @@ import numpy as np
 from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor
 from jgg.hf_quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
-from jgg.quantized import BLOCKS, QuantizedArray
+from jgg.quantized import BLOCKS, QuantizedArray, scales_shape
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quanti
             f"{name} {list(shape)} of {len(stored.names)} tensors side by side must have whole blocks of {BLOCKS} rows "
             f"and columns to stay quantized, got blocks of {list(block)}."
         )
-    return tuple(how.scales_shape(shape, block))
+    return scales_shape(shape, block)
 
 
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:

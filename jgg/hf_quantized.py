@@ -1,14 +1,13 @@
 """How checkpoints of Hugging Face are quantized: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.quantized import BLOCK
+from jgg.quantized import BLOCK, scaled, scales_shape
 
 GROUP = 32  # elements of MXFP4 that share a scale
 # by the four bits of a number; float8_e4m3fn holds all of them
@@ -33,21 +32,12 @@ class Quantization:
     write_values: Callable[[np.ndarray], np.ndarray]
     write_scales: Callable[[np.ndarray], np.ndarray]
 
-    @staticmethod
-    def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-        """Of the scales of an array with such blocks."""
-        counts = [math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)]
-        return (*shape[:-2], *counts)
-
     def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """A tensor in bfloat16."""
-        expected = self.scales_shape(values.shape, self.block)
+        expected = scales_shape(values.shape, self.block)
         if scales.shape != expected:
             raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
-        scales = scales.astype(np.float32)
-        for axis, step in zip((-2, -1), self.block, strict=True):
-            scales = np.repeat(scales, step, axis).take(range(values.shape[axis]), axis)
-        return (values.astype(np.float32) * scales).astype(jnp.bfloat16)
+        return scaled(values, scales, self.block, np.repeat).astype(jnp.bfloat16)
 
 
 def quantization(config: Mapping[str, Any]) -> Quantization | None:

@@ -1,8 +1,9 @@
 """Arrays in FP8 with a scale for each block, as DeepSeek-V3 trains with and its checkpoints hold."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_dtype, as_flag, check, check_rank
+from jgg.arguments import as_array, as_dtype, as_flag, check_rank
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -46,20 +47,30 @@ class QuantizedArray:
 
         Raises: ValueError: scales have a shape that no blocks explain.
         """
-        sizes, counts = self.values.shape[-2:], self.scales.shape[-2:]
-        blocks = [
-            next((block for block in BLOCKS if math.ceil(size / block) == count), 0)
-            for size, count in zip(sizes, counts, strict=True)
-        ]
-        check(
-            self.values.shape[:-2] == self.scales.shape[:-2] and all(blocks),
-            f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.values.shape)}, got "
-            f"{list(self.scales.shape)}.",
+        possible = (
+            block for block in itertools.product(BLOCKS, BLOCKS) if scales_shape(self.shape, block) == self.scales.shape
         )
-        values, scales = (jnp.asarray(array).astype(jnp.float32) for array in (self.values, self.scales))
-        for axis, size, block in zip((-2, -1), sizes, blocks, strict=True):
-            scales = jax.lax.slice_in_dim(jnp.repeat(scales, block, axis), 0, size, axis=axis % scales.ndim)
-        return (values * scales).astype(dtype)
+        block = next(possible, None)
+        if block is None:
+            raise ValueError(
+                f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
+                f"{list(self.scales.shape)}."
+            )
+        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp.repeat).astype(dtype)
+
+
+def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Of the scales of an array with so many rows and columns in a block."""
+    return (*shape[:-2], *(math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)))
+
+
+def scaled(values: Any, scales: Any, block: tuple[int, int], repeat: Callable[[Any, int, int], Any]) -> Any:
+    """values * scales in float32, of JAX's or NumPy's arrays by the `repeat` of the same."""
+    scales = scales.astype(np.float32)
+    for axis, step in zip((-2, -1), block, strict=True):
+        scales = repeat(scales, step, axis)
+    rows, columns = values.shape[-2:]
+    return values.astype(np.float32) * scales[..., :rows, :columns]
 
 
 def quantize_tokens(
@@ -105,8 +116,7 @@ def _quantize(name, array, expected, block, dtype, power_of_2_scales):
     as_dtype(f"{name}.dtype", array.dtype)
     dtype = as_dtype("dtype", dtype, DTYPES)
     largest = float(jnp.finfo(dtype).max)
-    sizes = array.shape[-2:]
-    counts = [math.ceil(size / step) for size, step in zip(sizes, block, strict=True)]
+    sizes, counts = array.shape[-2:], scales_shape(array.shape, block)[-2:]
     missing = [count * step - size for count, step, size in zip(counts, block, sizes, strict=True)]
     whole = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
     blocks = whole.reshape(*array.shape[:-2], counts[0], block[0], counts[1], block[1])
