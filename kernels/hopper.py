@@ -77,7 +77,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import tiles
-from .hopper_results import PARTS, ROW_LIMIT, TILE_ROWS, Results, make_pending, make_result
+from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result
+from .tiles import ROW_LIMIT
 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
 LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply

@@ -20,10 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from . import activation
+from .tiles import ROW_LIMIT
 
 TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, of which each CTA has half
 PARTS = gl.constexpr(4)  # of a finished tile, stored at even distances in the course of the next
-ROW_LIMIT = gl.constexpr(2**30)  # as in tiles.py
 
 
 @gluon.aggregate

@@ -54,12 +54,12 @@ def _launch(
 
 
 def _is_one_kernel(config, problem, activation, interleaved, keeps):
-    """Whether the warp-specialized kernel does both, with no more registers than its loading warps have."""
+    """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
     if not config.warp_specialized or activation.curve is None:
         return False
     if activation.is_gated and (problem.out_features % 16 or (problem.w_layout == "ekn" and not interleaved)):
         return False  # rows of hidden end within 16 bytes; or a block of gate and up would lie otherwise than it should
-    # error functions beside gathers take too many
+    # error functions beside gathers take too many registers
     return not (activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
 
 
