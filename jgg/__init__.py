@@ -2,10 +2,11 @@
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.exporting import export
+from jgg.fp8 import Fp8, QuantizedWeights, quantize_tokens, quantize_weights
 from jgg.gpu_target import target
 from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.moe import moe_mlp
-from jgg.quantized import QuantizedArray, quantize_tokens, quantize_weights
+from jgg.quantized import QuantizedArray
 from jgg.ragged_dot import ragged_dot, ragged_dot_general
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
@@ -15,10 +16,12 @@ from jgg.tuning import tune
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fp8",
     "KernelConfigDW",
     "KernelConfigDX",
     "KernelConfigForward",
     "QuantizedArray",
+    "QuantizedWeights",
     "Routing",
     "check",
     "export",

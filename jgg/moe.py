@@ -12,15 +12,18 @@ from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
 from jgg.backends.choice import How, is_plain_jax
 from jgg.backends.xla import plain
+from jgg.fp8 import Fp8, QuantizedWeights, WeightForms, as_quantized_weights, check_quantization
 from jgg.grouped_gemm import bias_row_sums, how_of
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.problem import GroupedGemmProblem, check_choices, check_mlp, check_problem
-from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward
+from jgg.products.activate import ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8
 from jgg.products.up import UP
 from jgg.quantized import QuantizedArray, dense_weights
 from jgg.routing import Routing, as_routing
@@ -29,8 +32,8 @@ from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturat
 
 def moe_mlp(
     x: ArrayLike,
-    w_gate_up: ArrayLike | QuantizedArray,
-    w_down: ArrayLike | QuantizedArray,
+    w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
+    w_down: ArrayLike | QuantizedArray | QuantizedWeights,
     routing: Routing,
     *,
     activation: str | Activation = "swiglu",
@@ -39,6 +42,7 @@ def moe_mlp(
     b_down: ArrayLike | None = None,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
+    quantization: Fp8 | None = None,
     implementation: str | None = None,
     spare_sms: int = 0,
     expected_rows: int | None = None,
@@ -59,8 +63,8 @@ def moe_mlp(
       x: [T, H].
       w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
         that is not gated, I instead of 2 * I.
-      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. Either may be a QuantizedArray, which is dequantized to
-        the dtype of x first and gets no gradient.
+      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. Either may be a QuantizedArray, which gets no gradient and
+        without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
         add nothing.
       activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
@@ -68,6 +72,8 @@ def moe_mlp(
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
+      quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On a GPU of compute capability
+        9.0, for 16-bit x, with H and I multiples of 16; elsewhere what is quantized is dequantized first.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are
@@ -81,24 +87,29 @@ def moe_mlp(
         or a flag is none.
     """
     activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
+    check_quantization(quantization)
     spare_sms = as_int("spare_sms", spare_sms, least=0)
     if expected_rows is not None:
         expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down}
+    quantized = {name: as_quantized_weights(name, value, quantization, x) for name, value in given.items()}
+    given |= {name: weights.array for name, weights in quantized.items() if weights is not None}
     named = as_arrays(dense_weights("x", x, given), may_be_none=("b_gate_up", "b_down"))
     routing = as_routing(routing)
     up, down = _problems(named, routing, activation, w_layout, precision, expected_rows)
     how = how_of(up, implementation)
-    mlp = _Mlp(up, down, how, activation, interleaved, spare_sms)
+    mlp = _Mlp(up, down, how, activation, interleaved, quantization, spare_sms)
     operands = _Operands(
         **named,
+        quantized_gate_up=quantized["w_gate_up"].forms if quantized["w_gate_up"] else None,
+        quantized_down=quantized["w_down"].forms if quantized["w_down"] else None,
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=saturated_int32(routing.gather_indices),
     )
-    axes = varying_axes(*operands)
-    is_plain = up.is_empty or down.is_empty or is_plain_jax(how.implementation)
-    return _compute(mlp, is_plain, _Operands._make(vary_over(axes, array) for array in operands))
+    axes = varying_axes(*jax.tree.leaves(operands))
+    is_plain = quantization is None and (up.is_empty or down.is_empty or is_plain_jax(how.implementation))
+    return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 
 def _problems(
@@ -136,6 +147,7 @@ class _Mlp:
     Attributes:
       up: x in token order to the pre-activation in expert order.
       down: hidden features to their product, both in expert order.
+      quantization: what products but dW are quantized by.
       spare_sms: multiprocessors that the last product does not use.
     """
 
@@ -144,6 +156,7 @@ class _Mlp:
     how: How
     activation: Activation
     interleaved: bool
+    quantization: Fp8 | None
     spare_sms: int
 
     @property
@@ -167,6 +180,18 @@ class _Mlp:
         )
 
     @property
+    def transposed_up(self) -> GroupedGemmProblem:
+        """From d pre-activation in expert order to dx: dX of `up` as a product, each token's rows added up."""
+        return dataclasses.replace(
+            self.up,
+            in_features=self.up.out_features,
+            out_features=self.up.in_features,
+            permute_x=False,
+            has_bias=False,
+            combine_y=True,
+        )
+
+    @property
     def weighted_down(self) -> GroupedGemmProblem:
         """`down` for a dW whose rows are scaled."""
         return dataclasses.replace(self.down, has_topk_weights=True)
@@ -181,6 +206,9 @@ class _Mlp:
         return group_bounds(group_sizes, self.up.num_rows)
 
 
+_PreActivation = jax.Array | QuantizedArray  # [M, 2 * I], or as ACTIVATE_FP8 keeps it
+
+
 class _Operands(NamedTuple):
     """Those of the custom_vjp."""
 
@@ -192,6 +220,8 @@ class _Operands(NamedTuple):
     topk_weights: jax.Array
     group_sizes: jax.Array
     gather_indices: jax.Array
+    quantized_gate_up: WeightForms | None
+    quantized_down: WeightForms | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -200,55 +230,105 @@ def _mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
     return _down(mlp, operands, hidden)
 
 
-def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, jax.Array]]:
-    pre_activation, hidden = _up(mlp, operands, keeps=True)
-    pre_activation = checkpoint_name(pre_activation, "jgg_pre_activation")
-    residuals = operands._replace(x=checkpoint_name(operands.x, "jgg_x")), pre_activation
+def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, _PreActivation]]:
+    kept, hidden = _up(mlp, operands, keeps=True)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, "jgg_pre_activation"), kept)
+    residuals = operands._replace(x=checkpoint_name(operands.x, "jgg_x")), kept
     return _down(mlp, operands, hidden), residuals
 
 
-def _up(mlp: _Mlp, operands: _Operands, keeps: bool) -> list[jax.Array]:
+def _up(mlp: _Mlp, operands: _Operands, keeps: bool) -> list[Any]:
     """The pre-activation, if it `keeps` that, and the hidden features; [M, 2 * I] and [M, I] in expert order."""
-    x, w_gate_up, _, b_gate_up, _, _, group_sizes, gather_indices = operands
-    of_up = Forward(x, w_gate_up, mlp.bounds(group_sizes), gather_indices, bias=b_gate_up)
-    return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
+    x, w, bias, bounds = operands.x, operands.w_gate_up, operands.b_gate_up, mlp.bounds(operands.group_sizes)
+    indices = operands.gather_indices
+    if mlp.quantization is None:
+        of_up = Forward(x, w, bounds, indices, bias=bias)
+        return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
+    rows = mlp.quantization.rows(mlp.how, x)
+    weights = mlp.quantization.k_major(mlp.how, w, operands.quantized_gate_up, turned=mlp.up.w_layout == "ekn")
+    (pre,) = FORWARD_FP8(mlp.how, ForwardFp8(rows, weights, bounds, indices, bias=bias), problem=_k_major(mlp.up))
+    options = mlp.activation_options | {"power_of_2_scales": mlp.quantization.power_of_2_scales}
+    parts = ACTIVATE_FP8(mlp.how, Activate(pre), keeps=keeps, **options)
+    hidden, *kept = (QuantizedArray(*parts[at : at + 2]) for at in range(0, len(parts), 2))
+    return [*kept, hidden]
 
 
-def _down(mlp: _Mlp, operands: _Operands, hidden: jax.Array) -> jax.Array:
-    _, _, w_down, _, b_down, topk_weights, group_sizes, gather_indices = operands
-    of_down = Forward(hidden, w_down, mlp.bounds(group_sizes), gather_indices, topk_weights, b_down)
-    (y,) = FORWARD(mlp.how, of_down, problem=mlp.combined_down)
+def _down(mlp: _Mlp, operands: _Operands, hidden: Any) -> jax.Array:
+    w, bias, bounds = operands.w_down, operands.b_down, mlp.bounds(operands.group_sizes)
+    indices, topk_weights = operands.gather_indices, operands.topk_weights
+    if mlp.quantization is None:
+        (y,) = FORWARD(mlp.how, Forward(hidden, w, bounds, indices, topk_weights, bias), problem=mlp.combined_down)
+        return y
+    weights = mlp.quantization.k_major(mlp.how, w, operands.quantized_down, turned=mlp.down.w_layout == "ekn")
+    of_down = ForwardFp8(hidden, weights, bounds, indices, topk_weights, bias)
+    (y,) = FORWARD_FP8(mlp.how, of_down, problem=_k_major(mlp.combined_down))
     return y
 
 
+def _k_major(problem: GroupedGemmProblem) -> GroupedGemmProblem:
+    return dataclasses.replace(problem, w_layout="enk")
+
+
+def _activation_backward(mlp: _Mlp, operands: _Operands, kept: _PreActivation, dy: jax.Array) -> list[Any]:
+    """d pre-activation, what dX multiplies of it, hidden, and the sums that the router's gradient is made of.
+
+    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
+    """
+    bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
+    weights = plain.row_scales(mlp.up, indices, operands.topk_weights)
+    # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled then
+    options = mlp.activation_options | {"scale_hidden": operands.b_down is None}
+    if mlp.quantization is None:
+        (z,) = FORWARD(mlp.how, Forward(dy, operands.w_down, bounds, indices), problem=mlp.transposed_down)
+        d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights), **options)
+        return [d_pre, d_pre, *others]
+    rows = mlp.quantization.rows(mlp.how, dy, is_gradient=True)
+    turned = mlp.down.w_layout == "enk"
+    w_down = mlp.quantization.k_major(mlp.how, operands.w_down, operands.quantized_down, turned=turned)
+    (z,) = FORWARD_FP8(mlp.how, ForwardFp8(rows, w_down, bounds, indices), problem=_k_major(mlp.transposed_down))
+    d_pre, values, scales, *others = ACTIVATE_BACKWARD_FP8(
+        mlp.how, ActivateBackwardFp8(kept, z, weights), gradient_dtype=mlp.quantization.gradient_dtype,
+        power_of_2_scales=mlp.quantization.power_of_2_scales, **options,
+    )  # fmt: skip
+    return [d_pre, QuantizedArray(values, scales), *others]
+
+
+def _dx(mlp: _Mlp, operands: _Operands, d_pre_activation: Any) -> jax.Array:
+    bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
+    if mlp.quantization is None:
+        of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=indices)
+        (dx,) = DX(mlp.how, of_dx, problem=mlp.up)
+        return dx
+    turned = mlp.up.w_layout == "enk"
+    weights = mlp.quantization.k_major(mlp.how, operands.w_gate_up, operands.quantized_gate_up, turned=turned)
+    of_dx = ForwardFp8(d_pre_activation, weights, bounds, indices)
+    (dx,) = FORWARD_FP8(mlp.how, of_dx, problem=_k_major(mlp.transposed_up))
+    return dx
+
+
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: _Mlp, residuals: tuple[_Operands, jax.Array], dy: jax.Array) -> tuple[_Operands]:
-    """With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept."""
-    operands, pre_activation = residuals
-    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
-    bounds = mlp.bounds(group_sizes)
+def _backward(mlp: _Mlp, residuals: tuple[_Operands, _PreActivation], dy: jax.Array) -> tuple[_Operands]:
+    operands, kept = residuals
+    x, b_gate_up, b_down, topk_weights = operands.x, operands.b_gate_up, operands.b_down, operands.topk_weights
+    gather_indices, bounds = operands.gather_indices, mlp.bounds(operands.group_sizes)
     row_of = inverse_permutation(gather_indices, topk_weights.size)
-    weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
 
     dy = dy.astype(x.dtype)
-    (z,) = FORWARD(mlp.how, Forward(dy, w_down, bounds, gather_indices), problem=mlp.transposed_down)
-    # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled
-    d_pre_activation, hidden, d_weights = ACTIVATE_BACKWARD(
-        mlp.how, ActivateBackward(pre_activation, z, weights), scale_hidden=b_down is None, **mlp.activation_options
-    )
+    d_pre_activation, of_dx, hidden, d_weights = _activation_backward(mlp, operands, kept, dy)
     hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
         (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
         db_down = None
     else:
+        weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
         (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
         (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         db_down = db_down.astype(b_down.dtype)
         d_weights += bias_row_sums(mlp.down, dy_rows, b_down, bounds, None)
     # one product after the other, that of most memory last: what only those before need is free by then
-    d_pre_activation, dw_down = jax.lax.optimization_barrier((d_pre_activation, dw_down))
-    (dx,) = DX(mlp.how, Dx(d_pre_activation, w_gate_up, bounds, gather_indices=gather_indices), problem=mlp.up)
+    of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier((of_dx, d_pre_activation, dw_down))
+    dx = _dx(mlp, operands, of_dx)
     d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
     (dw_gate_up,) = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.up)
     db_gate_up = None
@@ -258,7 +338,10 @@ def _backward(mlp: _Mlp, residuals: tuple[_Operands, jax.Array], dy: jax.Array) 
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    return (_Operands._make((dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None)),)
+    none = dict.fromkeys(("group_sizes", "gather_indices", "quantized_gate_up", "quantized_down"))
+    return (
+        _Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, **none),
+    )  # fmt: skip
 
 
 _mlp.defvjp(_forward, _backward)
@@ -271,7 +354,7 @@ def _compute(mlp: _Mlp, is_plain: bool, operands: _Operands) -> jax.Array:
 
 def _plain_mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
-    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices = operands
+    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
     bounds = mlp.bounds(group_sizes)
     pre_activation = plain.grouped_gemm(mlp.up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)

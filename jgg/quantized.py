@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from jgg.arguments import as_array, as_dtype, as_flag, check_rank
+from jgg.arguments import as_array
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -73,60 +73,20 @@ def scaled(values: Any, scales: Any, block: tuple[int, int], repeat: Callable[[A
     return values.astype(np.float32) * scales[..., :rows, :columns]
 
 
-def quantize_tokens(
-    x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
-) -> QuantizedArray:
-    """Quantizes rows with a scale for 128 features of each, the largest magnitude over the largest of the dtype.
-
-    A block with a NaN or an infinity becomes NaN, and no other does. Gradients do not pass.
-
-    Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.2.
-
-    Args:
-      x: float [T, K].
-      dtype: float8_e4m3fn or, with more range and fewer digits, float8_e5m2.
-      power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
-
-    Returns: values [T, K], scales [T, K / 128].
-
-    Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype none of the two.
-    """
-    return _quantize("x", x, "[T, K]", (1, BLOCK), dtype, power_of_2_scales)
-
-
-def quantize_weights(
-    w: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
-) -> QuantizedArray:
-    """Quantizes matrices with a scale for each block of 128 x 128, otherwise as `quantize_tokens`.
-
-    Args:
-      w: float [E, N, K] or [E, K, N].
-      dtype, power_of_2_scales: as in `quantize_tokens`.
-
-    Returns: values in the shape of w, scales [E, N / 128, K / 128] or [E, K / 128, N / 128].
-
-    Raises: as `quantize_tokens`.
-    """
-    return _quantize("w", w, "[E, N, K] or [E, K, N]", (BLOCK, BLOCK), dtype, power_of_2_scales)
-
-
-def _quantize(name, array, expected, block, dtype, power_of_2_scales):
-    array = jax.lax.stop_gradient(as_array(name, array))
-    check_rank(name, array, expected)
-    as_dtype(f"{name}.dtype", array.dtype)
-    dtype = as_dtype("dtype", dtype, DTYPES)
+def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_of_2_scales: bool) -> QuantizedArray:
+    """An array [..., rows, columns] with a scale for each block, as `jgg.quantize_tokens` says; in plain JAX."""
     largest = float(jnp.finfo(dtype).max)
     sizes, counts = array.shape[-2:], scales_shape(array.shape, block)[-2:]
     missing = [count * step - size for count, step, size in zip(counts, block, sizes, strict=True)]
     whole = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
     blocks = whole.reshape(*array.shape[:-2], counts[0], block[0], counts[1], block[1])
-    # times the inverse, by which XLA may or may not replace a division
+    # times the inverse, here and below, by which XLA may or may not replace a division
     scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=(-3, -1)) * np.float32(1 / largest), _LEAST_SCALE)
-    if as_flag("power_of_2_scales", power_of_2_scales):
+    if power_of_2_scales:
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
-    values = jnp.clip(blocks / scales[..., :, None, :, None], -largest, largest).reshape(whole.shape)
+    values = jnp.clip(blocks * (1 / scales)[..., :, None, :, None], -largest, largest).reshape(whole.shape)
     return QuantizedArray(values[..., : sizes[0], : sizes[1]].astype(dtype), scales)
 
 

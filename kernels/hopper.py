@@ -312,7 +312,9 @@ def make_ring(work, left, right, STAGES: gl.constexpr):
     if work.GATHERS:
         shape: gl.constexpr = [TILE_ROWS, work.BLOCK_REDUCED] if work.RAGGED_M else [work.BLOCK_REDUCED, TILE_ROWS]
         split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
-        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[split])
+        layout: gl.constexpr = gl.NVMMASharedLayout(
+            128, left.dtype.element_ty.primitive_bitwidth, 2, cga_layout=[split]
+        )
         left_blocks = gl.allocate_shared_memory(left.dtype.element_ty, [2 * STAGES] + shape, layout)  # noqa: RUF005
     else:
         shape: gl.constexpr = left.block_type.shape
@@ -367,7 +369,8 @@ class Gather:
 @gluon.jit
 def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
     split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [split])
+    PIECE: gl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [4, 8], [4, 1], [1, 0], [split])
     WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
     return Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
 

@@ -11,6 +11,7 @@ from jgg.versions import FIXED, check_kernels_can_run, unlike
 # The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
 # default can be newer than the driver's assembler.
 _PTX_VERSION = 86
+_TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # of dtypes that JAX names otherwise
 
 
 def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
@@ -68,5 +69,5 @@ def _shared_layout(tma, dtype):
     from triton.experimental.gluon import language
 
     axes = [int(axis == tma.cta_axis) for axis in range(len(tma.block_shape))]
-    block_shape, element = list(tma.block_shape), getattr(language, dtype.name)
+    block_shape, element = list(tma.block_shape), getattr(language, _TRITON_NAMES.get(dtype.name, dtype.name))
     return language.NVMMASharedLayout.get_default_for(block_shape, element, cga_layout=[axes])

@@ -47,6 +47,15 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
     return other
 
 
+def why_no_fp8(problem: GroupedGemmProblem, target: Target) -> str | None:
+    """Why `jgg.kernels.hopper_fp8` cannot compute a forward product, or None if it can."""
+    if problem.in_features % 16:
+        return "rows of K elements must be multiples of 16 bytes"
+    if problem.out_dtype.itemsize != 2:
+        return "they store 16-bit floats"
+    return why_not_specialized(KernelConfigForward, problem, target)
+
+
 def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Bytes of shared memory that the kernel of a product takes, at most, as Triton 3.9 compiles it.
 

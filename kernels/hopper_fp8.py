@@ -1,0 +1,238 @@
+"""The kernel of x @ w in FP8 with block scales for sm_90, in Gluon."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .hopper import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
+from .hopper_results import TILE_ROWS, make_result
+
+BLOCK = gl.constexpr(128)  # features that share a scale
+
+
+@gluon.jit
+def as_matrices(ring):
+    """The ring with its blocks as matrices: [TILE_ROWS, BLOCK], and two of [BLOCK, BLOCK] a stage."""
+    STAGES: gl.constexpr = ring.STAGES
+    left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[1, 0]])
+    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]], transposed=True)
+    left = ring.left.reinterpret(ring.left.dtype, [2 * STAGES, TILE_ROWS, BLOCK], left_layout)
+    right = ring.right.reinterpret(ring.right.dtype, [2 * STAGES, BLOCK, BLOCK], right_layout)
+    return Ring(left, right, ring.full, ring.empty, ring.both_empty, STAGES)
+
+
+@gluon.jit
+def store(result, value, warpgroup, row, end, column):
+    """Stores 128 columns of a half tile once the block in shared memory is free."""
+    tma.store_wait(0)
+    gl.barrier()
+    result.fill(warpgroup, value)
+    fence_async_shared()
+    gl.barrier()
+    result.store(warpgroup, row, end, column)
+
+
+@gluon.jit
+def finish(acc, bias, topk_weights, gather_indices, group, first, last, column, num_positions, COLUMNS: gl.constexpr):
+    """(acc + bias) * topk_weights of rows."""
+    layout: gl.constexpr = acc.type.layout
+    if bias is not None:
+        columns = column + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+        pointers = bias + group.to(gl.int64) * COLUMNS + columns
+        acc += gl.load(pointers, mask=columns < COLUMNS, other=0.0).to(gl.float32)[None, :]
+    if topk_weights is not None:
+        positions = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
+        exists = positions < last
+        if gather_indices is not None:
+            positions = gl.load(gather_indices + positions, mask=exists, other=-1)
+            exists = exists & (positions >= 0) & (positions < num_positions)
+        acc *= gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.aggregate
+class Scales:
+    """What a warpgroup's rows and a tile's two blocks of columns are scaled by.
+
+    Attributes:
+      of_rows: pointers to the first scale of each row that exists. of_columns0, of_columns1: to those of the blocks.
+    """
+
+    of_rows: gl.tensor
+    exists: gl.tensor
+    of_columns0: gl.tensor
+    of_columns1: gl.tensor
+
+    @gluon.jit
+    def load(self, step):
+        """Of a step; zero for a row that does not exist."""
+        row = gl.load(self.of_rows + step, mask=self.exists, other=0.0)
+        return row, gl.load(self.of_columns0 + step), gl.load(self.of_columns1 + step)
+
+
+@gluon.jit
+def find_scales(
+    work, left_scales, right_scales, gather_indices, num_positions, group, first, last, column, layout: gl.constexpr,
+    RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
+):  # fmt: skip
+    """Of rows first, first + 1, ... and of w's columns from `column` on."""
+    SCALES: gl.constexpr = (work.REDUCED + BLOCK - 1) // BLOCK  # of a row
+    rows = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
+    exists = rows < last
+    if work.GATHERS:
+        rows = gl.load(gather_indices + rows, mask=exists, other=-1)
+        exists = exists & (rows >= 0) & (rows < num_positions)
+        rows = rows // TOPK
+    block = column // BLOCK
+    of_group = right_scales + group.to(gl.int64) * (RIGHT_SCALES * SCALES)
+    # the second block may lie past the last
+    return Scales(
+        left_scales + rows.to(gl.int64) * SCALES, exists, of_group + block * SCALES,
+        of_group + gl.minimum(block + 1, RIGHT_SCALES - 1) * SCALES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_block(left, right, product):
+    """left @ right of a step, over what `product` held."""
+    product = warpgroup_mma_init(product)
+    return warpgroup_mma(left, right, product, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.constexpr):
+    """A half tile's two blocks of 128 columns, float32, and the registers that products went through."""
+    row_scale, scale0, scale1 = scales.load(0)
+    acc0 = gl.zeros(product.shape, gl.float32, product.type.layout)
+    acc1 = acc0
+    for step in range(steps):
+        left = ring.left.index(2 * stage + WARPGROUP)
+        mbarrier.wait(ring.full.index(stage), phase)
+        product = multiply_block(left, ring.right.index(2 * stage), product)
+        scale0 *= row_scale
+        scale1 *= row_scale
+        next_scales = scales.load(gl.minimum(step + 1, steps - 1))
+        product = warpgroup_mma_wait(0, deps=[product])
+        acc0 += product * scale0[:, None]
+        product = multiply_block(left, ring.right.index(2 * stage + 1), product)
+        product = warpgroup_mma_wait(0, deps=[product])
+        ring.hand_back(stage)
+        acc1 += product * scale1[:, None]
+        row_scale, scale0, scale1 = next_scales
+        stage, phase = ring.next(stage, phase)
+    return acc0, acc1, product, stage, phase
+
+
+@gluon.jit
+def multiply_tiles(
+    WARPGROUP: gl.constexpr, work, ring, result, left_scales, right_scales, bias, topk_weights, gather_indices,
+    num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
+):  # fmt: skip
+    """One of the two warpgroups of a CTA."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
+    dtype: gl.constexpr = result.descriptor.dtype
+    ring = as_matrices(ring)
+    product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
+    stage = 0
+    phase = 0
+    tile = work.at(gl.program_id(0))
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
+        item, column = tile.item, tile.column
+        first, last = work.left_range(tile)
+        first += WARPGROUP * WARPGROUP_ROWS
+        steps = work.steps(tile)
+        tile = work.at(index + gl.num_programs(0))
+        if first < last:
+            group = work.group(item)
+            first = work.row_of_tensor(first)
+            scales = find_scales(
+                work, left_scales, right_scales, gather_indices, num_positions, group, first, last,
+                first_column + column, layout, RIGHT_SCALES, TOPK,
+            )  # fmt: skip
+            acc0, acc1, product, stage, phase = multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP)
+            for half in gl.static_range(2):
+                acc = acc1 if half else acc0
+                acc = finish(
+                    acc, bias, topk_weights, gather_indices, group, first, last, column + half * BLOCK, num_positions,
+                    work.COLUMNS,
+                )  # fmt: skip
+                store(result, acc.to(dtype), WARPGROUP, first, last, column + half * BLOCK)
+        else:
+            stage, phase = skip_tile(ring, steps, stage, phase)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_fp8_kernel(
+    left, left_scales, right, right_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
+    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column,
+    REDUCED: gl.constexpr, COLUMNS: gl.constexpr, RIGHT_SCALES: gl.constexpr, BAND: gl.constexpr,
+    BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATHERS: gl.constexpr, TOPK: gl.constexpr,
+):  # fmt: skip
+    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights."""
+    count = gl.load(tiles_through + num_groups - 1)
+    cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
+    nothing = gl.to_tensor(0)
+    work = Work(
+        tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1),
+        gl.to_tensor(num_rows), "", True, 0, REDUCED, COLUMNS, 1, BAND, BLOCK, BLOCK_COLUMNS,
+        GATHERS, 0,
+    )  # fmt: skip
+    ring = make_ring(work, left, right, STAGES)
+    result = make_result(y, False)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    0,
+                    work,
+                    ring,
+                    result,
+                    left_scales,
+                    right_scales,
+                    bias,
+                    topk_weights,
+                    gather_indices,
+                    num_positions,
+                    first_column,
+                    RIGHT_SCALES,
+                    TOPK,
+                ),
+            ),
+            (
+                multiply_tiles,
+                (
+                    1,
+                    work,
+                    ring,
+                    result,
+                    left_scales,
+                    right_scales,
+                    bias,
+                    topk_weights,
+                    gather_indices,
+                    num_positions,
+                    first_column,
+                    RIGHT_SCALES,
+                    TOPK,
+                ),
+            ),
+            (
+                load_blocks,
+                (work, ring, left, right, gather_indices, num_positions, first_column, True, TOPK),
+            ),
+        ],
+        [4, 4 if GATHERS else 1],
+        [232, 40] if GATHERS else [240, 24],
+    )
+    first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
+    result.zero_rows(first, last, num_rows, COLUMNS)
+    tma.store_wait(0)
