@@ -1,7 +1,7 @@
 """FP8 with block scales: what quantizes tokens and weights, and the recipe to train in it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.arguments import as_array, as_dtype, as_flag, check_instance, check_rank
 from jgg.backends.choice import How
 from jgg.gpu_target import current_target
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.quantized import BLOCK, DTYPES, QuantizedArray, scales_shape
+from jgg.products.quantize import E4M3, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.quantized import BLOCK, DTYPES, QuantizedArray, check_blocks
 
 
 def quantize_tokens(
@@ -125,26 +125,12 @@ class Fp8:
 
         Raises: ValueError: w has another rank. TypeError: w is no float array.
         """
-        array, options = _checked("w", w, "[E, N, K] or [E, K, N]", jnp.float8_e4m3fn, self.power_of_2_scales)
+        array, options = _checked("w", w, "[E, N, K] or [E, K, N]", E4M3, self.power_of_2_scales)
         how = How(None, current_target())
         results = QUANTIZE_WEIGHTS(how, Quantize(array), keeps=True, turns=True, **options)
         values, scales, turned = (checkpoint_name(result, "jgg_fp8_weights") for result in results)
         forms = WeightForms(QuantizedArray(values, scales), QuantizedArray(turned, scales.mT))
         return QuantizedWeights(as_array("w", w), forms)
-
-    def rows(self, how: How, rows: jax.Array, *, is_gradient: bool = False) -> QuantizedArray:
-        """Rows [M, K], quantized."""
-        dtype = self.gradient_dtype if is_gradient else jnp.dtype(jnp.float8_e4m3fn)
-        options: dict[str, Any] = {"dtype": dtype, "power_of_2_scales": self.power_of_2_scales}
-        return QuantizedArray(*QUANTIZE_ROWS(how, Quantize(rows), **options))
-
-    def k_major(self, how: How, w: jax.Array, forms: WeightForms | None, *, turned: bool) -> QuantizedArray:
-        """Weights as they are or `turned`, from their forms if there are some."""
-        if forms is not None:
-            return forms.turned if turned else forms.straight
-        options: dict[str, Any] = {"dtype": jnp.dtype(jnp.float8_e4m3fn), "power_of_2_scales": self.power_of_2_scales}
-        first, second = QUANTIZE_WEIGHTS(how, Quantize(w), keeps=not turned, turns=turned, **options)
-        return QuantizedArray(second, first.mT) if turned else QuantizedArray(first, second)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:
@@ -166,11 +152,6 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
         return value
     if not isinstance(value, QuantizedArray) or quantization is None:
         return None
-    expected = scales_shape(value.shape, (BLOCK, BLOCK))
-    if value.scales.shape != expected:
-        raise ValueError(
-            f"{name}.scales must be {list(expected)} with quantization, for blocks of {BLOCK} x {BLOCK}, got "
-            f"{list(value.scales.shape)}."
-        )
+    check_blocks(name, value, BLOCK)
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
     return QuantizedWeights(array, WeightForms(value, value.mT))

@@ -9,10 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.arguments import as_arrays, check_instance
-from jgg.backends.choice import How, check_implementation, is_plain_jax
+from jgg.backends.choice import How, how_of, is_plain_jax
 from jgg.backends.xla import plain
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.gpu_target import current_target
+from jgg.grouped_gemm_fp8 import multiply_quantized
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.problem import GroupedGemmProblem, check_problem
 from jgg.products.dbias import DBIAS, Dbias
@@ -21,11 +21,11 @@ from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.product import Product
 from jgg.quantized import QuantizedArray, dense_weights
-from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, saturated_int32
+from jgg.schedule import GroupBounds, as_indices, group_bounds, group_of_rows, inverse_permutation
 
 
 def grouped_gemm(
-    x: ArrayLike,
+    x: ArrayLike | QuantizedArray,
     w: ArrayLike | QuantizedArray,
     group_sizes: ArrayLike,
     topk: int = 1,
@@ -54,9 +54,12 @@ def grouped_gemm(
     choice).
 
     Args:
-      x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`.
+      x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or what
+        `quantize_tokens` makes of such an array.
       w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case. Or a QuantizedArray
-        of this shape, which is dequantized to the dtype of x first and gets no gradient.
+        of this shape: then a quantized x is multiplied in FP8 (on a GPU of compute capability 9.0, for a 16-bit result
+        and K a multiple of 16; "ekn" copies w), and w is dequantized first for any other. Neither of them gets a
+        gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
@@ -71,9 +74,9 @@ def grouped_gemm(
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
         and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these that is as precise.
-      preferred_element_type: dtype of the result; by default that of x. The cotangent of a result in another dtype is
-        not rounded to that of x: "xla" multiplies it in float32, the kernels as the sum of two terms in the dtype of x,
-        of which they leave out the second where that is zero.
+      preferred_element_type: dtype of the result; by default that of x, or bfloat16 for a quantized one. The cotangent
+        of a result in another dtype is not rounded to that of x: "xla" multiplies it in float32, the kernels as the
+        sum of two terms in the dtype of x, of which they leave out the second where that is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
       implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; in forward mode too) or
@@ -98,7 +101,7 @@ def grouped_gemm(
 
 
 def grouped_gemm_forward(
-    x: ArrayLike, w: ArrayLike | QuantizedArray, group_sizes: ArrayLike, topk: int = 1,
+    x: ArrayLike | QuantizedArray, w: ArrayLike | QuantizedArray, group_sizes: ArrayLike, topk: int = 1,
     gather_indices: ArrayLike | None = None, permute_x: bool = False, permute_y: bool = False,
     topk_weights: ArrayLike | None = None, bias: ArrayLike | None = None, *, w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None, preferred_element_type: DTypeLike | None = None,
@@ -175,6 +178,8 @@ def checked_grouped_gemm(
     implementation: str | None, configs: tuple[object, object, object] = (None, None, None), **arguments: Any
 ) -> jax.Array:
     """y by the differentiable operation, with the arguments of `check_problem` checked; for `ragged_dot` too."""
+    if isinstance(arguments["x"], QuantizedArray):
+        return multiply_quantized(implementation, **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     forward, dx, dw = (how._replace(config=config) for config in configs)
     return _apply(problem, (forward, dx, dw), **arrays)
@@ -192,22 +197,6 @@ def _checked(
     return problem, how_of(problem, implementation), arrays
 
 
-def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
-    """How to compute a problem by an implementation, for the GPU that there is or is named: "xla" of symbolic shapes.
-
-    Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
-    """
-    check_implementation(implementation)
-    if problem.is_symbolic:
-        if implementation not in (None, "xla"):
-            raise ValueError(
-                "implementation must be None or 'xla' for symbolic shapes, since kernels are chosen by sizes, "
-                f"got {implementation!r}."
-            )
-        implementation = "xla"
-    return How(implementation, current_target())
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(
     problem: GroupedGemmProblem, hows: _Hows, x: jax.Array, w: jax.Array, group_sizes: jax.Array,
@@ -216,7 +205,7 @@ def _apply(
 ) -> jax.Array:  # fmt: skip
     axes = varying_axes(x, w, topk_weights, bias, group_sizes, group_offset, gather_indices)
     bounds = group_bounds(vary_over(axes, group_sizes), problem.num_rows, group_offset, problem.num_experts)
-    gather_indices = _indices(gather_indices)
+    gather_indices = as_indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
     operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
     if problem.is_empty or is_plain_jax(hows[0].implementation):
@@ -286,13 +275,9 @@ def _run_product(
     **arrays: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
-    operands = product.operands(**arrays, bounds=bounds, gather_indices=_indices(gather_indices))
+    operands = product.operands(**arrays, bounds=bounds, gather_indices=as_indices(gather_indices))
     (result,) = product(how, operands, problem=problem)
     return result
-
-
-def _indices(gather_indices: jax.Array | None) -> jax.Array | None:
-    return None if gather_indices is None else saturated_int32(gather_indices)
 
 
 def _check_config(name: str, config: object, product: Product) -> None:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
 from jgg.backends.choice import check_implementation
+from jgg.fp8 import Fp8, check_quantization
 from jgg.moe import moe_mlp
 from jgg.problem import DTYPES
 from jgg.quantized import QuantizedArray, dense_weights
@@ -124,7 +125,7 @@ class MoELayer:
     def apply(
         self, params: Mapping[str, ArrayLike | QuantizedArray], x: ArrayLike, selection_bias: ArrayLike | None = None,
         *, sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None,
-        implementation: str | None = None,
+        quantization: Fp8 | None = None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
@@ -136,6 +137,7 @@ class MoELayer:
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
+          quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
         named = dense_weights("x", x, {**params, "x": x, "selection_bias": selection_bias})
         arrays = as_arrays(named, may_be_none=("selection_bias",))
@@ -150,8 +152,9 @@ class MoELayer:
         arrays["x"] = tokens.reshape(math.prod(shape[:-1]), shape[-1])
         arrays = {name: array for name, array in arrays.items() if array is not None}
         apply = functools.partial(
-            self._apply_to_tokens, sharding=sharding, precision=precision, implementation=implementation
-        )
+            self._apply_to_tokens, sharding=sharding, precision=precision, quantization=quantization,
+            implementation=implementation,
+        )  # fmt: skip
         if sharding is None:
             y, metrics = apply(arrays)
         else:
@@ -161,7 +164,7 @@ class MoELayer:
 
     def _apply_to_tokens(
         self, arrays: dict[str, jax.Array], *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike,
-        implementation: str | None,
+        quantization: Fp8 | None, implementation: str | None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
@@ -175,7 +178,8 @@ class MoELayer:
             selection_bias=arrays.get("selection_bias"), num_groups=self.num_groups, topk_groups=self.topk_groups,
             implementation=implementation,
         )  # fmt: skip
-        y, overflow = self._experts(arrays, routing, sharding, precision=precision, implementation=implementation)
+        options = {"precision": precision, "quantization": quantization, "implementation": implementation}
+        y, overflow = self._experts(arrays, routing, sharding, **options)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
             load_balancing_loss(logits, routing.topk_indices, score=self.score, axis_name=token_axes),
@@ -209,8 +213,8 @@ class MoELayer:
 
 
 def check_layer(
-    layer: MoELayer, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, implementation: str | None,
-    dtype: DTypeLike | None, param_dtype: DTypeLike, **inits: Initializer,
+    layer: MoELayer, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
+    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, **inits: Initializer,
 ) -> None:  # fmt: skip
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
@@ -219,6 +223,7 @@ def check_layer(
       inits: initializers by the names of their arguments.
     """
     as_precision(precision)
+    check_quantization(quantization)
     check_implementation(implementation)
     if dtype is not None:
         as_dtype("dtype", dtype, DTYPES)

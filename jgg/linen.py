@@ -10,6 +10,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.activations import Activation
+from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -37,6 +38,7 @@ class MoE(nn.Module):
       dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
+      quantization: as in `jgg.nnx.MoE`.
       kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
       sharding: as in `jgg.nnx.MoE`.
     """
@@ -65,10 +67,11 @@ class MoE(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     implementation: str | None = None
     sharding: MoESharding | None = None
+    quantization: Fp8 | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("sharding", "precision", "implementation", "dtype", "param_dtype")
+        names = ("sharding", "precision", "quantization", "implementation", "dtype", "param_dtype")
         inits = ("kernel_init", "router_init", "bias_init")
         check_layer(self._layer(in_features=1), **{name: getattr(self, name) for name in (*names, *inits)})
 
@@ -95,7 +98,7 @@ class MoE(nn.Module):
         params |= zip(own, cast, strict=True)
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
-            implementation=self.implementation,
+            quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         for name, value in metrics._asdict().items():
             self.sow("intermediates", name, value)

@@ -1,33 +1,31 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
+from jgg import moe_fp8
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int
-from jgg.backends.choice import How, is_plain_jax
+from jgg.backends.choice import how_of, is_plain_jax
 from jgg.backends.xla import plain
-from jgg.fp8 import Fp8, QuantizedWeights, WeightForms, as_quantized_weights, check_quantization
-from jgg.grouped_gemm import bias_row_sums, how_of
+from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
+from jgg.grouped_gemm import bias_row_sums
 from jgg.manual_axes import vary_over, varying_axes
-from jgg.problem import GroupedGemmProblem, check_choices, check_mlp, check_problem
-from jgg.products.activate import ACTIVATE_BACKWARD, Activate, ActivateBackward
-from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
+from jgg.mlp import Mlp, Operands, problems
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8
 from jgg.products.up import UP
 from jgg.quantized import QuantizedArray, dense_weights
 from jgg.routing import Routing, as_routing
-from jgg.schedule import GroupBounds, group_bounds, inverse_permutation, saturated_int32
+from jgg.schedule import inverse_permutation, saturated_int32
 
 
 def moe_mlp(
@@ -96,10 +94,10 @@ def moe_mlp(
     given |= {name: weights.array for name, weights in quantized.items() if weights is not None}
     named = as_arrays(dense_weights("x", x, given), may_be_none=("b_gate_up", "b_down"))
     routing = as_routing(routing)
-    up, down = _problems(named, routing, activation, w_layout, precision, expected_rows)
+    up, down = problems(named, routing, activation, w_layout, precision, expected_rows)
     how = how_of(up, implementation)
-    mlp = _Mlp(up, down, how, activation, interleaved, quantization, spare_sms)
-    operands = _Operands(
+    mlp = Mlp(up, down, how, activation, interleaved, quantization, spare_sms)
+    operands = Operands(
         **named,
         quantized_gate_up=quantized["w_gate_up"].forms if quantized["w_gate_up"] else None,
         quantized_down=quantized["w_down"].forms if quantized["w_down"] else None,
@@ -112,164 +110,38 @@ def moe_mlp(
     return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 
-def _problems(
-    arrays: dict[str, Any], routing: Routing, activation: Activation, w_layout: str, precision: jax.lax.PrecisionLike,
-    expected_rows: int | None,
-) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:  # fmt: skip
-    """The problems of the two products; raises where the arguments disagree, as `check_problem` does."""
-    hidden = check_mlp(arrays, activation, w_layout)
-    check_choices(arrays["x"], routing.topk_weights, routing.topk_indices, "routing.")
-    num_experts, num_choices = arrays["w_gate_up"].shape[0], routing.topk_weights.size
-    sizes, indices = routing.group_sizes, routing.gather_indices
-    if sizes.shape != (num_experts,):
-        raise ValueError(f"routing.group_sizes must be [E] = [{num_experts}], got {list(sizes.shape)}.")
-    if len(indices.shape) != 1 or indices.shape[0] > num_choices:
-        raise ValueError(
-            f"routing.gather_indices must be [M] with M at most T * k = {num_choices}, got {list(indices.shape)}."
-        )
-    up = check_problem(
-        x=arrays["x"], w=arrays["w_gate_up"], bias=arrays["b_gate_up"], group_sizes=sizes, gather_indices=indices,
-        topk=routing.topk_weights.shape[1], permute_x=True, some_choices=indices.shape[0] < num_choices,
-        w_layout=w_layout, precision=precision,
-    )  # fmt: skip
-    up = dataclasses.replace(up, expected_rows=expected_rows)
-    down = dataclasses.replace(
-        up, in_features=hidden, out_features=up.in_features, permute_x=False, has_bias=arrays["b_down"] is not None,
-        num_tokens=None,
-    )  # fmt: skip
-    return up, down
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mlp:
-    """The static argument of the custom_vjp.
-
-    Attributes:
-      up: x in token order to the pre-activation in expert order.
-      down: hidden features to their product, both in expert order.
-      quantization: what products but dW are quantized by.
-      spare_sms: multiprocessors that the last product does not use.
-    """
-
-    up: GroupedGemmProblem
-    down: GroupedGemmProblem
-    how: How
-    activation: Activation
-    interleaved: bool
-    quantization: Fp8 | None
-    spare_sms: int
-
-    @property
-    def activation_options(self) -> dict[str, Activation | bool]:
-        return {"activation": self.activation, "interleaved": self.interleaved}
-
-    @property
-    def combined_down(self) -> GroupedGemmProblem:
-        """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
-        return dataclasses.replace(self.weighted_down, combine_y=True, num_tokens=self.up.num_tokens)
-
-    @property
-    def transposed_down(self) -> GroupedGemmProblem:
-        """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
-        return dataclasses.replace(
-            self.up,
-            in_features=self.down.out_features,
-            out_features=self.down.in_features,
-            w_layout="ekn" if self.down.w_layout == "enk" else "enk",
-            has_bias=False,
-        )
-
-    @property
-    def transposed_up(self) -> GroupedGemmProblem:
-        """From d pre-activation in expert order to dx: dX of `up` as a product, each token's rows added up."""
-        return dataclasses.replace(
-            self.up,
-            in_features=self.up.out_features,
-            out_features=self.up.in_features,
-            permute_x=False,
-            has_bias=False,
-            combine_y=True,
-        )
-
-    @property
-    def weighted_down(self) -> GroupedGemmProblem:
-        """`down` for a dW whose rows are scaled."""
-        return dataclasses.replace(self.down, has_topk_weights=True)
-
-    @property
-    def how_sparing(self) -> How:
-        """On fewer multiprocessors."""
-        target = self.how.target
-        return self.how._replace(target=dataclasses.replace(target, num_sms=max(1, target.num_sms - self.spare_sms)))
-
-    def bounds(self, group_sizes: jax.Array) -> GroupBounds:
-        return group_bounds(group_sizes, self.up.num_rows)
-
-
-_PreActivation = jax.Array | QuantizedArray  # [M, 2 * I], or as ACTIVATE_FP8 keeps it
-
-
-class _Operands(NamedTuple):
-    """Those of the custom_vjp."""
-
-    x: jax.Array
-    w_gate_up: jax.Array
-    w_down: jax.Array
-    b_gate_up: jax.Array | None
-    b_down: jax.Array | None
-    topk_weights: jax.Array
-    group_sizes: jax.Array
-    gather_indices: jax.Array
-    quantized_gate_up: WeightForms | None
-    quantized_down: WeightForms | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
+def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     (hidden,) = _up(mlp, operands, keeps=False)
     return _down(mlp, operands, hidden)
 
 
-def _forward(mlp: _Mlp, operands: _Operands) -> tuple[jax.Array, tuple[_Operands, _PreActivation]]:
+def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any]]:
     kept, hidden = _up(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, "jgg_pre_activation"), kept)
     residuals = operands._replace(x=checkpoint_name(operands.x, "jgg_x")), kept
     return _down(mlp, operands, hidden), residuals
 
 
-def _up(mlp: _Mlp, operands: _Operands, keeps: bool) -> list[Any]:
+def _up(mlp: Mlp, operands: Operands, keeps: bool) -> list[Any]:
     """The pre-activation, if it `keeps` that, and the hidden features; [M, 2 * I] and [M, I] in expert order."""
-    x, w, bias, bounds = operands.x, operands.w_gate_up, operands.b_gate_up, mlp.bounds(operands.group_sizes)
-    indices = operands.gather_indices
-    if mlp.quantization is None:
-        of_up = Forward(x, w, bounds, indices, bias=bias)
-        return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
-    rows = mlp.quantization.rows(mlp.how, x)
-    weights = mlp.quantization.k_major(mlp.how, w, operands.quantized_gate_up, turned=mlp.up.w_layout == "ekn")
-    (pre,) = FORWARD_FP8(mlp.how, ForwardFp8(rows, weights, bounds, indices, bias=bias), problem=_k_major(mlp.up))
-    options = mlp.activation_options | {"power_of_2_scales": mlp.quantization.power_of_2_scales}
-    parts = ACTIVATE_FP8(mlp.how, Activate(pre), keeps=keeps, **options)
-    hidden, *kept = (QuantizedArray(*parts[at : at + 2]) for at in range(0, len(parts), 2))
-    return [*kept, hidden]
+    if mlp.quantization is not None:
+        return moe_fp8.up(mlp, operands, keeps)
+    x, w, bounds = operands.x, operands.w_gate_up, mlp.bounds(operands.group_sizes)
+    of_up = Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up)
+    return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
 
 
-def _down(mlp: _Mlp, operands: _Operands, hidden: Any) -> jax.Array:
-    w, bias, bounds = operands.w_down, operands.b_down, mlp.bounds(operands.group_sizes)
-    indices, topk_weights = operands.gather_indices, operands.topk_weights
-    if mlp.quantization is None:
-        (y,) = FORWARD(mlp.how, Forward(hidden, w, bounds, indices, topk_weights, bias), problem=mlp.combined_down)
-        return y
-    weights = mlp.quantization.k_major(mlp.how, w, operands.quantized_down, turned=mlp.down.w_layout == "ekn")
-    of_down = ForwardFp8(hidden, weights, bounds, indices, topk_weights, bias)
-    (y,) = FORWARD_FP8(mlp.how, of_down, problem=_k_major(mlp.combined_down))
+def _down(mlp: Mlp, operands: Operands, hidden: Any) -> jax.Array:
+    if mlp.quantization is not None:
+        return moe_fp8.down(mlp, operands, hidden)
+    w, bounds = operands.w_down, mlp.bounds(operands.group_sizes)
+    of_down = Forward(hidden, w, bounds, operands.gather_indices, operands.topk_weights, operands.b_down)
+    (y,) = FORWARD(mlp.how, of_down, problem=mlp.combined_down)
     return y
 
 
-def _k_major(problem: GroupedGemmProblem) -> GroupedGemmProblem:
-    return dataclasses.replace(problem, w_layout="enk")
-
-
-def _activation_backward(mlp: _Mlp, operands: _Operands, kept: _PreActivation, dy: jax.Array) -> list[Any]:
+def _activation_backward(mlp: Mlp, operands: Operands, kept: Any, dy: jax.Array) -> list[Any]:
     """d pre-activation, what dX multiplies of it, hidden, and the sums that the router's gradient is made of.
 
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
@@ -278,36 +150,24 @@ def _activation_backward(mlp: _Mlp, operands: _Operands, kept: _PreActivation, d
     weights = plain.row_scales(mlp.up, indices, operands.topk_weights)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled then
     options = mlp.activation_options | {"scale_hidden": operands.b_down is None}
-    if mlp.quantization is None:
-        (z,) = FORWARD(mlp.how, Forward(dy, operands.w_down, bounds, indices), problem=mlp.transposed_down)
-        d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights), **options)
-        return [d_pre, d_pre, *others]
-    rows = mlp.quantization.rows(mlp.how, dy, is_gradient=True)
-    turned = mlp.down.w_layout == "enk"
-    w_down = mlp.quantization.k_major(mlp.how, operands.w_down, operands.quantized_down, turned=turned)
-    (z,) = FORWARD_FP8(mlp.how, ForwardFp8(rows, w_down, bounds, indices), problem=_k_major(mlp.transposed_down))
-    d_pre, values, scales, *others = ACTIVATE_BACKWARD_FP8(
-        mlp.how, ActivateBackwardFp8(kept, z, weights), gradient_dtype=mlp.quantization.gradient_dtype,
-        power_of_2_scales=mlp.quantization.power_of_2_scales, **options,
-    )  # fmt: skip
-    return [d_pre, QuantizedArray(values, scales), *others]
+    if mlp.quantization is not None:
+        return moe_fp8.activation_backward(mlp, operands, kept, dy, weights, options)
+    (z,) = FORWARD(mlp.how, Forward(dy, operands.w_down, bounds, indices), problem=mlp.transposed_down)
+    d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights), **options)
+    return [d_pre, d_pre, *others]
 
 
-def _dx(mlp: _Mlp, operands: _Operands, d_pre_activation: Any) -> jax.Array:
-    bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
-    if mlp.quantization is None:
-        of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=indices)
-        (dx,) = DX(mlp.how, of_dx, problem=mlp.up)
-        return dx
-    turned = mlp.up.w_layout == "enk"
-    weights = mlp.quantization.k_major(mlp.how, operands.w_gate_up, operands.quantized_gate_up, turned=turned)
-    of_dx = ForwardFp8(d_pre_activation, weights, bounds, indices)
-    (dx,) = FORWARD_FP8(mlp.how, of_dx, problem=_k_major(mlp.transposed_up))
+def _dx(mlp: Mlp, operands: Operands, d_pre_activation: Any) -> jax.Array:
+    if mlp.quantization is not None:
+        return moe_fp8.dx(mlp, operands, d_pre_activation)
+    bounds = mlp.bounds(operands.group_sizes)
+    of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=operands.gather_indices)
+    (dx,) = DX(mlp.how, of_dx, problem=mlp.up)
     return dx
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: _Mlp, residuals: tuple[_Operands, _PreActivation], dy: jax.Array) -> tuple[_Operands]:
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple[Operands]:
     operands, kept = residuals
     x, b_gate_up, b_down, topk_weights = operands.x, operands.b_gate_up, operands.b_down, operands.topk_weights
     gather_indices, bounds = operands.gather_indices, mlp.bounds(operands.group_sizes)
@@ -338,21 +198,18 @@ def _backward(mlp: _Mlp, residuals: tuple[_Operands, _PreActivation], dy: jax.Ar
 
     d_weights = d_weights.at[row_of].get(mode="fill", fill_value=0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    none = dict.fromkeys(("group_sizes", "gather_indices", "quantized_gate_up", "quantized_down"))
-    return (
-        _Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, **none),
-    )  # fmt: skip
+    return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
 
 
 _mlp.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compute(mlp: _Mlp, is_plain: bool, operands: _Operands) -> jax.Array:
+def _compute(mlp: Mlp, is_plain: bool, operands: Operands) -> jax.Array:
     return (_plain_mlp if is_plain else _mlp)(mlp, operands)
 
 
-def _plain_mlp(mlp: _Mlp, operands: _Operands) -> jax.Array:
+def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
     bounds = mlp.bounds(group_sizes)

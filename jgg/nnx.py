@@ -10,6 +10,7 @@ from flax.nnx.nn import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
+from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -40,6 +41,7 @@ class MoE(nnx.Module):
       dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
+      quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
       kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
       router_init: initializer of w_router [H, E] and of all other matrices (the shared experts').
       bias_init: initializer of the biases.
@@ -62,6 +64,7 @@ class MoE(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
+        quantization: Fp8 | None = None,
         kernel_init: Initializer = expert_init,
         router_init: Initializer = dense_init,
         bias_init: Initializer = nnx.initializers.zeros,
@@ -73,8 +76,9 @@ class MoE(nnx.Module):
     ) -> None:
         self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
         check_layer(
-            self.layer, sharding=sharding, precision=precision, implementation=implementation, dtype=dtype,
-            param_dtype=param_dtype, kernel_init=kernel_init, router_init=router_init, bias_init=bias_init,
+            self.layer, sharding=sharding, precision=precision, quantization=quantization,
+            implementation=implementation, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init,
+            router_init=router_init, bias_init=bias_init,
         )  # fmt: skip
         for name, shape in self.layer.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
@@ -87,6 +91,7 @@ class MoE(nnx.Module):
             self.selection_bias = SelectionBias(init(jax.random.key(0), (self.layer.num_experts,), jnp.float32))
         self.dtype = dtype
         self.precision = precision
+        self.quantization = quantization
         self.sharding = sharding
         self.implementation = implementation
 
@@ -103,7 +108,7 @@ class MoE(nnx.Module):
         selection_bias = self.selection_bias[...] if self.layer.use_selection_bias else None
         y, metrics = self.layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
-            implementation=self.implementation,
+            quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgg.arguments import as_array
+from jgg.arguments import as_array, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -88,6 +88,21 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
     values = jnp.clip(blocks * (1 / scales)[..., :, None, :, None], -largest, largest).reshape(whole.shape)
     return QuantizedArray(values[..., : sizes[0], : sizes[1]].astype(dtype), scales)
+
+
+def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
+    """A QuantizedArray with blocks of so many rows and of BLOCK columns.
+
+    Raises: TypeError: it is none. ValueError: its blocks are others.
+    """
+    check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
+    assert isinstance(value, QuantizedArray)
+    expected = scales_shape(value.shape, (rows, BLOCK))
+    if value.scales.shape != expected:
+        raise ValueError(
+            f"{name}.scales must be {list(expected)}, for blocks of {rows} x {BLOCK}, got {list(value.scales.shape)}."
+        )
+    return value
 
 
 def dense_weights(rows_name: str, rows: object, arguments: Mapping[str, object]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.backends.choice import How, is_plain_jax
+from jgg.backends.choice import How, how_of, is_plain_jax
 from jgg.backends.xla.multilinear import outer_dot
 from jgg.backends.xla.row_blocks import Rows
-from jgg.grouped_gemm import checked_grouped_gemm, how_of
+from jgg.grouped_gemm import checked_grouped_gemm
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.problem import GroupedGemmProblem, check_problem
 from jgg.products.dw import DW, Dw

@@ -175,6 +175,11 @@ def saturated_int32(array: jax.Array) -> jax.Array:
     return jnp.clip(array, jnp.array(lowest, array.dtype), jnp.array(highest, array.dtype)).astype(jnp.int32)
 
 
+def as_indices(gather_indices: jax.Array | None) -> jax.Array | None:
+    """gather_indices as int32, or None where there are none."""
+    return None if gather_indices is None else saturated_int32(gather_indices)
+
+
 def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = None) -> jax.Array:
     """For each position in token order the row in expert order that names it, or M where none does.
 

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.activations import Activation, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
 from jgg.exchange import EXCHANGES, Placement
+from jgg.fp8 import Fp8
 from jgg.manual_axes import vary_over
 from jgg.moe import moe_mlp
 from jgg.problem import W_LAYOUTS, check_choices, check_mlp
@@ -139,6 +140,7 @@ def sharded_moe_mlp(
     interleaved: bool = False,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
+    quantization: Fp8 | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`jgg.moe_mlp` on a mesh: experts may be on other devices than their tokens.
@@ -155,7 +157,7 @@ def sharded_moe_mlp(
       sharding: which mesh axis splits what, and by which exchange.
       interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
         and its up feature are on the same device: see `interleave`.
-      activation, w_layout, precision, implementation: as in `jgg.moe_mlp`.
+      activation, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
 
     Returns:
       y [T, H] in the dtype of x, split like x, and the overflow: int32 scalar, how many of the T * k rows found no
@@ -178,7 +180,7 @@ def sharded_moe_mlp(
     arrays = {name: array for name, array in arrays.items() if array is not None}
     on_device = functools.partial(
         moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
-        precision=precision, implementation=implementation,
+        precision=precision, quantization=quantization, implementation=implementation,
     )  # fmt: skip
     specs = sharding.weight_specs(w_layout)
     return map_tokens(lambda arrays: on_device(**arrays), sharding, arrays, specs, (sharding.token_spec, P()))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jgg.backends import interpret, triton
-from jgg.gpu_target import MIN_COMPUTE_CAPABILITY, Target, device_target
+from jgg.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
+from jgg.problem import GroupedGemmProblem
 from jgg.products.launch import Launch
 
 NAMES = ("triton", "xla", "interpret")
@@ -51,6 +52,22 @@ class Launcher(NamedTuple):
         if how.implementation == "interpret":
             return cls(interpret.call, interpret.TARGET, how.config)
         return cls(functools.partial(triton.call, how.target.compute_capability), how.target, how.config)
+
+
+def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
+    """How to compute a problem by an implementation, for the GPU that there is or is named: "xla" of symbolic shapes.
+
+    Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
+    """
+    check_implementation(implementation)
+    if problem.is_symbolic:
+        if implementation not in (None, "xla"):
+            raise ValueError(
+                "implementation must be None or 'xla' for symbolic shapes, since kernels are chosen by sizes, "
+                f"got {implementation!r}."
+            )
+        implementation = "xla"
+    return How(implementation, current_target())
 
 
 def check_implementation(implementation: str | None):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jgg.fp8 import Fp8
 from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
 from jgg.measuring.workloads import OPS, Layer
 from jgg.moe import moe_mlp
@@ -29,13 +30,14 @@ class LayerProblem:
       layer: its sizes.
       dtype: of x and all weights.
       w_layout: of the experts' weights, as in `jgg.moe_mlp`.
-      implementation: as in `jgg.moe_mlp`.
+      implementation, quantization: as in `jgg.moe_mlp`.
     """
 
     layer: Layer
     dtype: str
     w_layout: str = "enk"
     implementation: str | None = None
+    quantization: Fp8 | None = None
 
     @property
     def num_rows(self) -> int:
@@ -106,17 +108,18 @@ def layer_function(problem: LayerProblem, which: str) -> Callable:
     The results are y, the experts chosen, and with the backward pass the gradients of x and the weights by name.
     """
     choose = functools.partial(route, topk=problem.layer.topk, implementation=problem.implementation)
-    return functools.partial(_run, problem, which, choose, problem.implementation, None)
+    return functools.partial(_run, problem, which, choose, problem.implementation, None, problem.quantization)
 
 
-def _run(problem, which, choose, implementation, precision, arrays):
+def _run(problem, which, choose, implementation, precision, quantization, arrays):
     """The results of a layer whose routing is choose(logits)."""
 
     def forward(floats):
         routing = choose(logits_of(floats["x"], floats["w_router"]))
         y = moe_mlp(
             floats["x"], floats["w_gate_up"], floats["w_down"], routing,
-            w_layout=problem.w_layout, precision=precision, implementation=implementation,
+            w_layout=problem.w_layout, precision=precision, quantization=quantization,
+            implementation=implementation,
         )  # fmt: skip
         return y, routing.topk_indices
 
@@ -181,7 +184,7 @@ def _expected(problem, which, precision):
             weights = jax.nn.softmax(jnp.take_along_axis(logits, topk_indices, axis=1))
             return Routing(weights, topk_indices, *sort_by_expert(topk_indices, problem.layer.experts, "xla"))
 
-        results = _run(problem, which, choose, "xla", precision, arrays)
+        results = _run(problem, which, choose, "xla", precision, None, arrays)
         del results["topk_indices"]
         return results
 

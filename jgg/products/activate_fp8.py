@@ -12,6 +12,7 @@ from jgg.products.activate import Activate, activation_constants
 from jgg.products.launch import Launch, power_of_2
 from jgg.products.product import Product
 from jgg.products.quantize import (
+    E4M3,
     QUANTIZE_ROWS,
     Quantize,
     has_fp8,
@@ -20,7 +21,6 @@ from jgg.products.quantize import (
 )
 from jgg.quantized import BLOCK, QuantizedArray, quantize
 
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _ROW = 1, BLOCK
 
 

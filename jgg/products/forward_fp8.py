@@ -38,8 +38,7 @@ class ForwardFp8(NamedTuple):
 
 
 def _dequantized(operands: ForwardFp8, dtype) -> Forward:
-    x, w, *others = operands
-    return Forward(x.dequantize(dtype), w.dequantize(dtype), *others)
+    return Forward(operands.x.dequantize(dtype), operands.w.dequantize(dtype), *operands[2:])
 
 
 def _plain(operands: ForwardFp8, problem: GroupedGemmProblem):
