@@ -1,0 +1,263 @@
+"""`moe_mlp` and the layers in FP8: against float64 products of what is quantized, and with the rest of JAX."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+import jgg.linen
+import jgg.nnx
+from jgg.activations import ACTIVATIONS, Activation
+from jgg.backends.choice import How
+from jgg.gpu_target import current_target
+from jgg.layers import MoELayer
+from jgg.products.activate import Activate
+from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
+from jgg.quantized import quantize
+from tests.support import fp8
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+RECIPES = {"e4m3": jgg.Fp8(), "e5m2": jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)}
+NAMES = "y", "x", "w_gate_up", "w_down", "topk_weights"
+
+
+def make(dtype="bfloat16", tokens=48, features=144, hidden=136, experts=5, topk=2, activation="swiglu", biased=False):
+    """Arrays of an MLP by name, with an expert that no token chooses."""
+    rng = np.random.default_rng(0)
+    halves = 2 if ACTIVATIONS[activation].is_gated else 1
+    shapes = {
+        "x": (tokens, features),
+        "w_gate_up": (experts, halves * hidden, features),
+        "w_down": (experts, features, hidden),
+        "dy": (tokens, features),
+    }
+    if biased:
+        shapes |= {"b_gate_up": (experts, halves * hidden), "b_down": (experts, features)}
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(shape) * (shape[-1] ** -0.5 if name[0] == "w" else 1), dtype)
+        for name, shape in shapes.items()
+    }
+    chosen = np.stack([rng.permutation(experts - 1)[:topk] for _ in range(tokens)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, (tokens, topk)).astype(np.float32)
+    return arrays, jgg.Routing(jnp.asarray(weights), jnp.asarray(chosen), *jgg.sort_by_expert(chosen, experts))
+
+
+def in_layout(arrays, w_layout, interleaved, back=False):
+    """Weights and biases of [E, N, K] with gate and up side by side as a layout has them, or the other way round."""
+
+    def in_turns(array, axis):
+        halves = (-1, 2) if back else (2, -1)
+        split = array.reshape(*array.shape[:axis], *halves, *array.shape[axis + 1 :])
+        return jnp.swapaxes(split, axis, axis + 1).reshape(array.shape)
+
+    changed = dict(arrays)
+    if back and w_layout == "ekn":
+        changed |= {name: array.mT for name, array in changed.items() if name.startswith("w_")}
+    if interleaved:
+        changed |= {name: in_turns(changed[name], 1) for name in ("w_gate_up", "b_gate_up") if name in changed}
+    if not back and w_layout == "ekn":
+        changed |= {name: array.mT for name, array in changed.items() if name.startswith("w_")}
+    return changed
+
+
+def forward(arrays, routing, recipe, **options):
+    given = {name: arrays[name] for name in ("x", "w_gate_up", "w_down", "b_gate_up", "b_down") if name in arrays}
+    routing = routing._replace(topk_weights=arrays.get("topk_weights", routing.topk_weights))
+    return jgg.moe_mlp(routing=routing, quantization=recipe, **given, **options)
+
+
+def run(arrays, routing, recipe, **options):
+    """y and the gradients, by name."""
+    floats = {name: array for name, array in arrays.items() if name != "dy"} | {"topk_weights": routing.topk_weights}
+
+    @jax.jit
+    def both(floats, dy):
+        y, vjp = jax.vjp(lambda floats: forward(floats, routing, recipe, **options), floats)
+        return {"y": y, **vjp(dy)[0]}
+
+    return both(floats, arrays["dy"])
+
+
+def distance(got, want):
+    got, want = (np.asarray(array).astype(np.float64) for array in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("activation", "w_layout", "interleaved", "biased", "sizes"),
+    [
+        ("swiglu", "enk", False, False, {"hidden": 256, "features": 128}),
+        ("swiglu", "ekn", True, True, {}),
+        ("swiglu", "ekn", False, False, {"topk": 4, "tokens": 700}),
+        ("relu_squared", "enk", False, True, {"features": 256}),
+    ],
+)
+def test_against_float64(activation, w_layout, interleaved, biased, sizes, recipe, implementation):
+    """What the recipe rounds is rounded, and next to nothing else.
+
+    A last bit that differs before quantization can move a value by a sixteenth; few do.
+    """
+    arrays, routing = make(activation=activation, biased=biased, **sizes)
+    options = {"w_layout": w_layout, "interleaved": interleaved, "activation": activation}
+    got = run(
+        in_layout(arrays, w_layout, interleaved), routing, RECIPES[recipe], implementation=implementation, **options
+    )
+    got = in_layout(got, w_layout, interleaved, back=True)
+    dy, biases = arrays["dy"], {name: arrays.get(name) for name in ("b_gate_up", "b_down")}
+    order = np.arange(arrays["w_gate_up"].shape[1])
+    want = fp8.mlp(
+        *(np.asarray(arrays[name]) for name in ("x", "w_gate_up", "w_down")),
+        *(np.asarray(routing[index]) for index in (2, 3, 0)), np.asarray(dy), activation, RECIPES[recipe],
+        order.reshape(2, -1).T.reshape(-1) if interleaved else order,
+        **{name: None if b is None else np.asarray(b).astype(np.float64) for name, b in biases.items()},
+    )  # fmt: skip
+    for name, expected in zip(NAMES, want, strict=True):
+        assert distance(got[name], expected) < 0.005, name
+    in_bfloat16 = run(arrays, routing, None, activation=activation, implementation=implementation)
+    for name in NAMES:
+        assert 1e-4 < distance(got[name], in_bfloat16[name]) < 0.15, name
+    assert (np.asarray(got["w_down"][4]) == 0).all()
+
+
+@IMPLEMENTATIONS
+def test_weights_quantized_once(implementation):
+    """For all microbatches, with the same results to the bit, and gradients that are those of the array."""
+    arrays, routing = make()
+    recipe = jgg.Fp8()
+    want = run(arrays, routing, recipe, implementation=implementation)
+    quantized = {name: recipe.weights(arrays[name]) for name in ("w_gate_up", "w_down")}
+    got = run(arrays | quantized, routing, recipe, implementation=implementation)
+    for name in NAMES:
+        array = got[name].array if name in quantized else got[name]
+        np.testing.assert_array_equal(array, want[name])
+
+    @jax.jit
+    def microbatches(w_down):
+        once = recipe.weights(w_down)
+
+        def step(total, x):
+            own = lambda w: forward(arrays | {"x": x, "w_down": dataclasses.replace(once, array=w)}, routing, recipe)  # noqa: E731
+            _, vjp = jax.vjp(own, w_down)
+            return total + vjp(arrays["dy"])[0], None
+
+        return jax.lax.scan(step, jnp.zeros_like(w_down), jnp.stack([arrays["x"]] * 2))[0]
+
+    np.testing.assert_array_equal(microbatches(arrays["w_down"]), 2 * want["w_down"])
+    # an FP8 checkpoint's weights are multiplied as they are
+    frozen = {name: jgg.quantize_weights(arrays[name]) for name in ("w_gate_up", "w_down")}
+    np.testing.assert_array_equal(forward(arrays | frozen, routing, recipe, implementation=implementation), want["y"])
+    dx = jax.grad(lambda x: jnp.sum(forward(arrays | frozen | {"x": x}, routing, recipe) * arrays["dy"]))(arrays["x"])
+    assert distance(dx, want["x"]) < 1e-2
+
+
+@IMPLEMENTATIONS
+def test_transformations(implementation):
+    arrays, routing = make()
+    recipe = jgg.Fp8()
+    options = {"implementation": implementation}
+    want = run(arrays, routing, recipe, **options)
+    for name in NAMES:
+        np.testing.assert_array_equal(run(arrays, routing, recipe, **options)[name], want[name])
+
+    def loss(x, w_down, policy=None):
+        function = lambda x, w_down: forward(arrays | {"x": x, "w_down": w_down}, routing, recipe, **options)  # noqa: E731
+        y = function(x, w_down) if policy is None else jax.checkpoint(function, policy=policy)(x, w_down)
+        return jnp.sum((y * arrays["dy"]).astype(jnp.float32))
+
+    for policy in (
+        jax.checkpoint_policies.nothing_saveable,
+        jax.checkpoint_policies.save_only_these_names("jgg_pre_activation"),
+    ):
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(arrays["x"], arrays["w_down"], policy)
+        for name, gradient in zip(("x", "w_down"), gradients, strict=True):
+            np.testing.assert_array_equal(gradient, want[name])
+    xs = jnp.stack([arrays["x"], 2 * arrays["x"]])
+    ys = jax.vmap(lambda x: forward(arrays | {"x": x}, routing, recipe, **options))(xs)
+    np.testing.assert_array_equal(ys[0], want["y"])
+    _, scanned = jax.lax.scan(lambda c, x: (c, forward(arrays | {"x": x}, routing, recipe, **options)), 0, xs)
+    np.testing.assert_array_equal(scanned, ys)
+    # what a token is not a NaN of does not see it
+    spoilt = forward(arrays | {"x": arrays["x"].at[3, 5].set(jnp.nan)}, routing, recipe, **options)
+    assert jnp.isnan(spoilt[3]).all()
+    np.testing.assert_array_equal(np.delete(spoilt, 3, axis=0), np.delete(want["y"], 3, axis=0))
+
+
+def test_exported_for_both_platforms():
+    arrays, routing = make(features=128, hidden=128)
+    function = jax.jit(lambda arrays: forward(arrays, routing, jgg.Fp8()))
+    with jgg.target(90):
+        exported = jgg.export(function, platforms=("cpu", "cuda"))(arrays)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(arrays), function(arrays))
+    assert "f8E4M3FN" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_layers(kind):
+    x = jax.random.normal(jax.random.key(1), (6, 5, 64), jnp.bfloat16)
+    recipe, options = jgg.Fp8(), {"num_experts": 4, "topk": 2, "dtype": jnp.bfloat16}
+    if kind == "nnx":
+        from flax import nnx
+
+        layer = jgg.nnx.MoE(64, 128, quantization=recipe, rngs=nnx.Rngs(0), **options)
+        params = {name: getattr(layer, name)[...] for name in layer.layer.shapes}
+        y = layer(x)
+    else:
+        layer = jgg.linen.MoE(hidden_features=128, quantization=recipe, **options)
+        variables = layer.init(jax.random.key(0), x)
+        params, y = variables["params"], layer.apply(variables, x)
+    params = {name: array if name == "w_router" else array.astype(x.dtype) for name, array in params.items()}
+    want, _ = MoELayer(64, 128, 4, 2).apply(params, x, quantization=recipe)
+    np.testing.assert_array_equal(y, want)
+    plain, _ = MoELayer(64, 128, 4, 2).apply(params, x)
+    assert 1e-3 < distance(y, plain) < 0.1
+    with pytest.raises(TypeError, match=r"^quantization must be a jgg\.Fp8 or None, got str"):
+        MoELayer(64, 128, 4, 2).apply(params, x, quantization="fp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["swiglu", "clamped_swiglu", "geglu", "relu_squared", "own"])
+@pytest.mark.parametrize(("columns", "interleaved"), [(768, False), (300, False), (128, True)])
+def test_activation_kernels(name, columns, interleaved):
+    own = Activation("own", lambda gate, up: jnp.sin(gate) * up)
+    activation = ACTIVATIONS.get(name, own)
+    halves = 2 if activation.is_gated else 1
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    pre, z, weights = normal(37, halves * columns), normal(37, columns), jnp.asarray(rng.uniform(size=37), jnp.float32)
+    kept = quantize(pre.reshape(37, halves, -1), (1, 128), jnp.float8_e4m3fn, power_of_2_scales=False)
+    options = {"activation": activation, "interleaved": interleaved and halves == 2}
+    results = []
+    for implementation in ("triton", "xla"):
+        how = How(implementation, current_target())
+        backward = {"scale_hidden": True, "gradient_dtype": jnp.dtype(jnp.float8_e5m2), "power_of_2_scales": True}
+        parts = ACTIVATE_FP8(how, Activate(pre), keeps=True, power_of_2_scales=False, **options)
+        d_pre, *d, hidden, sums = ACTIVATE_BACKWARD_FP8(
+            how, ActivateBackwardFp8(kept, z, weights), **backward, **options
+        )
+        pairs = parts[:2], parts[2:], d
+        results.append([*(jgg.QuantizedArray(*pair).dequantize("float32") for pair in pairs), d_pre, hidden, sums])
+    for got, want in zip(*results, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert distance(got, want) < 5e-3
+
+
+def test_errors():
+    arrays, routing = make()
+    with pytest.raises(TypeError, match=r"^gradient_dtype must be one of float8_e4m3fn, float8_e5m2, got bfloat16"):
+        jgg.Fp8("bfloat16")
+    with pytest.raises(TypeError, match=r"^power_of_2_scales must be True or False, got 1"):
+        jgg.Fp8(power_of_2_scales=1)
+    with pytest.raises(ValueError, match=r"^w must be \[E, N, K\]"):
+        jgg.Fp8().weights(arrays["x"])
+    weights = jgg.Fp8().weights(arrays["w_down"])
+    with pytest.raises(ValueError, match=r"^w_down must be an array or a QuantizedArray without quantization"):
+        forward(arrays | {"w_down": weights}, routing, None)
+    other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 144, 5)))
+    with pytest.raises(ValueError, match=r"^w_down\.scales must be \[5, 2, 2\], for blocks of 128 x 128"):
+        forward(arrays | {"w_down": other}, routing, jgg.Fp8())

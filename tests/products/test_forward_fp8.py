@@ -1,0 +1,188 @@
+"""Products of operands that are both quantized, against float64 products of what they dequantize to."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.backends.choice import How
+from jgg.gpu_target import current_target
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from tests.support import oracle
+from tests.support.cases import CASES, OPTIONS, Case, make_data
+from tests.support.comparison import oracle_arguments
+from tests.support.fp8 import exactly
+from tests.support.specialized import LARGE_CASES
+
+
+def in_fp8(case):
+    """The case with rows that the FP8 kernel can load."""
+    return dataclasses.replace(case, in_features=math.ceil(case.in_features / 16) * 16)
+
+
+def quantized(data, gradient=False, powers=False):
+    dtype = jnp.float8_e5m2 if gradient else jnp.float8_e4m3fn
+    with np.errstate(invalid="ignore"):
+        x = jgg.quantize_tokens(data.x, dtype, power_of_2_scales=powers)
+        return x, jgg.quantize_weights(data.w, power_of_2_scales=powers)
+
+
+def run(case, data, x, w, implementation):
+    """y, written over NaN."""
+
+    def product(unwritten, x, w, group_sizes, gather_indices, topk_weights, bias):
+        del unwritten
+        return jgg.grouped_gemm(
+            x, w, group_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias,
+            preferred_element_type=case.out_dtype, implementation=implementation, **case.options,
+        )  # fmt: skip
+
+    unwritten = jnp.full(data.dy.shape, np.nan, case.out_dtype or "bfloat16")
+    function = jax.jit(product, donate_argnums=0, keep_unused=True)
+    return np.asarray(function(unwritten, x, w, data.group_sizes, data.gather_indices, data.topk_weights, data.bias))
+
+
+def assert_right(case, implementation, **options):
+    data = make_data(case, "bfloat16")
+    x, w = quantized(data, **options)
+    got = run(case, data, x, w, implementation).astype(np.float64)
+    arguments = oracle_arguments(case, data) | {"x": exactly(x), "w": exactly(w)}
+    with np.errstate(invalid="ignore"):
+        want = oracle.grouped_gemm(**arguments)
+    mask = np.broadcast_to(oracle.specified(**arguments).y, want.shape)
+    assert (got[(want == 0).all(axis=1) & mask.all(axis=1)] == 0).all()
+    got, want = got[mask], want[mask]
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    got, want = got[finite], want[finite]
+    rounding = 2.0**-8 if case.out_dtype != "float32" else 0
+    # FP8 products are added up with 13 bits after the largest term's first, 128 of them
+    allowed = rounding * np.abs(want) + 1e-3 * np.max(np.abs(want), initial=0)
+    assert (np.abs(got - want) <= allowed).all(), np.max(np.abs(got - want) - allowed)
+    assert np.linalg.norm(got - want) <= 3e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", [*CASES[::5], *OPTIONS[::7], *LARGE_CASES[::6]], ids=lambda case: case.name)
+def test_case(case, implementation):
+    assert_right(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *OPTIONS, *LARGE_CASES], ids=lambda case: case.name)
+def test_case_on_gpu(case):
+    number = len(case.name)
+    assert_right(in_fp8(case), "triton", gradient=number % 3 == 0, powers=number % 2 == 0)
+
+
+WIDE = Case("wide", (700, 0, 33, 1, 900), None, 1040, 392)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(WIDE, name="float32", out_dtype="float32"),
+        dataclasses.replace(WIDE, name="float16", out_dtype="float16"),
+        dataclasses.replace(WIDE, name="steps", in_features=7168, out_features=512),
+        dataclasses.replace(WIDE, name="rows of 8 bytes", in_features=1048),
+        dataclasses.replace(WIDE, name="many columns", out_features=5128, permute_x=True, topk=2, gather="random"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_wide_case_on_gpu(case):
+    assert_right(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gathers", [False, True])
+def test_the_same_bits_every_time_with_many_groups(gathers):
+    num_rows, features, experts = 20_000, 768, 64
+    rng = np.random.default_rng(0)
+    x, w = (
+        quantize(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
+        for quantize, shape in (
+            (jgg.quantize_tokens, (num_rows, features)),
+            (jgg.quantize_weights, (experts, features, features)),
+        )
+    )
+    indices = jnp.asarray(rng.permutation(num_rows), jnp.int32) if gathers else None
+    product = jax.jit(lambda x, w, sizes: jgg.grouped_gemm(x, w, sizes, gather_indices=indices, permute_x=gathers))
+    dense = jax.jit(
+        lambda x, w, sizes: jgg.grouped_gemm(
+            x.dequantize(jnp.float32),
+            w.dequantize(jnp.float32),
+            sizes,
+            gather_indices=indices,
+            permute_x=gathers,
+            precision="highest",
+        )
+    )
+    for _ in range(20):
+        sizes = rng.multinomial(num_rows - 17, rng.dirichlet(np.full(experts, 0.3)))
+        y = product(x, w, jnp.asarray(sizes, jnp.int32))
+        assert (y == product(x, w, jnp.asarray(sizes, jnp.int32))).all()
+        want = dense(x, w, jnp.asarray(sizes, jnp.int32))
+        assert jnp.linalg.norm(y - want) <= 3e-3 * jnp.linalg.norm(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [(3, 300), (77, 2048), (2, 130, 300), (3, 256, 128), (1, 64, 1)])
+def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
+    """To the bit, but that NaN and its like may be any."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))
+    x.reshape(-1)[:3] = 1e-42, -np.inf, np.nan
+    for own in ("float32", "bfloat16"):
+        operands = Quantize(jnp.asarray(x, own))
+        options = {"dtype": jnp.dtype(dtype), "power_of_2_scales": powers}
+        product = QUANTIZE_ROWS if len(shape) == 2 else QUANTIZE_WEIGHTS
+        if len(shape) == 3:
+            options |= {"keeps": True, "turns": True}
+        got, want = (
+            jax.jit(lambda operands, name=name: product(How(name, current_target()), operands, **options))(operands)  # noqa: B023
+            for name in ("triton", "xla")
+        )
+        for g, w in zip(got, want, strict=True):
+            assert (g.shape, g.dtype) == (w.shape, w.dtype)
+            np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+
+
+def test_errors_name_the_operand():
+    x, w = jnp.ones((8, 256)), jnp.ones((2, 40, 256))
+    sizes = jnp.array([3, 5])
+    tokens, weights = jgg.quantize_tokens(x), jgg.quantize_weights(w)
+    with pytest.raises(TypeError, match=r"^w must be a QuantizedArray, as x is, got"):
+        jgg.grouped_gemm(tokens, w, sizes)
+    with pytest.raises(ValueError, match=r"^w\.scales must be \[2, 1, 2\], for blocks of 128 x 128, got \[2, 2, 2\]"):
+        jgg.grouped_gemm(tokens, jgg.QuantizedArray(weights.values, jnp.ones((2, 2, 2))), sizes)
+    with pytest.raises(ValueError, match=r"^x\.scales must be \[8, 2\], for blocks of 1 x 128, got \[8, 1\]"):
+        jgg.grouped_gemm(jgg.QuantizedArray(tokens.values, jnp.ones((8, 1))), weights, sizes)
+    with pytest.raises(ValueError, match=r"^w must be \[E, K, N\] with K equal to x's 256"):
+        jgg.grouped_gemm(tokens, weights, sizes, w_layout="ekn")
+
+
+def test_which_kernel_multiplies():
+    def is_in_fp8(features=256, dtype=None, compute_capability=90):
+        """Whether a kernel's operands are."""
+        arrays = jnp.ones((4096, features)), jnp.ones((8, 512, features))
+        shapes = jax.eval_shape(lambda: (jgg.quantize_tokens(arrays[0]), jgg.quantize_weights(arrays[1])))
+        product = functools.partial(jgg.grouped_gemm, preferred_element_type=dtype)
+        with jgg.target(compute_capability):
+            traced = jax.jit(lambda x, w: product(x, w, jnp.full(8, 512))).trace(*shapes)
+            program = traced.lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in program.splitlines() if "@triton_kernel_call" in line]
+        assert calls
+        return any("f8E4M3FN" in call for call in calls)
+
+    assert is_in_fp8()
+    assert not is_in_fp8(features=264)
+    assert not is_in_fp8(dtype="float32")
+    assert not is_in_fp8(compute_capability=89)
