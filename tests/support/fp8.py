@@ -54,7 +54,8 @@ def mlp(x, w_gate_up, w_down, group_sizes, gather_indices, topk_weights, dy, act
         kept = _by_halves(pre.astype(dtype), activation, tokens)
         hidden, backward = _activation(activation, kept)
         d_pre = backward(p * z)
-        np.add.at(dx, token, again(d_pre, jgg.quantize_tokens, dtype=recipe.gradient_dtype, **powers) @ up[expert])
+        quantized_d = again(d_pre[:, order], jgg.quantize_tokens, dtype=recipe.gradient_dtype, **powers)[:, back]
+        np.add.at(dx, token, quantized_d @ up[expert])
         d_up[expert] = d_pre.T @ exact_x[token]
         d_down[expert] = (p * exact_dy[token]).T @ hidden
         sums = np.sum(hidden * z, axis=1)
