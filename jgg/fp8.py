@@ -73,8 +73,8 @@ class WeightForms(NamedTuple):
     FP8 products on Hopper read both operands along the reduced axis, so that forward and dX need one each.
     """
 
-    straight: QuantizedArray
-    turned: QuantizedArray
+    straight: QuantizedArray | None
+    turned: QuantizedArray | None
 
 
 @jax.tree_util.register_dataclass
@@ -107,16 +107,20 @@ class Fp8:
     Attributes:
       gradient_dtype: of quantized gradients, float8_e4m3fn or float8_e5m2; all else is float8_e4m3fn.
       power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
+      keeps_weights: quantize weights once for both passes, which is faster and keeps a byte a weight for the backward
+        pass; otherwise each pass quantizes what it needs.
 
-    Raises: TypeError: gradient_dtype is neither of the two, or power_of_2_scales is no bool.
+    Raises: TypeError: gradient_dtype is neither of the two, or an option is no bool.
     """
 
     gradient_dtype: DTypeLike = jnp.float8_e4m3fn
     power_of_2_scales: bool = False
+    keeps_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_dtype", as_dtype("gradient_dtype", self.gradient_dtype, DTYPES))
         object.__setattr__(self, "power_of_2_scales", as_flag("power_of_2_scales", self.power_of_2_scales))
+        object.__setattr__(self, "keeps_weights", as_flag("keeps_weights", self.keeps_weights))
 
     def weights(self, w: ArrayLike) -> QuantizedWeights:
         """Quantizes weights [E, N, K] or [E, K, N], to be used more than once.
@@ -125,12 +129,16 @@ class Fp8:
 
         Raises: ValueError: w has another rank. TypeError: w is no float array.
         """
-        array, options = _checked("w", w, "[E, N, K] or [E, K, N]", E4M3, self.power_of_2_scales)
-        how = How(None, current_target())
-        results = QUANTIZE_WEIGHTS(how, Quantize(array), keeps=True, turns=True, **options)
-        values, scales, turned = (checkpoint_name(result, "jgg_fp8_weights") for result in results)
-        forms = WeightForms(QuantizedArray(values, scales), QuantizedArray(turned, scales.mT))
-        return QuantizedWeights(as_array("w", w), forms)
+        return _quantize_once("w", w, self)
+
+
+def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
+    array, options = _checked(name, w, "[E, N, K] or [E, K, N]", E4M3, recipe.power_of_2_scales)
+    how = How(None, current_target())
+    results = QUANTIZE_WEIGHTS(how, Quantize(array), keeps=True, turns=True, **options)
+    values, scales, turned = (checkpoint_name(result, "jgg_fp8_weights") for result in results)
+    forms = WeightForms(QuantizedArray(values, scales), QuantizedArray(turned, scales.mT))
+    return QuantizedWeights(as_array(name, w), forms)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:
@@ -140,7 +148,7 @@ def check_quantization(quantization: Fp8 | None) -> None:
 
 
 def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
-    """Weights that are given in FP8 where products are to be, or None.
+    """Weights that are in FP8 before the first pass needs them, or None.
 
     A QuantizedArray is turned, which copies it, and its array is what it dequantizes to, without a gradient.
 
@@ -150,8 +158,10 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
         if quantization is None:
             raise ValueError(f"{name} must be an array or a QuantizedArray without quantization, got QuantizedWeights.")
         return value
-    if not isinstance(value, QuantizedArray) or quantization is None:
+    if quantization is None:
         return None
+    if not isinstance(value, QuantizedArray):
+        return _quantize_once(name, value, quantization) if quantization.keeps_weights else None
     check_blocks(name, value, BLOCK)
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
     return QuantizedWeights(array, WeightForms(value, value.mT))

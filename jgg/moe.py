@@ -90,7 +90,7 @@ def moe_mlp(
     if expected_rows is not None:
         expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down}
-    quantized = {name: as_quantized_weights(name, value, quantization, x) for name, value in given.items()}
+    quantized = {name: as_quantized_weights(name, given[name], quantization, x) for name in ("w_gate_up", "w_down")}
     given |= {name: weights.array for name, weights in quantized.items() if weights is not None}
     named = as_arrays(dense_weights("x", x, given), may_be_none=("b_gate_up", "b_down"))
     routing = as_routing(routing)
@@ -119,8 +119,9 @@ def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
 def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any]]:
     kept, hidden = _up(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, "jgg_pre_activation"), kept)
-    residuals = operands._replace(x=checkpoint_name(operands.x, "jgg_x")), kept
-    return _down(mlp, operands, hidden), residuals
+    y = _down(mlp, operands, hidden)
+    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, "jgg_x")))
+    return y, (operands, kept)
 
 
 def _up(mlp: Mlp, operands: Operands, keeps: bool) -> list[Any]:

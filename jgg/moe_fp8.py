@@ -8,19 +8,22 @@ import jax
 from jgg.fp8 import WeightForms
 from jgg.mlp import Mlp, Operands
 from jgg.problem import GroupedGemmProblem
-from jgg.products.activate import Activate
-from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
+from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ActivateBackwardFp8
 from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8
 from jgg.products.quantize import E4M3, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.products.up_fp8 import UP_FP8
 from jgg.quantized import QuantizedArray
 
 
 def up(mlp: Mlp, operands: Operands, keeps: bool) -> list[QuantizedArray]:
     """The pre-activation, if it `keeps` that, as ACTIVATE_FP8 keeps it, and the hidden features [M, I]."""
     weights = _k_major(mlp, operands.w_gate_up, operands.quantized_gate_up, mlp.up.w_layout == "ekn")
-    pre = _multiply(mlp, mlp.up, _rows(mlp, operands.x, E4M3), weights, operands, bias=operands.b_gate_up)
+    of_up = ForwardFp8(
+        _rows(mlp, operands.x, E4M3), weights, mlp.bounds(operands.group_sizes), operands.gather_indices,
+        bias=operands.b_gate_up,
+    )  # fmt: skip
     options = mlp.activation_options | {"power_of_2_scales": _powers(mlp)}
-    parts = ACTIVATE_FP8(mlp.how, Activate(pre), keeps=keeps, **options)
+    parts = UP_FP8(mlp.how, of_up, problem=_k_major_problem(mlp.up), keeps=keeps, **options)
     hidden, *kept = (QuantizedArray(*parts[at : at + 2]) for at in range(0, len(parts), 2))
     return [*kept, hidden]
 
@@ -52,13 +55,27 @@ def dx(mlp: Mlp, operands: Operands, d_pre_activation: QuantizedArray) -> jax.Ar
     return _multiply(mlp, mlp.transposed_up, d_pre_activation, weights, operands)
 
 
+def kept_for_backward(mlp: Mlp, operands: Operands) -> Operands:
+    """The operands, of weights in FP8 only the forms that dX and z multiply."""
+    is_turned = mlp.up.w_layout == "enk"
+    kept = {}
+    for name in ("quantized_gate_up", "quantized_down"):
+        forms = getattr(operands, name)
+        kept[name] = forms and (forms._replace(straight=None) if is_turned else forms._replace(turned=None))
+    return operands._replace(**kept)
+
+
 def _multiply(
     mlp: Mlp, problem: GroupedGemmProblem, rows: QuantizedArray, weights: QuantizedArray, operands: Operands,
     **options: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     of_product = ForwardFp8(rows, weights, mlp.bounds(operands.group_sizes), operands.gather_indices, **options)
-    (y,) = FORWARD_FP8(mlp.how, of_product, problem=dataclasses.replace(problem, w_layout="enk"))
+    (y,) = FORWARD_FP8(mlp.how, of_product, problem=_k_major_problem(problem))
     return y
+
+
+def _k_major_problem(problem: GroupedGemmProblem) -> GroupedGemmProblem:
+    return dataclasses.replace(problem, w_layout="enk")
 
 
 def _rows(mlp: Mlp, rows: jax.Array, dtype: Any) -> QuantizedArray:
@@ -67,8 +84,9 @@ def _rows(mlp: Mlp, rows: jax.Array, dtype: Any) -> QuantizedArray:
 
 def _k_major(mlp: Mlp, w: jax.Array, forms: WeightForms | None, turned: bool) -> QuantizedArray:
     """Weights as they are or `turned`, from their forms if there are some."""
-    if forms is not None:
-        return forms.turned if turned else forms.straight
+    form = forms and (forms.turned if turned else forms.straight)
+    if form is not None:
+        return form
     options = {"dtype": E4M3, "power_of_2_scales": _powers(mlp)}
     first, second = QUANTIZE_WEIGHTS(mlp.how, Quantize(w), keeps=not turned, turns=turned, **options)
     return QuantizedArray(second, first.mT) if turned else QuantizedArray(first, second)

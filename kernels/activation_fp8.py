@@ -80,7 +80,7 @@ def activate_backward_fp8_kernel(
     """As `activate_backward_kernel`, of a pre-activation that `activate_fp8_kernel` kept.
 
     Arrays: d_pre [num_rows, halves * COLUMNS], as pre was; d_values and d_scales the same quantized, for gate and up
-    side by side with COLUMNS a multiple of BLOCK, or None. hidden is written over z.
+    side by side with COLUMNS a multiple of BLOCK, or None; from d_pre as it is rounded. hidden is written over z.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -103,7 +103,8 @@ def activate_backward_fp8_kernel(
             d_pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
         )
         if d_values is not None:
-            tl.static_assert(COLUMNS % BLOCK == 0)
+            tl.static_assert(COLUMNS % BLOCK == 0 or not GATED)
+            d_gate, d_up = d_gate.to(z.dtype.element_ty).to(tl.float32), d_up.to(z.dtype.element_ty).to(tl.float32)
             _store_quantized(d_values, d_scales, d_gate, rows, exists, column, 0, COLUMNS, HALVES, LARGEST, POWER_OF_2)
             if GATED:
                 _store_quantized(

@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -12,9 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
+from .hopper_fp8_results import BLOCK, Activated, Quantized, Stored
 from .hopper_results import TILE_ROWS, make_result
-
-BLOCK = gl.constexpr(128)  # features that share a scale
 
 
 @gluon.jit
@@ -29,24 +27,17 @@ def as_matrices(ring):
 
 
 @gluon.jit
-def store(result, value, warpgroup, row, end, column):
-    """Stores 128 columns of a half tile once the block in shared memory is free."""
-    tma.store_wait(0)
-    gl.barrier()
-    result.fill(warpgroup, value)
-    fence_async_shared()
-    gl.barrier()
-    result.store(warpgroup, row, end, column)
-
-
-@gluon.jit
-def finish(acc, bias, topk_weights, gather_indices, group, first, last, column, num_positions, COLUMNS: gl.constexpr):
-    """(acc + bias) * topk_weights of rows."""
+def finish(
+    acc, HALF: gl.constexpr, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions
+):  # fmt: skip
+    """(acc + bias) * topk_weights of rows, of the first or second block of a tile's columns."""
     layout: gl.constexpr = acc.type.layout
     if bias is not None:
+        # up's columns follow all of gate's
+        column = HALF * (work.COLUMNS // 2) + column // 2 if work.HALVES == 2 else column + HALF * BLOCK
         columns = column + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-        pointers = bias + group.to(gl.int64) * COLUMNS + columns
-        acc += gl.load(pointers, mask=columns < COLUMNS, other=0.0).to(gl.float32)[None, :]
+        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
+        acc += gl.load(pointers, mask=columns < work.COLUMNS, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
         positions = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
         exists = positions < last
@@ -90,12 +81,13 @@ def find_scales(
         rows = gl.load(gather_indices + rows, mask=exists, other=-1)
         exists = exists & (rows >= 0) & (rows < num_positions)
         rows = rows // TOPK
-    block = column // BLOCK
-    of_group = right_scales + group.to(gl.int64) * (RIGHT_SCALES * SCALES)
+    block = column // work.HALVES // BLOCK
     # the second block may lie past the last
+    second = gl.minimum(block + (RIGHT_SCALES // 2 if work.HALVES == 2 else 1), RIGHT_SCALES - 1)
+    of_group = right_scales + group.to(gl.int64) * (RIGHT_SCALES * SCALES)
     return Scales(
         left_scales + rows.to(gl.int64) * SCALES, exists, of_group + block * SCALES,
-        of_group + gl.minimum(block + 1, RIGHT_SCALES - 1) * SCALES,
+        of_group + second * SCALES,
     )  # fmt: skip
 
 
@@ -132,12 +124,11 @@ def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.cons
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, result, left_scales, right_scales, bias, topk_weights, gather_indices,
+    WARPGROUP: gl.constexpr, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
     num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """One of the two warpgroups of a CTA."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
-    dtype: gl.constexpr = result.descriptor.dtype
     ring = as_matrices(ring)
     product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
     stage = 0
@@ -157,13 +148,9 @@ def multiply_tiles(
                 first_column + column, layout, RIGHT_SCALES, TOPK,
             )  # fmt: skip
             acc0, acc1, product, stage, phase = multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP)
-            for half in gl.static_range(2):
-                acc = acc1 if half else acc0
-                acc = finish(
-                    acc, bias, topk_weights, gather_indices, group, first, last, column + half * BLOCK, num_positions,
-                    work.COLUMNS,
-                )  # fmt: skip
-                store(result, acc.to(dtype), WARPGROUP, first, last, column + half * BLOCK)
+            acc0 = finish(acc0, 0, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
+            acc1 = finish(acc1, 1, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
+            results.store(acc0, acc1, WARPGROUP, first, last, column)
         else:
             stage, phase = skip_tile(ring, steps, stage, phase)
     tma.store_wait(0)
@@ -172,67 +159,60 @@ def multiply_tiles(
 @gluon.jit
 def hopper_fp8_kernel(
     left, left_scales, right, right_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column,
+    tile_group, tile_start, tile_end, tiles_through, y, hidden, hidden_scales, kept, kept_scales,
+    num_rows, num_positions, num_groups, first_column,
     REDUCED: gl.constexpr, COLUMNS: gl.constexpr, RIGHT_SCALES: gl.constexpr, BAND: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATHERS: gl.constexpr, TOPK: gl.constexpr,
+    ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
+    LARGEST: gl.constexpr, POWER_OF_2: gl.constexpr,
 ):  # fmt: skip
-    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights."""
+    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights, or with ACTIVATES what an activation makes of that.
+
+    Arrays: left [num_rows, REDUCED] and right [groups, columns, REDUCED] in FP8, TMA descriptors but for a left that is
+    gathered, with float32 scales [num_rows, REDUCED / BLOCK] and [groups, RIGHT_SCALES, REDUCED / BLOCK], rounded up;
+    others as in `hopper_kernel`. hidden [num_rows, hidden features] and kept [num_rows, COLUMNS] are in FP8, with
+    scales for BLOCK features, of which those of rows of no group are not written.
+    """
     count = gl.load(tiles_through + num_groups - 1)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     nothing = gl.to_tensor(0)
+    HALVES: gl.constexpr = 2 if ACTIVATES and GATED else 1
     work = Work(
-        tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1),
-        gl.to_tensor(num_rows), "", True, 0, REDUCED, COLUMNS, 1, BAND, BLOCK, BLOCK_COLUMNS,
-        GATHERS, 0,
+        tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1), gl.to_tensor(num_rows),
+        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
-    result = make_result(y, False)
+    if ACTIVATES:
+        KEEPS: gl.constexpr = kept is not None
+        of_hidden = Quantized(make_result(hidden, False), hidden_scales, COLUMNS // HALVES, LARGEST, POWER_OF_2)
+        of_kept = of_hidden
+        if KEEPS:
+            of_kept = Quantized(make_result(kept, False), kept_scales, COLUMNS, LARGEST, POWER_OF_2)
+        results = Activated(of_hidden, of_kept, KEEPS, GATED, CURVE, LIMIT, ALPHA)
+    else:
+        results = Stored(make_result(y, False))
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (
-                    0,
-                    work,
-                    ring,
-                    result,
-                    left_scales,
-                    right_scales,
-                    bias,
-                    topk_weights,
-                    gather_indices,
-                    num_positions,
-                    first_column,
-                    RIGHT_SCALES,
-                    TOPK,
-                ),
+                (0, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
+                 num_positions, first_column, RIGHT_SCALES, TOPK),
             ),
             (
                 multiply_tiles,
-                (
-                    1,
-                    work,
-                    ring,
-                    result,
-                    left_scales,
-                    right_scales,
-                    bias,
-                    topk_weights,
-                    gather_indices,
-                    num_positions,
-                    first_column,
-                    RIGHT_SCALES,
-                    TOPK,
-                ),
+                (1, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
+                 num_positions, first_column, RIGHT_SCALES, TOPK),
             ),
-            (
-                load_blocks,
-                (work, ring, left, right, gather_indices, num_positions, first_column, True, TOPK),
-            ),
+            (load_blocks, (work, ring, left, right, gather_indices, num_positions, first_column, True, TOPK)),
         ],
         [4, 4 if GATHERS else 1],
-        [232, 40] if GATHERS else [240, 24],
-    )
+        [224, 56] if GATHERS and ACTIVATES else [232, 40] if GATHERS else [240, 24],
+    )  # fmt: skip
     first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
-    result.zero_rows(first, last, num_rows, COLUMNS)
+    if ACTIVATES:
+        results.hidden.values.zero_rows(first, last, num_rows, COLUMNS // HALVES)
+        if KEEPS:
+            results.kept.values.zero_rows(first, last, num_rows, COLUMNS)
+    else:
+        results.y.zero_rows(first, last, num_rows, COLUMNS)
     tma.store_wait(0)

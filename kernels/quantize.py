@@ -13,7 +13,7 @@ _LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)  # subnormal numbers are zer
 
 
 @triton.jit
-def _highest_or_nan(left, right):
+def highest_or_nan(left, right):
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -39,7 +39,7 @@ def quantize_row_blocks(value, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
     rows: tl.constexpr = value.shape[0]
     count: tl.constexpr = value.shape[1] // BLOCK
     blocks = tl.reshape(value, (rows, count, BLOCK))
-    scale = scale_of(tl.reduce(tl.abs(blocks), 2, _highest_or_nan), LARGEST, POWER_OF_2)
+    scale = scale_of(tl.reduce(tl.abs(blocks), 2, highest_or_nan), LARGEST, POWER_OF_2)
     return tl.reshape(scaled(blocks, scale[:, :, None], LARGEST), (rows, count * BLOCK)), scale
 
 
@@ -94,7 +94,7 @@ def quantize_weights_kernel(
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     first = matrix * ROWS * COLUMNS
     block = tl.load(row_pointers(w + first, rows, columns, COLUMNS), mask=mask, other=0.0).to(tl.float32)
-    highest = tl.reduce(tl.reduce(tl.abs(block), 1, _highest_or_nan), 0, _highest_or_nan)
+    highest = tl.reduce(tl.reduce(tl.abs(block), 1, highest_or_nan), 0, highest_or_nan)
     scale = scale_of(highest, LARGEST, POWER_OF_2)
     value = scaled(block, scale, LARGEST)
     if values is not None:

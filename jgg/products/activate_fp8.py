@@ -36,8 +36,9 @@ def _halves(activation):
     return 2 if activation.is_gated else 1
 
 
-def _activate_outputs(operands: Activate, activation: Activation, keeps: bool, **_):
-    num_rows, width = operands.pre_activation.shape
+def activated_types(shape: tuple[int, ...], activation: Activation, keeps: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of what ACTIVATE_FP8 results in, of a pre-activation of that shape."""
+    num_rows, width = shape
     columns = width // _halves(activation)
     kept = _named("kept", (num_rows, _halves(activation), columns), E4M3) if keeps else {}
     return _named("hidden", (num_rows, columns), E4M3) | kept
@@ -66,7 +67,7 @@ def _launch_activate(
     num_rows, columns, constants = _constants(pre.shape, activation, interleaved, E4M3, power_of_2_scales)
     launch = Launch(
         operands={"pre": pre, "num_rows": num_rows, **({} if keeps else {"kept_values": None, "kept_scales": None})},
-        outputs=_activate_outputs(operands, activation, keeps),
+        outputs=activated_types(pre.shape, activation, keeps),
         constants=constants,
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]), math.ceil(columns / constants["BLOCK_COLUMNS"])),
         flops=8 * num_rows * columns,
@@ -78,7 +79,9 @@ def _launch_activate(
 ACTIVATE_FP8 = Product(
     "activate_fp8",
     Activate,
-    result_types=lambda operands, **parameters: _types(_activate_outputs(operands, **parameters)),
+    result_types=lambda operands, activation, keeps, **_: _types(
+        activated_types(operands.pre_activation.shape, activation, keeps)
+    ),
     plain=_activate_plainly,
     launch=_launch_activate,
     several=lambda how, operands, **parameters: _activate_plainly(operands, **parameters),
@@ -118,12 +121,13 @@ def _backward_plainly(
     (d_pre,) = vjp(weights[:, None] * z)
     if interleaved:
         d_pre = d_pre.reshape(pre.shape).mT.reshape(d_pre.shape)
+    d_pre = d_pre.astype(operands.z.dtype)
     quantized = quantize(d_pre, _ROW, gradient_dtype, power_of_2_scales)
     row_sums = jnp.sum(hidden * z, axis=1)
     if scale_hidden:
         hidden = weights[:, None] * hidden
     dtype = operands.z.dtype
-    return [d_pre.astype(dtype), *jax.tree.leaves(quantized), hidden.astype(dtype), row_sums]
+    return [d_pre, *jax.tree.leaves(quantized), hidden.astype(dtype), row_sums]
 
 
 def _launch_backward(

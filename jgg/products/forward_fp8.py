@@ -6,21 +6,38 @@ from typing import NamedTuple
 
 import jax
 
+from jgg.activations import Activation
 from jgg.backends.choice import How, Launcher
 from jgg.backends.xla import plain
 from jgg.configs.requirements import why_no_fp8
 from jgg.problem import GroupedGemmProblem
+from jgg.products.activate import activation_constants
+from jgg.products.activate_fp8 import activated_types
 from jgg.products.combine import sum_by_token, token_order
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.launch import Launch, bounded_rows, flat, matrices, matrix, tile_operands
+from jgg.products.launch import Launch, bounded_rows, flat, halves, matrices, matrix, tile_operands
 from jgg.products.product import Product
+from jgg.products.quantize import E4M3, quantizing_constants
 from jgg.quantized import BLOCK, QuantizedArray
-from jgg.schedule import GroupBounds, tile_schedule
+from jgg.schedule import GroupBounds, between_groups, tile_schedule
 
+_KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
 _CTAS = 2  # of a cluster
 _TILE_ROWS, _TILE_COLUMNS = 128, 256  # of a CTA's output tile
 _STAGES = 4
 _BAND = 8
+
+
+class HiddenFp8(NamedTuple):
+    """The activation that the kernel applies to a product, which is the pre-activation.
+
+    Attributes:
+      keeps: whether the pre-activation is a result too.
+    """
+
+    activation: Activation
+    keeps: bool
+    power_of_2_scales: bool
 
 
 class ForwardFp8(NamedTuple):
@@ -51,7 +68,8 @@ def _launch(launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProble
     if why_no_fp8(problem, launcher.target) is not None:
         return FORWARD.launch(launcher, _dequantized(operands, problem.dtype), problem=problem)
     if not problem.combine_y:
-        return [_multiply_rows(launcher, operands, problem)]
+        y = multiply_rows(launcher, operands, problem)["y"]
+        return [token_order(launcher, y, operands.gather_indices) if problem.permute_y else y]
     x, w, bounds, gather_indices, topk_weights, bias = operands
     product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
     read_at = gather_indices if product.permute_x else None
@@ -59,13 +77,16 @@ def _launch(launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProble
     def multiply(x, columns):
         part = dataclasses.replace(product, out_features=len(columns))
         own_bias = None if bias is None else bias[:, columns.start : columns.stop]
-        return _multiply_rows(launcher, ForwardFp8(x, w, bounds, read_at, None, own_bias), part, columns.start)
+        return multiply_rows(launcher, ForwardFp8(x, w, bounds, read_at, None, own_bias), part, columns.start)["y"]
 
     return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
 
 
-def _multiply_rows(launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProblem, first_column: int = 0):
-    """y [M, N], of w's columns from the first on."""
+def multiply_rows(
+    launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProblem, first_column: int = 0,
+    hidden: HiddenFp8 | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """{"y": [M, N] in expert order}, of w's columns from the first on; or what ACTIVATE_FP8 results in, by names."""
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     x, w, bounds, gather_indices, topk_weights, bias = operands
@@ -73,6 +94,11 @@ def _multiply_rows(launcher: Launcher, operands: ForwardFp8, problem: GroupedGem
     columns = problem.out_features
     tiles = math.ceil(len(schedule.group) / _CTAS) * math.ceil(columns / _TILE_COLUMNS)
     gathers = problem.permute_x
+    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, columns), problem.out_dtype)}
+    if hidden is not None:
+        outputs = activated_types((problem.num_rows, columns), hidden.activation, hidden.keeps)
+    has_halves = hidden is not None and hidden.activation.is_gated
+    stored = {_KERNEL_NAMES.get(key, key): output for key, output in outputs.items()}
     launch = Launch(
         operands={
             "left": x.values,
@@ -86,13 +112,18 @@ def _multiply_rows(launcher: Launcher, operands: ForwardFp8, problem: GroupedGem
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,
+            **dict.fromkeys({"y", "hidden", "hidden_scales", "kept", "kept_scales"} - set(stored)),
         },
         descriptors={
             **({} if gathers else {"left": matrix(x.shape, (_TILE_ROWS, BLOCK), cta_axis=0)}),
-            "right": matrices(w.shape, (_TILE_COLUMNS, BLOCK)),
-            "y": bounded_rows(columns, (_TILE_ROWS, BLOCK), cta_axis=2),
+            "right": (halves(w.shape, (BLOCK, BLOCK)) if has_halves else matrices(w.shape, (_TILE_COLUMNS, BLOCK))),
+            **{
+                key: bounded_rows(math.prod(output.shape[1:]), (_TILE_ROWS, BLOCK), cta_axis=2)
+                for key, output in stored.items()
+                if not key.endswith("_scales")
+            },
         },
-        outputs={"y": jax.ShapeDtypeStruct((problem.num_rows, columns), problem.out_dtype)},
+        outputs=stored,
         constants={
             "REDUCED": problem.in_features,
             "COLUMNS": columns,
@@ -102,6 +133,7 @@ def _multiply_rows(launcher: Launcher, operands: ForwardFp8, problem: GroupedGem
             "BAND": _BAND,
             "BLOCK_COLUMNS": _TILE_COLUMNS,
             "STAGES": _STAGES,
+            **_activation(hidden),
         },
         grid=(max(1, min(tiles, launcher.target.num_sms // _CTAS)),),
         num_warps=4,  # of the partition that Triton starts with; there are two more
@@ -109,8 +141,24 @@ def _multiply_rows(launcher: Launcher, operands: ForwardFp8, problem: GroupedGem
         flops=problem.flops,
         bytes_accessed=problem.bytes_accessed,
     )
-    y = launcher.run(hopper_fp8_kernel, launch)["y"]
-    return token_order(launcher, y, gather_indices) if problem.permute_y else y
+    results = launcher.run(hopper_fp8_kernel, launch)
+    results = {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
+    if hidden is not None:  # the kernel leaves the scales of rows outside every group unwritten
+        exists = between_groups(bounds, problem.num_rows)
+        for key in results:
+            if key.endswith("_scales"):
+                rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
+                results[key] = jax.numpy.where(rows, results[key], 0)
+    return results
+
+
+def _activation(hidden: HiddenFp8 | None):
+    quantizing = quantizing_constants(E4M3, hidden is not None and hidden.power_of_2_scales)
+    if hidden is None:
+        return {"ACTIVATES": False, "GATED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0, **quantizing}
+    constants = activation_constants(hidden.activation, interleaved=False)
+    del constants["INTERLEAVED"]
+    return {"ACTIVATES": True, **constants, **quantizing}
 
 
 def _several(how: How, operands: ForwardFp8, problem: GroupedGemmProblem):

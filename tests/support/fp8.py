@@ -53,10 +53,10 @@ def mlp(x, w_gate_up, w_down, group_sizes, gather_indices, topk_weights, dy, act
         z = (quantized_dy[token] @ down[expert]).astype(dtype).astype(np.float64)
         kept = _by_halves(pre.astype(dtype), activation, tokens)
         hidden, backward = _activation(activation, kept)
-        d_pre = backward(p * z)
+        d_pre = backward(p * z).astype(dtype)
         quantized_d = again(d_pre[:, order], jgg.quantize_tokens, dtype=recipe.gradient_dtype, **powers)[:, back]
         np.add.at(dx, token, quantized_d @ up[expert])
-        d_up[expert] = d_pre.T @ exact_x[token]
+        d_up[expert] = d_pre.astype(np.float64).T @ exact_x[token]
         d_down[expert] = (p * exact_dy[token]).T @ hidden
         sums = np.sum(hidden * z, axis=1)
         if b_down is not None:
