@@ -69,26 +69,30 @@ class Scales:
 
 
 @gluon.jit
-def find_scales(
-    work, left_scales, right_scales, gather_indices, num_positions, group, first, last, column, layout: gl.constexpr,
-    RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
-):  # fmt: skip
-    """Of rows first, first + 1, ... and of w's columns from `column` on."""
-    SCALES: gl.constexpr = (work.REDUCED + BLOCK - 1) // BLOCK  # of a row
-    rows = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
+def find_rows(
+    work, tile, gather_indices, num_positions, WARPGROUP: gl.constexpr, TOPK: gl.constexpr, layout: gl.constexpr
+):
+    """A tile's group, and for each row of a warpgroup's half its row of left; -1 for one that does not exist."""
+    first, last = work.left_range(tile)
+    rows = work.row_of_tensor(first + WARPGROUP * WARPGROUP_ROWS) + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
     exists = rows < last
     if work.GATHERS:
         rows = gl.load(gather_indices + rows, mask=exists, other=-1)
         exists = exists & (rows >= 0) & (rows < num_positions)
         rows = rows // TOPK
+    return work.group(tile.item), gl.where(exists, rows, -1)
+
+
+@gluon.jit
+def find_scales(work, left_scales, right_scales, group, rows, column, RIGHT_SCALES: gl.constexpr):
+    """Of rows of left, and of the two blocks of a group's columns from `column` on."""
+    SCALES: gl.constexpr = (work.REDUCED + BLOCK - 1) // BLOCK  # of a row
     block = column // work.HALVES // BLOCK
     # the second block may lie past the last
     second = gl.minimum(block + (RIGHT_SCALES // 2 if work.HALVES == 2 else 1), RIGHT_SCALES - 1)
     of_group = right_scales + group.to(gl.int64) * (RIGHT_SCALES * SCALES)
-    return Scales(
-        left_scales + rows.to(gl.int64) * SCALES, exists, of_group + block * SCALES,
-        of_group + second * SCALES,
-    )  # fmt: skip
+    of_rows = left_scales + rows.to(gl.int64) * SCALES
+    return Scales(of_rows, rows >= 0, of_group + block * SCALES, of_group + second * SCALES)
 
 
 @gluon.jit
@@ -133,25 +137,27 @@ def multiply_tiles(
     product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
     stage = 0
     phase = 0
-    tile = work.at(gl.program_id(0))
+    next_tile = work.at(gl.program_id(0))
+    next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
-        item, column = tile.item, tile.column
+        tile, group, rows = next_tile, next_group, next_rows
         first, last = work.left_range(tile)
         first += WARPGROUP * WARPGROUP_ROWS
         steps = work.steps(tile)
-        tile = work.at(index + gl.num_programs(0))
         if first < last:
-            group = work.group(item)
-            first = work.row_of_tensor(first)
-            scales = find_scales(
-                work, left_scales, right_scales, gather_indices, num_positions, group, first, last,
-                first_column + column, layout, RIGHT_SCALES, TOPK,
-            )  # fmt: skip
+            column = tile.column
+            scales = find_scales(work, left_scales, right_scales, group, rows, first_column + column, RIGHT_SCALES)
             acc0, acc1, product, stage, phase = multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP)
+            # here, as these loads take about as long as it takes to store the tile
+            next_tile = work.at(index + gl.num_programs(0))
+            next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
+            first = work.row_of_tensor(first)
             acc0 = finish(acc0, 0, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             acc1 = finish(acc1, 1, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions)
             results.store(acc0, acc1, WARPGROUP, first, last, column)
         else:
+            next_tile = work.at(index + gl.num_programs(0))
+            next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
             stage, phase = skip_tile(ring, steps, stage, phase)
     tma.store_wait(0)
 

@@ -245,9 +245,10 @@ def test_activation_kernels(name, columns, interleaved):
         )
         pairs = parts[:2], parts[2:], d
         results.append([*(jgg.QuantizedArray(*pair).dequantize("float32") for pair in pairs), d_pre, hidden, sums])
-    for got, want in zip(*results, strict=True):
+    for number, (got, want) in enumerate(zip(*results, strict=True)):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        assert distance(got, want) < 1e-2
+        # the third was quantized from bfloat16, whose last bit may differ, to the 3 bits of float8_e5m2
+        assert distance(got, want) < (0.05 if number == 2 else 1e-2), number
 
 
 def test_errors():
