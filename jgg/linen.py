@@ -21,7 +21,7 @@ class MoE(nn.Module):
     (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
     may be wrapped in `nn.with_partitioning`.
 
-    Example:
+    Examples:
       >>> import jax, jgg.linen
       >>> layer = jgg.linen.MoE(hidden_features=128, num_experts=8, topk=2)
       >>> x = jax.numpy.ones((2, 16, 64))
