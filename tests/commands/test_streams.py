@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jgg.cli import main, scale
+from jgg.cli.console import progress
 from jgg.measuring.cost_model import Strategy
 from jgg.measuring.workloads import Layer
 from tests.support import processes
@@ -89,6 +90,13 @@ def test_without_shtab_completion_says_what_installs_it():
     done = run("completion", "bash", prelude="sys.modules['shtab'] = None")
     assert done.returncode == 1
     assert done.stderr.endswith("jgg: shtab is not installed: pip install 'jgg[completion]'\n")
+
+
+def test_progress_shows_its_counts_beside_a_long_text(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress(600) as tell:
+        tell("word " * 30, 600)
+    assert "600/600 0:00:00" in capsys.readouterr().err
 
 
 MISTAKES = {
