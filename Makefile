@@ -84,7 +84,7 @@ lint: $(DEV_STAMP)
 
 # The variable silences what the theme says of versions of mkdocs that pyproject.toml does not allow.
 docs: $(DEV_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebook: $(DEV_STAMP)
 	@test -n '$(NOTEBOOKS)' || { echo 'There is no notebook in notebooks/.'; exit 1; }
