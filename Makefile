@@ -19,13 +19,13 @@ DEMO_STAMP := .venv/.installed-demo$(GPU:%=-%)
 DEV_STAMP := .venv/.installed-dev$(GPU:%=-%)
 $(DEMO_STAMP): EXTRAS := demo$(GPU:%=,%)
 $(DEMO_STAMP): STAMPS := $(DEMO_STAMP)
-# dev is test and the cuda12 plugin; with a GPU the plugin comes from its extra.
-$(DEV_STAMP): EXTRAS := $(if $(GPU),test$(GPU:%=,%),dev)
+# dev is test, docs and the cuda12 plugin; with a GPU the plugin comes from its extra.
+$(DEV_STAMP): EXTRAS := $(if $(GPU),$(GPU:%=docs,test,%),dev)
 $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint notebook venv clean
+.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint docs notebook venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style, formatting and types'
+	@echo 'make docs      build the site of the documentation into site/'
 	@echo 'make notebook  execute the notebooks in place'
 	@echo 'make venv      install everything for development into .venv'
 	@echo 'make clean     remove .venv, builds, caches and outputs'
@@ -81,6 +82,10 @@ lint: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The variable silences what the theme says of versions of mkdocs that pyproject.toml does not allow.
+docs: $(DEV_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 notebook: $(DEV_STAMP)
 	@test -n '$(NOTEBOOKS)' || { echo 'There is no notebook in notebooks/.'; exit 1; }
 	$(PLATFORM) $(BIN)/jupyter-execute --inplace $(NOTEBOOKS)
@@ -98,5 +103,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv .versions build dist jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
+	rm -rf .venv .versions build dist site jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

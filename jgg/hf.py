@@ -72,8 +72,9 @@ def from_hf(
       keep_quantized: weights that are quantized become a QuantizedArray, with values in float8_e4m3fn, rather than
         bfloat16. MXFP4's numbers of four bits take eight then.
 
-    Raises: ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it.
-      Or the checkpoint is quantized in another way than FP8 in blocks or MXFP4, or a QuantizedArray cannot hold it.
+    Raises:
+      ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
+        checkpoint is quantized in another way than FP8 in blocks or MXFP4, or a QuantizedArray cannot hold it.
     """
     own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
     how = quantization(config)
@@ -137,8 +138,9 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     A QuantizedArray is stored as config["quantization_config"] says. Weights that were quantized but not kept so are
     not quantized again: write them with a config.json without that entry.
 
-    Raises: ValueError: a parameter is missing, not expected, has a wrong shape or is quantized where the config says
-      nothing of it; the message names it.
+    Raises:
+      ValueError: a parameter is missing, not expected, has a wrong shape or is quantized where the config says nothing
+        of it; the message names it.
     """
     own, shapes = family(config), _shapes(config)
     _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")

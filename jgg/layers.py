@@ -48,7 +48,7 @@ class MoELayer:
 
     Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, plus the shared experts of every token.
 
-    Attributes:
+    Args:
       in_features: H, of x and y.
       hidden_features: I, of each expert.
       num_experts: E.

@@ -22,19 +22,20 @@ class MoE(nn.Module):
     (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
     may be wrapped in `nn.with_partitioning`.
 
-    Example:
+    Examples:
       >>> import jax, jgg.linen
       >>> layer = jgg.linen.MoE(hidden_features=128, num_experts=8, topk=2)
       >>> x = jax.numpy.ones((2, 16, 64))
       >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
       (2, 16, 64)
 
-    Attributes:
+    Args:
       hidden_features: I, of each expert.
       num_experts: E.
       topk: k, experts per token.
-      score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation, interleaved,
-        use_bias, use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
+      score, normalize, scale, num_groups, topk_groups: of the router, as in `jgg.layers.MoELayer`.
+      use_selection_bias, scale_input, activation, interleaved: as in `jgg.layers.MoELayer`.
+      use_bias, use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
       dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.

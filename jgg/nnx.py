@@ -26,7 +26,7 @@ class MoE(nnx.Module):
     `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`, and p the router's top-k weights. The router computes in
     float32.
 
-    Example:
+    Examples:
       >>> import jax, jgg.nnx
       >>> from flax import nnx
       >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, rngs=nnx.Rngs(0))

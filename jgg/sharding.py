@@ -37,7 +37,7 @@ class MoESharding:
     | expert | split | split over E | tokens go to their experts and back, by `exchange` |
     | tensor | replicated | split over I | y is summed |
 
-    Attributes:
+    Args:
       mesh: of Auto or Explicit axes.
       data: one axis or several.
       fsdp, expert, tensor: an axis each.

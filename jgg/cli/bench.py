@@ -115,9 +115,8 @@ def add_arguments(parser):
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
     what = "how rows are spread, but for layers (%(default)s)"
     parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
-    options.add_shared(
-        parser, "dtype", "implementation", "seed", "quiet", w_layout={"default": "enk"}, out={"default": "jgg-bench"}
-    )
+    plain = "dtype", "implementation", "seed", "json", "quiet"
+    options.add_shared(parser, *plain, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 
 
 def run(args) -> int:
@@ -129,8 +128,12 @@ def run(args) -> int:
     result = bench_run.run(Settings.from_args(args), keep=bench_report.write_json)
     if not (result.rows or result.layers):  # interrupted before anything was measured
         raise KeyboardInterrupt
-    bench_report.show(result)
-    print(f"Wrote {plots.write_bench(result)} and {bench_report.write_json(result)}")
+    picture, numbers = plots.write_bench(result), bench_report.write_json(result)
+    if args.json:
+        print(numbers.read_text(), end="")
+    else:
+        bench_report.show(result)
+        print(f"Wrote {picture} and {numbers}")
     if result.interrupted:
         return INTERRUPTED
     return 0 if result.is_right else 1

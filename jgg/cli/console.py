@@ -32,11 +32,16 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
     """Shows a bar on stderr, and gives tell(text, steps=0): what is going on, and how many steps more are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    console = Console(stderr=True)
+    # a longer text would take the columns of the numbers
+    column = Column(no_wrap=True, overflow="ellipsis", max_width=max(10, console.width - 30))
+    text_column = TextColumn("{task.description}", markup=False, table_column=column)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text_column
     # no refreshing by itself: another thread would disturb what is timed
     bar = Progress(
-        *columns, console=Console(stderr=True), auto_refresh=False, disable=quiet,
+        *columns, console=console, auto_refresh=False, disable=quiet,
         redirect_stdout=sys.stdout.isatty(),
     )  # fmt: skip
     with bar:

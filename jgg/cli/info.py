@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 import jgg
+from jgg.cli import options
 from jgg.configs import tuned_configs
 from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
 from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
@@ -86,7 +87,7 @@ class Facts:
 
 def add_arguments(parser):
     """Declares the options of `jgg info`."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options.add_shared(parser, "json")
 
 
 def run(args) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ class UsageError(ValueError):
 
 def positive_int(text: str) -> int:
     """Argument type: a whole number of at least 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
     return value
@@ -36,17 +40,24 @@ def positive_int(text: str) -> int:
 
 def positive_float(text: str) -> float:
     """Argument type: a number greater than 0."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
     return value
 
 
 def _prefix(text):
-    """Argument type: a prefix of files, in a folder that exists."""
+    """Argument type: a prefix of files, in a folder that exists and takes files."""
     folder = Path(text).parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which takes no files: {error.strerror}") from None
     return text
 
 
@@ -67,6 +78,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "seed": {"type": int, "default": 0, "help": "of random data (%(default)s)"},
     "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
+    "json": {"action": "store_true", "help": "print JSON rather than text"},
     "quiet": {"action": "store_true", "help": "show no progress"},
 }
 ONE_LAYER = {"help": "a layer that jgg knows (the first)"}

@@ -1,11 +1,12 @@
 """Estimate how an MoE layer scales to many GPUs: bytes on links, FLOPs, memory, and the best way to split it.
 
 A model and no measurement (docs/scaling.md). Prints a table of the fastest strategies for each number of devices and
-writes PREFIX.png, efficiency over devices.
+writes PREFIX.png, efficiency over devices; with --json it prints the same numbers and writes nothing.
 """
 
 import argparse
 import dataclasses
+import json
 
 from jgg.cli import options
 from jgg.cli.console import number, print_table
@@ -32,7 +33,7 @@ def add_arguments(parser):
     ):
         parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
     parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
-    options.add_shared(parser, out={"default": "jgg-plan"})
+    options.add_shared(parser, "json", out={"default": "jgg-plan"})
 
 
 def _counts(text):
@@ -45,26 +46,53 @@ def _counts(text):
 
 
 def run(args) -> int:
-    """Prints the table and writes the plot; returns 0."""
+    """Prints the table and writes the plot, or prints JSON; returns 0."""
     layer = options.one_layer(args)
-    plots = options.import_with_extra("jgg.cli.plots", "bench")
     cluster = Cluster(
         1, args.node_size, args.link_gbps * 1e9, args.network_gbps * 1e9, args.tflops * 1e12, args.memory_gb * 1e9
     )
-    print(f"A model, not a measurement. {layer}; forward and backward, bfloat16.")
-    print(
-        f"Nodes of {cluster.node_size}, {args.link_gbps:g} GB/s inside, {args.network_gbps:g} GB/s between them,"
-        f" {args.tflops:g} TFLOP/s, {args.memory_gb:g} GB."
-    )
-    rows = []
+    found = {}
     for count in args.devices:
         nodes = dataclasses.replace(cluster, devices=count)
-        found = best(layer, nodes, strategies(layer, nodes))[: args.top]
-        rows += [_cells(*pair) for pair in found] or [(count, "none fits", *["-"] * (len(_HEADINGS) - 2))]
-    print_table(_HEADINGS, rows, texts=("strategy",))
-    clusters = [dataclasses.replace(cluster, devices=count) for count in powers_of_two(max(args.devices))[1:]]
-    print(f"Wrote {plots.write_plan(layer, clusters, args.out)}")
+        found[count] = best(layer, nodes, strategies(layer, nodes))[: args.top]
+    if args.json:
+        print(json.dumps(_as_json(layer, cluster, found), indent=2))
+    else:
+        _show(layer, cluster, found, args.out)
     return 0
+
+
+def _as_json(layer, cluster, found):
+    """Bytes, operations and seconds of a device; a number of devices that no strategy fits has none."""
+    return {
+        "layer": dataclasses.asdict(layer),
+        "cluster": {name: value for name, value in dataclasses.asdict(cluster).items() if name != "devices"},
+        "strategies": [
+            {
+                "devices": count,
+                "name": str(strategy),
+                "strategy": dataclasses.asdict(strategy),
+                "cost": dataclasses.asdict(cost) | {"traffic": cost.traffic._asdict()},
+            }
+            for count, pairs in found.items()
+            for strategy, cost in pairs
+        ],
+    }
+
+
+def _show(layer, cluster, found, out):
+    plots = options.import_with_extra("jgg.cli.plots", "bench")
+    print(f"A model, not a measurement. {layer}; forward and backward, bfloat16.")
+    print(
+        f"Nodes of {cluster.node_size}, {cluster.link / 1e9:g} GB/s inside, {cluster.network / 1e9:g} GB/s between"
+        f" them, {cluster.flops / 1e12:g} TFLOP/s, {cluster.memory / 1e9:g} GB."
+    )
+    rows = []
+    for count, pairs in found.items():
+        rows += [_cells(*pair) for pair in pairs] or [(count, "none fits", *["-"] * (len(_HEADINGS) - 2))]
+    print_table(_HEADINGS, rows, texts=("strategy",))
+    clusters = [dataclasses.replace(cluster, devices=count) for count in powers_of_two(max(found))[1:]]
+    print(f"Wrote {plots.write_plan(layer, clusters, out)}")
 
 
 def _cells(strategy, cost):

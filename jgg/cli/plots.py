@@ -15,6 +15,8 @@ from jgg.measuring.peers import DENSE
 from jgg.measuring.workloads import Layer
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
+_TITLES = {"forward": "forward: y", "dx": "dX", "dw": "dW", "gather": "gather: y of x in token order"}
+_FAMILY_MARKERS = dict(zip(FAMILIES, "os^vD", strict=True))
 _MORE = {"tensor": "tensor, with anything"} | {name: f"expert by {name}, with data or fsdp" for name in EXCHANGES}
 
 
@@ -26,7 +28,7 @@ def write_bench(result: Result) -> Path:
         speeds = {name: [row.tflops(name) for row in rows] for name in (JGG, *result.peers)}
         if rows:
             labels = [f"{row.layer}\n{row.gemm}" for row in rows]
-            panels.append((3, functools.partial(_plot_bars, op, labels, speeds, not panels)))
+            panels.append((3, functools.partial(_plot_bars, _TITLES[op], labels, speeds, not panels)))
     if result.layers:
         by_pass = list(zip(*(layer.passes for layer in result.layers), strict=True))
         speeds = {f"{who} {rows[0].op}": [row.tflops(who) for row in rows] for rows in by_pass for who in (JGG, DENSE)}
@@ -51,12 +53,12 @@ def _save(figure, prefix):
 
 def _plot_bars(title, labels, speeds, has_legend, axes):
     """A group of bars for each label, one for each name in speeds."""
-    positions, width = np.arange(len(labels)), 0.8 / len(speeds)
+    positions, width = np.arange(len(labels)), min(0.8 / len(speeds), 0.2)
     for i, (name, values) in enumerate(speeds.items()):
         heights = [value or 0 for value in values]
         axes.bar(positions + (i - (len(speeds) - 1) / 2) * width, heights, width, label=name, color=f"C{i}")
     axes.set_xticks(positions, labels, fontsize="small", rotation=30 if len(labels) > 6 else 0)
-    axes.set(ylabel="TF/s", title=title)
+    axes.set(ylabel="TF/s", title=title, xlim=(-0.5, len(labels) - 0.5))
     axes.grid(axis="y", alpha=0.3)
     if has_legend:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -76,7 +78,8 @@ def _plot_roofline(result, axes):
     dense = [row.tflops(DENSE) for row in result.rows if row.tflops(DENSE)]
     if dense:
         axes.axhline(max(dense), color="k", linestyle=":", label="fastest dense product")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of x, w and y", ylabel="TF/s", title="roofline")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of x, w and y", ylabel="TF/s")
+    axes.set_title("roofline: jgg, and what a copy of x, w and y and the fastest dense product would allow")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
 
@@ -92,11 +95,15 @@ def write_plan(layer: Layer, clusters: list[Cluster], prefix: str) -> Path:
             found = best(layer, cluster, [s for s in strategies(layer, cluster) if s.family == family])
             if found:
                 fastest[cluster.devices] = found[0][1]
-        efficiency.plot(list(fastest), [cost.efficiency for cost in fastest.values()], "o-", label=label)
-        memory.plot(list(fastest), [cost.memory / 1e9 for cost in fastest.values()], "o-", label=label)
-    efficiency.set(ylabel="efficiency against one device", ylim=(0, 1))
-    memory.set(xlabel="devices", ylabel="GB of a device")
-    memory.set_xscale("log", base=2)
+        # half transparent, since lines of two families may be the same
+        how = {"marker": _FAMILY_MARKERS[family], "markersize": 8, "alpha": 0.6, "label": label}
+        efficiency.plot(list(fastest), [cost.efficiency for cost in fastest.values()], **how)
+        memory.plot(list(fastest), [cost.memory / 1e9 for cost in fastest.values()], **how)
+    efficiency.set(ylabel="speed of a device, relative to one alone", ylim=(0, 1))
+    memory.set(xlabel="devices", ylabel="memory of a device, GB", ylim=(0, None), xscale="log")
+    counts = [cluster.devices for cluster in clusters]
+    memory.set_xticks(counts, labels=map(str, counts))
+    memory.minorticks_off()
     efficiency.legend()
     for axes in (efficiency, memory):
         axes.grid(alpha=0.3)

@@ -84,6 +84,7 @@ def add_arguments(parser):
     parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
     options.add_shared(
         parser,
+        "json",
         dtype={"choices": MAX_ERROR, "default": "bfloat16", "help": "of the computation (%(default)s)"},
         out={"default": "jgg-scale"},
     )
@@ -100,12 +101,13 @@ def run(args) -> int:
         families = options.names("--strategy", args.strategy, FAMILIES)
     counts = powers_of_two(most)
     chosen = [s for count in counts for s in choose_strategies(layer, count, args.buffer_factor, families)]
-    return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"))
+    return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"), args.json)
 
 
-def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path) -> int:
+def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path, as_json: bool = False) -> int:
     """Measures the strategies, the first of which is one device; returns 1 where a result was wrong, else 0."""
-    print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
+    if not as_json:
+        print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
     facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype, "measurements": []}
     rows: list[StrategyRow] = []
     try:
@@ -118,8 +120,11 @@ def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, pa
                 replace_text(path, json.dumps(facts, indent=2) + "\n")
                 tell(str(strategy), 1)
     finally:  # after an interrupt too
-        print_table(_HEADINGS, [_cells(row, rows[0], dtype) for row in rows], texts=("strategy",))
-    print(f"Wrote {path}")
+        if as_json:
+            print(json.dumps(facts, indent=2))
+        else:
+            print_table(_HEADINGS, [_cells(row, rows[0], dtype) for row in rows], texts=("strategy",))
+            print(f"Wrote {path}")
     return int(any(_is_wrong(row, dtype) for row in rows))
 
 

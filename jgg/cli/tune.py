@@ -3,6 +3,7 @@
 Without sizes it tunes the layers that jgg knows. Interrupted, it keeps what it found.
 """
 
+import json
 import multiprocessing
 import os
 import queue
@@ -53,6 +54,17 @@ class _Message(NamedTuple):
     best: float | None
     outcome: Entry | str | None = None
 
+    def __str__(self):
+        if isinstance(self.outcome, Entry):
+            entry = self.outcome
+            return f"{self.search}: {entry.milliseconds:.3f} ms, {entry.tflops:.0f} TF/s, {entry.config}"
+        return f"{self.search}: {self.outcome}"
+
+    def as_json(self) -> dict:
+        """The entry that was found, or why there is none."""
+        found = self.outcome.as_json() if isinstance(self.outcome, Entry) else {"failure": self.outcome}
+        return {"name": str(self.search), "trials": self.trials, **found}
+
 
 def add_arguments(parser):
     """Declares the options of `jgg tune`."""
@@ -64,7 +76,7 @@ def add_arguments(parser):
     parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
     parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
     dtype = {"default": "bfloat16", "help": "of the operands (%(default)s)"}
-    options.add_shared(parser, dtype=dtype, w_layout={"help": "of the weights (both)"})
+    options.add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
 
 
 def run(args) -> int:
@@ -79,10 +91,11 @@ def run(args) -> int:
     try:
         out = output_file(args.out)
     except ValueError as error:
-        raise UsageError(f"--{error}") from error
+        message = str(error)
+        raise UsageError(f"--{message}" if message.startswith("out ") else f"--out: {message}") from error
     searches = [Search(name, op, problem) for name, problem in problems for op in ops]
     workers = args.workers or min(8, os.cpu_count() or 1, len(searches))
-    return run_all(searches, out, "interpret" if args.interpret else "triton", workers)
+    return run_all(searches, out, "interpret" if args.interpret else "triton", workers, args.json)
 
 
 def _problems(args):
@@ -102,29 +115,29 @@ def _problems(args):
     ]
 
 
-def run_all(searches: list[Search], out: Path, implementation: str, workers: int) -> int:
+def run_all(searches: list[Search], out: Path, implementation: str, workers: int, as_json: bool = False) -> int:
     """Runs the searches with a progress bar; returns 1 if for one no configuration works, else 0."""
-    failures = 0
+    ended: list[_Message] = []
     with progress(len(searches)) as tell:
 
         def receive(message):
-            nonlocal failures
-            search, trials, best, outcome = message
-            if isinstance(outcome, Entry):
-                print(f"{search}: {outcome.milliseconds:.3f} ms, {outcome.tflops:.0f} TF/s, {outcome.config}")
-            elif outcome is not None:
-                failures += 1
-                print(f"{search}: {outcome}")
-            speed = "none" if best is None else f"{best:.0f} TF/s"
-            tell(f"{search}: trial {trials}, best {speed}", outcome is not None)
+            if message.outcome is not None:
+                ended.append(message)
+                if not as_json:
+                    print(message)
+            speed = "none" if message.best is None else f"{message.best:.0f} TF/s"
+            tell(f"{message.search}: trial {message.trials}, best {speed}", message.outcome is not None)
 
         if workers == 1:
             for search in searches:
                 _run(search, out, implementation, receive)
         else:
             _run_in_processes(searches, out, implementation, workers, receive)
-    print(f"Wrote {out}")
-    return int(failures > 0)
+    if as_json:
+        print(json.dumps({"file": str(out), "searches": [message.as_json() for message in ended]}, indent=2))
+    else:
+        print(f"Wrote {out}")
+    return int(any(not isinstance(message.outcome, Entry) for message in ended))
 
 
 def _run(search, out, implementation, send, **how):

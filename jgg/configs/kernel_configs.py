@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 class _KernelConfig:
     """What the three kernels' configurations share.
 
-    Attributes:
+    Args:
       block_m, block_n, block_k: tile sizes along M, N and K, powers of two of at least 16. The kernel's output tile
         has two of them, its main loop steps by the third.
       num_warps: warps of a program, 4 or 8.
@@ -97,7 +97,7 @@ class KernelConfigForward(_KernelConfig):
     A TMA switch is ignored if the device has no TMA, if the operand's rows are gathered inside the kernel, or if a
     row's length is not a multiple of 16 bytes. The operand is then loaded through pointers.
 
-    Attributes:
+    Args:
       use_tma_load_x, use_tma_load_w: load x, load w by TMA.
       fuse_gather: read x through gather_indices inside the kernel, by pointers, rather than from a copy in expert order
         that a small kernel makes first.
@@ -117,7 +117,7 @@ class KernelConfigForward(_KernelConfig):
 class KernelConfigDX(_KernelConfig):
     """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
 
-    Attributes:
+    Args:
       use_tma_load_dy, use_tma_load_w: load dy, load w by TMA, as in KernelConfigForward.
       fuse_gather: read dy through gather_indices inside the kernel, as in KernelConfigForward.
     """
@@ -136,7 +136,7 @@ class KernelConfigDX(_KernelConfig):
 class KernelConfigDW(_KernelConfig):
     """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.
 
-    Attributes:
+    Args:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
       fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
         by topk_weights is copied all the same, and so is dy in the warp-specialized kernel if x is gathered.

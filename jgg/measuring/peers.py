@@ -216,6 +216,8 @@ def _why_not(*modules) -> str | None:
     """Why modules cannot be imported, or torch, if it is one of them, cannot run on the GPU that JAX uses."""
     try:
         list(map(importlib.import_module, modules))
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
     except Exception as error:  # whatever another library raises
         return first_line(error)
     if "torch" not in modules:

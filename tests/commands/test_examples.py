@@ -1,4 +1,4 @@
-"""The examples run as README says."""
+"""The examples run as the documentation says."""
 
 import re
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import jgg
 from tests.support import processes
 from tests.support.processes import ROOT
 
@@ -50,7 +51,8 @@ run_python = functools.partial(processes.run, JAX_PLATFORMS="cpu")
 
 
 def build(source, out, *kinds):
-    run_python("-m", "build", "--no-isolation", *kinds, "--outdir", out, cwd=source)
+    """Builds without a warning, such as one of a folder that setuptools takes for a package which was forgotten."""
+    run_python("-m", "build", "--no-isolation", *kinds, "--outdir", out, cwd=source, PYTHONWARNINGS="error")
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -140,6 +142,10 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
         "entry_points.txt",
         "licenses/LICENSE",
     }
+
+
+def test_citation_names_this_version():
+    assert f"\nversion: {jgg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_import_starts_no_backend_and_loads_no_triton():

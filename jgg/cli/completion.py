@@ -1,0 +1,40 @@
+"""Print a script by which a shell completes commands and options.
+
+shtab makes it from the parser, once: what a shell then runs at each key is plain shell code, which starts no Python.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from jgg import cli
+from jgg.cli import options
+from jgg.measuring.workloads import load_layers
+
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+
+
+def add_arguments(parser):
+    """Declares the options of `jgg completion`."""
+    parser.add_argument("shell", choices=SHELLS, help="of %(choices)s")
+
+
+def run(args) -> int:
+    """Prints the script; returns 0."""
+    shtab = options.import_with_extra("shtab", "completion")
+    parser = cli.parser()
+    for action in _actions(parser):
+        if action.dest == "layer":
+            action.choices = list(load_layers(None))
+        elif action.metavar in ("FILE", "PREFIX"):
+            action.complete = shtab.FILE
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator:
+    """Those of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

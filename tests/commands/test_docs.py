@@ -1,0 +1,88 @@
+"""README and the pages of the site: what they quote, link to, list and draw is there."""
+
+import ast
+import re
+
+import pytest
+
+import jgg
+from tests.support import processes
+from tests.support.processes import ROOT
+
+DOCS = ROOT / "docs"
+SETTINGS = (ROOT / "mkdocs.yml").read_text()
+PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def setting(name):
+    (value,) = re.findall(rf"^{name}: (\S+)$", SETTINGS, re.MULTILINE)
+    return value
+
+
+def messages():
+    """The strings in jgg's code, with "…" for what is filled in."""
+    for path in (ROOT / "jgg").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def pattern(quoted):
+    """Of the messages that a quotation with "…" for some of their parts can be from."""
+    return re.compile(".*".join(map(re.escape, quoted.split("…"))))
+
+
+def test_messages_that_the_site_explains_are_in_the_code():
+    page = (DOCS / "troubleshooting.md").read_text().partition("\n## From JAX")[0]
+    known = list(messages())
+    quoted = re.findall(r"^### `([^`]{20,})`$", page, re.MULTILINE)
+    foreign = {"RaggedAllToAll fallback to NCCL is not allowed", "RESOURCE_EXHAUSTED: Out of memory"}
+    foreign.add("No module named 'flax'")
+    assert len(quoted) > 20
+    assert foreign < set(quoted)
+    missing = [text for text in set(quoted) - foreign if not any(map(pattern(text).search, known))]
+    assert not missing
+
+
+def test_reference_has_every_public_name():
+    page = (DOCS / "api/jgg.md").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    assert shown >= set(jgg.__all__)
+
+
+def test_links_of_readme_lead_somewhere():
+    site, repository = setting("site_url"), setting("repo_url")
+    links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 15
+    for link in links:
+        if link.startswith(site):
+            name, _, anchor = link.removeprefix(site).partition("#")
+            page = DOCS / f"{name.strip('/') or 'index'}.md"
+            assert page.is_file(), link
+            assert not anchor or f"::: {anchor}\n" in page.read_text(), link
+        else:
+            assert (ROOT / link.removeprefix(f"{repository}/blob/main/")).is_file(), link
+
+
+def test_pictures_of_speed_have_the_numbers_of_the_table(tmp_path):
+    """If not: python tools/speed_picture.py."""
+    processes.run("tools/speed_picture.py", "--out", tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"speed-light.svg", "speed-dark.svg"}
+    for name in names:
+        assert (tmp_path / name).read_text() == (DOCS / "pictures" / name).read_text(), name
+
+
+def test_readme_and_the_quick_start_have_the_same_program():
+    (program,) = PROGRAM.findall((ROOT / "README.md").read_text())
+    assert program in PROGRAM.findall((DOCS / "index.md").read_text())
+
+
+@pytest.mark.thorough
+def test_programs_of_the_quick_start_run():
+    programs = PROGRAM.findall((DOCS / "index.md").read_text())
+    assert len(programs) == 2
+    for program in programs:
+        processes.run("-c", program)

@@ -1,0 +1,134 @@
+"""Draws the pictures of README, speed-light.svg and speed-dark.svg, from the table of GEMMs in docs/performance.md.
+
+    python tools/speed_picture.py                # writes into docs/pictures
+    python tools/speed_picture.py --out FOLDER
+
+A bar is the speed of forward, dX and dW of both GEMMs of a layer: their FLOPs over the sum of their times.
+"""
+
+import argparse
+import collections
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+OPS = ("forward", "dX", "dW")
+BARS = {"jgg": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # columns of the table: what the picture says
+BOUND = "dense"
+TITLE = "Expert GEMMs on one H200, bfloat16, TF/s"
+SUBTITLE = "forward, dX and dW of a layer's two GEMMs together; higher is better"
+THEMES: dict[str, dict] = {  # colors of text; and of bars, with that of the number in them
+    "light": {
+        "text": "#24292f",
+        "faint": "#57606a",
+        "bars": {"jgg": ("#3f51b5", "#ffffff"), "quack": ("#8fa3ad", "#1b1f24"), "torch": ("#c9d3d8", "#1b1f24")},
+    },
+    "dark": {
+        "text": "#e6edf3",
+        "faint": "#9da7b3",
+        "bars": {"jgg": ("#8c9eff", "#1b1f24"), "quack": ("#6b7a83", "#ffffff"), "torch": ("#46525a", "#ffffff")},
+    },
+}
+WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
+    720,
+    190,
+    60,
+    104,
+    14,
+    16,
+)  # pixels; LEFT has the layers' names, RIGHT the last label
+
+
+def gemm_rows(page: str) -> list[dict[str, str]]:
+    """The rows of the table of GEMMs, by heading; the name of a GEMM is repeated where its cell is empty."""
+    lines = iter(page.splitlines())
+    headings = next(cells for cells in map(_cells, lines) if cells[:2] == ["GEMM", "op"])
+    next(lines)  # the line under the headings
+    rows: list[dict[str, str]] = []
+    for line in lines:
+        if not line.startswith("|"):
+            return rows
+        row = dict(zip(headings, _cells(line), strict=True))
+        row["GEMM"] = row["GEMM"] or rows[-1]["GEMM"]
+        rows.append(row)
+    return rows
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def layer_speeds(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
+    """TF/s of each layer's GEMMs together, by layer and library."""
+    flops: dict[str, float] = collections.defaultdict(float)
+    times: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    for row in rows:
+        if row["op"] in OPS:
+            layer = row["GEMM"].rpartition(" ")[0]
+            work = float(row["ms"]) * float(row["TF/s"])
+            flops[layer] += work
+            for name in (*BARS, BOUND):
+                times[layer][name] += work / float(row["TF/s" if name == "jgg" else name])
+    return {layer: {name: flops[layer] / time for name, time in each.items()} for layer, each in times.items()}
+
+
+def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
+    """The picture as SVG, without a background, in colors for one."""
+    scale = (WIDTH - LEFT - RIGHT) / max(each[BOUND] for each in speeds.values())
+    parts = [_text(0, 22, TITLE, theme["text"], 20, "bold"), _text(0, 46, SUBTITLE, theme["faint"]), *_legend(theme)]
+    y = TOP
+    for layer, each in speeds.items():
+        parts += _layer(y, layer, each, scale, theme)
+        y += BAR * len(BARS) + GAP
+    font = "font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\""
+    size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img"><title>{TITLE}</title>'
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
+def _legend(theme):
+    """A square and a name for each library, and a line for the bound."""
+    x = 0
+    for name, label in BARS.items():
+        yield f'<rect x="{x}" y="64" width="14" height="14" fill="{theme["bars"][name][0]}"/>'
+        yield _text(x + 20, 76, label, theme["text"])
+        x += 50 + 9 * len(label)
+    yield _line(x, 62, 18, theme)
+    yield _text(x + 10, 76, "dense cuBLAS", theme["text"])
+
+
+def _layer(y, layer, speeds, scale, theme):
+    """The name of a layer, its bars and the line of its bound."""
+    height = BAR * len(BARS)
+    yield _text(LEFT - 10, y + height / 2 + 5, layer, theme["text"], anchor="end")
+    for i, name in enumerate(BARS):
+        color, ink = theme["bars"][name]
+        end = LEFT + speeds[name] * scale
+        yield f'<rect x="{LEFT}" y="{y + i * BAR}" width="{end - LEFT:.1f}" height="{BAR - 1}" fill="{color}"/>'
+        weight = "bold" if name == "jgg" else "normal"
+        yield _text(end - 5, y + i * BAR + 12.5, f"{speeds[name]:.0f}", ink, 13, weight, "end")
+    end = LEFT + speeds[BOUND] * scale
+    yield _line(end, y, height, theme)
+    yield _text(end + 6, y + height / 2 + 4, f"{speeds[BOUND]:.0f}", theme["faint"], 13)
+
+
+def _line(x, y, height, theme):
+    return f'<path d="M{x:.1f} {y}v{height}" stroke="{theme["text"]}" stroke-width="2"/>'
+
+
+def _text(x, y, text, color, size=15, weight="normal", anchor="start"):
+    style = f'fill="{color}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{text}</text>'
+
+
+def main():
+    """Writes a picture for each theme."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DOCS / "pictures", help="folder (%(default)s)")
+    out = parser.parse_args().out
+    speeds = layer_speeds(gemm_rows((DOCS / "performance.md").read_text()))
+    for name, theme in THEMES.items():
+        (out / f"speed-{name}.svg").write_text(draw(speeds, theme))
+
+
+if __name__ == "__main__":
+    main()
