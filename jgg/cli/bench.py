@@ -13,6 +13,7 @@ import jax
 
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.fp8 import Fp8
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
 from jgg.measuring.workloads import GROUPS, Layer, gemm
@@ -20,6 +21,7 @@ from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
 LAYER = "layer"
+FP8 = "fp8"  # as --dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +74,18 @@ class Settings:
 
     @property
     def gemm_ops(self) -> tuple[str, ...]:
-        """Those of a single product."""
-        return tuple(op for op in self.ops if op != LAYER)
+        """Those of a single product; dW has none in FP8."""
+        return tuple(op for op in self.ops if op != LAYER and not (self.is_fp8 and op == "dw"))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products are made in FP8."""
+        return self.dtype == FP8
+
+    @property
+    def array_dtype(self) -> str:
+        """Of what is quantized, or multiplied."""
+        return "bfloat16" if self.is_fp8 else self.dtype
 
     @property
     def layer_problems(self) -> list[LayerProblem]:
@@ -85,11 +97,12 @@ class Settings:
             topk, inner = self.sizes["topk"], self.sizes["out_features"] // 2
             tokens = self.sizes["num_rows"] // topk
             layers = (Layer("own", tokens, self.sizes["in_features"], inner, self.sizes["num_experts"], topk),)
-        return [LayerProblem(layer, self.dtype, self.w_layout, self.implementation) for layer in layers]
+        recipe = Fp8() if self.is_fp8 else None
+        return [LayerProblem(layer, self.array_dtype, self.w_layout, self.implementation, recipe) for layer in layers]
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:
         """What is to be measured, by the names of layer and GEMM."""
-        how = {"dtype": self.dtype, "w_layout": self.w_layout, "permute_x": op == "gather"}
+        how = {"dtype": self.array_dtype, "w_layout": self.w_layout, "permute_x": op == "gather"}
         if self.sizes:
             return {("own", "gemm"): gemm(**self.sizes, **how)}
         return {(layer.name, name): problem for layer in self.layers for name, problem in layer.gemms(**how).items()}
@@ -115,8 +128,10 @@ def add_arguments(parser):
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
     what = "how rows are spread, but for layers (%(default)s)"
     parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
-    plain = "dtype", "implementation", "seed", "json", "quiet"
-    options.add_shared(parser, *plain, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
+    what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
+    dtype = {"choices": [*options.DTYPE_NAMES, FP8], "help": what}
+    plain = "implementation", "seed", "json", "quiet"
+    options.add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 
 
 def run(args) -> int:

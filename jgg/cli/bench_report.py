@@ -7,10 +7,12 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from jgg.cli.bench import FP8
 from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
 from jgg.files import replace_text
+from jgg.measuring.fp8 import BFLOAT16, QUANTIZE
 from jgg.measuring.peers import DENSE
 from jgg.measuring.timing import RIGHT, UNSUPPORTED
 
@@ -21,11 +23,17 @@ _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 def show(result: Result) -> None:
     """Prints conditions, tables, what was not right, and ratios."""
     print(header(result))
-    names = [*BOUNDS.values(), *result.peers]
+    names = [*BOUNDS.values(), *([BFLOAT16] if result.settings.is_fp8 else []), *result.peers]
     headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", "% of roofline", *names)
     _print_rows(headings, result, result.rows)
     for line in _not_right(result):
         print(line)
+    for row in result.rows:
+        seconds = row.seconds(QUANTIZE)
+        if seconds is not None:
+            yours = row.seconds(JGG)
+            share = "" if yours is None else f", {100 * seconds / yours:.0f}% of the product"
+            print(f"{row.name} {row.op}: quantizing its rows takes {number(seconds * 1e6)} us{share}")
     compared = [
         (op, peer, f"{each['geometric_mean']:.3f}", f"{each['smallest']:.3f}", each["smallest_of"], each["gemms"])
         for op, by_peer in _ratios(result).items()
@@ -117,7 +125,8 @@ def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
 
 
 def _ratios(result):
-    return ratios(result.rows, result.settings.ops, sorted(result.peers, key=lambda name: name != DENSE))
+    others = [*([BFLOAT16] if result.settings.is_fp8 else []), *result.peers]
+    return ratios(result.rows, result.settings.ops, sorted(others, key=lambda name: name != DENSE))
 
 
 def _layer_notes(layer: LayerRow) -> Iterator[str]:
@@ -185,7 +194,7 @@ def _layer_as_json(result, layer):
 
     return {
         **{field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)},
-        "problem": dataclasses.asdict(layer.problem),
+        "problem": dataclasses.asdict(layer.problem) | {"quantization": layer.problem.quantization and FP8},
         "memory": layer.memory and dataclasses.asdict(layer.memory),
         "passes": by_pass(lambda row: _finite(row.measurements[JGG]), JGG),
         "dense_seconds": by_pass(lambda row: row.seconds(DENSE), DENSE),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jgg.cli.bench import Settings
 from jgg.cli.console import progress
+from jgg.measuring import fp8
 from jgg.measuring.layer import PASSES, LayerProblem, LayerReference, Memory, layer_function, logits_of, measure_memory
 from jgg.measuring.peers import DENSE, PEERS, JaxProduct, Unsupported
 from jgg.measuring.timing import FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement, Reference, first_line, measure, product
@@ -148,6 +149,8 @@ def _measure_all(result, keep):
     settings, with_dense = result.settings, DENSE in result.peers
     problems = {op: settings.problems(op) for op in settings.gemm_ops}
     plan = _plan(settings.groups, result.peers)
+    if settings.is_fp8:
+        plan[settings.groups] += [fp8.BFLOAT16, fp8.QUANTIZE]
     rows = [
         Row(layer, gemm, op, problems[op][layer, gemm])
         for layer, gemm in settings.problems("forward")
@@ -178,10 +181,12 @@ def _measure_row(row, settings, plan, tell):
     """Fills in the measurements; operands and references are freed before it returns."""
     op = "forward" if row.op == "gather" else row.op
     arrays = operands(row.problem, settings.groups, settings.seed)
+    if settings.is_fp8:
+        arrays = fp8.add_quantized(op, arrays)
     for groups, names in plan.items():
         sizes = group_sizes(groups, row.problem.num_rows, row.problem.num_experts, settings.seed)
         arrays["group_sizes"] = jnp.asarray(sizes)
-        for name, measurement in _measure_each(op, row, names, arrays, settings.implementation, tell):
+        for name, measurement in _measure_each(op, row, names, arrays, settings, tell):
             labels = [name]
             if name == JGG:
                 labels = [JGG] if groups == settings.groups else []
@@ -189,24 +194,43 @@ def _measure_row(row, settings, plan, tell):
             row.measurements.update(dict.fromkeys(labels, measurement))
 
 
-def _measure_each(op, row, names, arrays, implementation, tell):
+def _measure_each(op, row, names, arrays, settings, tell):
     """Yields each name with its measurement, all against one reference."""
     reference, reason = None, ""
     problem = row.problem
+    in_fp8 = _fp8_ways(op, problem, arrays, settings.implementation) if settings.is_fp8 else {}
+    arrays = fp8.without_quantized(arrays)
     try:
         reference = Reference.of(op, problem, arrays)
     except Exception as error:  # such as too little memory: report it and go on
         reason = f"no reference: {first_line(error)}"
-    own = JaxProduct(product(op, problem, implementation), arrays, problem.flops, problem.bytes_accessed)
+    own = JaxProduct(product(op, problem, settings.implementation), arrays, problem.flops, problem.bytes_accessed)
+    own_ways = {JGG: own, fp8.BFLOAT16: own} | in_fp8
     for name in names:
         what = f"{row.name} {row.op} {name}"
         tell(what)
         if reference is None:
             yield name, Measurement(FAILED, reason=reason)
         else:
-            prepare = functools.partial(PEERS[name].prepare, op, problem, arrays) if name != JGG else lambda: [own]
-            yield name, measure_best(prepare, reference)
+            yield name, _measure_one(op, problem, arrays, name, own_ways, reference)
         tell(what, 1)
+
+
+def _measure_one(op, problem, arrays, name, own_ways, reference):
+    """Of jgg's ways, of which a dense product in FP8 and quantizing are only timed, or of a peer."""
+    way = own_ways.get(name)
+    if way is not None and name in (DENSE, fp8.QUANTIZE):
+        return Measurement(RIGHT, way.measure().seconds)
+    prepare = functools.partial(PEERS[name].prepare, op, problem, arrays) if way is None else lambda: [way]
+    return measure_best(prepare, reference)
+
+
+def _fp8_ways(op, problem, arrays, implementation):
+    run, in_layout = fp8.product(op, problem, implementation)
+    arrays = arrays | {"fp8_w": jax.jit(in_layout)(arrays["fp8_w"])}
+    functions = {JGG: run, DENSE: fp8.dense(op, problem), fp8.QUANTIZE: fp8.quantize(op)}
+    sizes = problem.flops, problem.bytes_accessed
+    return {name: JaxProduct(function, arrays, *sizes) for name, function in functions.items()}
 
 
 def measure_best(prepare: Callable[[], Iterable], reference: Reference | LayerReference) -> Measurement:

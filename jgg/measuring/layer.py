@@ -140,7 +140,7 @@ class LayerReference:
     Attributes:
       parts: of y and, with the backward pass, the gradients by name; computed in float32 by the xla implementation.
         Allowed is three times its own error in the problem's dtype. (Both are the largest of a few sums of rounded
-        numbers, and differ by a factor of 2 at times.)
+        numbers, and differ by a factor of 2 at times.) With quantization, a tenth of the largest element more.
       logits: float32, by which the choices are judged.
     """
 
@@ -157,6 +157,8 @@ class LayerReference:
         in_float32 = {name: array.astype(jnp.float32) for name, array in arrays.items() if name in problem.shapes}
         exact = _expected(problem, which, jax.lax.Precision.HIGHEST)(in_float32, topk_indices)
         parts = {name: Reference.beside(exact[name], own[name], 3) for name in exact}
+        if problem.quantization is not None:
+            parts = {name: dataclasses.replace(part, bound=part.bound + 0.1) for name, part in parts.items()}
         return cls(parts, logits_of(in_float32["x"], in_float32["w_router"]))
 
     def check(self, results: dict) -> Measurement:

@@ -126,6 +126,21 @@ def settings_of(*arguments):
     return bench.Settings.from_args(parser.parse_args(arguments))
 
 
+def test_fp8_is_beside_bfloat16_and_what_quantizing_takes(run_bench):
+    sizes = ["--m=24", "--k=16", "--n=8", "--experts=4", "--topk=2"]
+    code, text, result = run_bench(*sizes, "--dtype=fp8", "--op=forward,dx,dw,gather,layer", "--peers=dense")
+    assert code == 0
+    assert [row["op"] for row in result["rows"]] == ["forward", "dx", "gather"]
+    for row in result["rows"]:
+        assert row["measurements"].keys() == {"jgg", "even", "one group", "bfloat16", "quantize", "dense"}
+        assert all(each["status"] == "right" for each in row["measurements"].values())
+        assert result["ratios"][row["op"]]["bfloat16"]["gemms"] == 1
+        assert f"own gemm {row['op']}: quantizing its rows takes" in text
+    (layer,) = result["layers"]
+    assert layer["problem"]["quantization"] == "fp8"
+    assert all(each["status"] == "right" for each in layer["passes"].values())
+
+
 def test_defaults_without_a_gpu_are_two_layers_scaled_down(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     settings = settings_of()
