@@ -49,6 +49,7 @@ class Config:
     batch: int
     remat: str = "none"
     grouped_gemm: str = "jgg"
+    fp8: bool = False
 
     @property
     def flops_per_token(self) -> float:
@@ -111,7 +112,7 @@ class Block(nnx.Module):
         layer, sharding = (jgg.nnx.MoE, sharding) if config.grouped_gemm == "jgg" else (RaggedDotMoE, None)
         self.moe = layer(
             config.hidden, config.expert_hidden, num_experts=config.experts, topk=config.topk, dtype=jnp.bfloat16,
-            sharding=sharding, rngs=rngs,
+            quantization=jgg.Fp8() if config.fp8 else None, sharding=sharding, rngs=rngs,
         )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -283,11 +284,12 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespac
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--remat", choices=("none", "names", "full"), help="what the backward pass computes again")
     parser.add_argument("--grouped-gemm", choices=("jgg", "ragged_dot"), help="the latter on one device")
+    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8 (with jgg)")
     sizes = [field.name for field in dataclasses.fields(Config) if field.type is int]
     for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in (*sizes, "remat", "grouped_gemm")}
+    given = {name: getattr(options, name) for name in (*sizes, "remat", "grouped_gemm", "fp8")}
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(PRESETS[options.preset], **changes), options
 

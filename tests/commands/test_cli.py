@@ -268,7 +268,7 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
 def small_model():
     settings = demo.Settings(
         steps=1, batch=2, seq=16, hidden=64, layers=1, experts=4, topk=2, seed=0, out="",
-        implementation=None, dtype="float32", temperature=1.0, quiet=True,
+        implementation=None, dtype="float32", fp8=False, temperature=1.0, quiet=True,
     )  # fmt: skip
     model = LanguageModel(settings, rngs=nnx.Rngs(0))
     model.head.kernel[...] = jax.random.normal(jax.random.key(1), (64, 256))

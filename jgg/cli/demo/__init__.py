@@ -28,6 +28,7 @@ class Settings:
     out: str
     implementation: str | None
     dtype: str
+    fp8: bool
     temperature: float
     quiet: bool
 
@@ -60,6 +61,7 @@ def add_arguments(parser):
     ):
         parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
+    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
     what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
     options.add_shared(
         parser,

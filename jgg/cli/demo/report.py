@@ -20,7 +20,7 @@ def header(result: Result) -> str:
         f" {result.held_out_bytes:,} held out\n"
         f"Model: {settings.layers} layers, top {settings.topk} of {settings.experts} experts;"
         f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
-        f"Grouped GEMM: implementation {result.implementation}, {settings.dtype}, on {devices()[0].kind}"
+        f"Grouped GEMM: implementation {result.implementation}, {settings.dtype}{" with experts in FP8" if settings.fp8 else ""}, on {devices()[0].kind}"
     )
 
 
