@@ -1,5 +1,6 @@
 """The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
 
+import functools
 import math
 
 import jax
@@ -191,7 +192,7 @@ def test_vmap_with_shared_weights(implementation):
             assert_close(got[index], want[name], 2e-5, name)
 
 
-def loss_of(dtype=jnp.float32, policy=None, **sizes):
+def loss_of(dtype=jnp.float32, policy=None, residual_names=None, **sizes):
     floats, chosen, _ = make(**sizes)
     experts = floats["w_gate_up"].shape[0]
     arrays = {name: jnp.asarray(a, dtype) for name, a in floats.items() if a is not None}
@@ -201,7 +202,7 @@ def loss_of(dtype=jnp.float32, policy=None, **sizes):
         routing = jgg.Routing(
             arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
         )
-        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing)
+        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
@@ -240,6 +241,18 @@ def test_policies_know_the_residuals_by_name(names):
         jax.tree.leaves(jax.grad(function)(arrays)), jax.tree.leaves(jax.grad(plain)(arrays)), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_under_names_of_ones_own():
+    function, arrays = loss_of(tokens=64, features=32, hidden=16, experts=4, topk=2)
+    own = functools.partial(loss_of, residual_names={"pre_activation": "mlp"}, tokens=64, features=32, hidden=16)
+    want = jax.grad(function)(arrays)
+    for name, is_kept in {"mlp": True, "jgg_pre_activation": False}.items():
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        checkpointed, _ = own(policy=policy, experts=4, topk=2)
+        shapes = [aval.shape for aval, source in saved_residuals(checkpointed, arrays) if "argument" not in source]
+        assert ((128, 32) in shapes) == is_kept
+        jax.tree.map(np.testing.assert_array_equal, jax.grad(checkpointed)(arrays), want)
 
 
 def test_the_last_product_spares_multiprocessors(launched):
