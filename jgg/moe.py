@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jgg import moe_fp8
-from jgg.activations import Activation, find_activation
+from jgg.activations import ActivationLike, find_activation
 from jgg.arguments import as_arrays, as_flag, as_int, as_names
 from jgg.backends.choice import how_of, is_plain_jax
 from jgg.backends.xla import plain
@@ -35,7 +35,7 @@ def moe_mlp(
     w_down: ArrayLike | QuantizedArray | QuantizedWeights,
     routing: Routing,
     *,
-    activation: str | Activation = "swiglu",
+    activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
@@ -67,7 +67,8 @@ def moe_mlp(
         without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
         add nothing.
-      activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
+      activation: a name in `jgg.activations.ACTIVATIONS`, an Activation, or a function such as `jax.nn.silu` for
+        `function(gate) * up`. One function object is traced once; a new lambda in each call is traced in each call.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.activations import Activation, find_activation
+from jgg.activations import ActivationLike, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, as_names, check, check_instance, check_one_of
 from jgg.exchange import EXCHANGES, Placement
 from jgg.fp8 import Fp8
@@ -137,7 +137,7 @@ def sharded_moe_mlp(
     sharding: MoESharding,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
-    activation: str | Activation = "swiglu",
+    activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
@@ -226,7 +226,7 @@ def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.
 def moe_mlp_on_device(
     x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, *,
     sharding: MoESharding, b_gate_up: jax.Array | None = None, b_down: jax.Array | None = None,
-    activation: str | Activation = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
+    activation: ActivationLike = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
@@ -274,7 +274,7 @@ def moe_mlp_on_device(
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
 
 
-def check_interleaved(interleaved: bool, activation: str | Activation, sharding: MoESharding) -> None:
+def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:
     """Raises where gates and the ups that they are multiplied with would be on different devices."""
     interleaved = as_flag("interleaved", interleaved)
     if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
