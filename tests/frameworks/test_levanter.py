@@ -9,6 +9,7 @@ import pytest
 
 import jgg
 import jgg.integrations.levanter as ours
+from tests.support.documents import code_of, run_code
 from tests.support.frameworks import framework
 
 pytestmark = framework("haliax", "levanter")
@@ -41,6 +42,14 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, want)
 
 
+def replace_ragged_dot(monkeypatch):
+    """As docs/integrations.md says."""
+    for name in ("haliax.nn.ragged_dot", "haliax.nn.linear"):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "ragged_dot", module.ragged_dot)  # to be put back after the test
+    run_code(code_of("integrations.md", "Levanter and haliax")[0])
+
+
 @pytest.mark.parametrize("sizes", [[5, 0, 7, 2], [0, 0, 0, 0], [14, 0, 0, 0]])
 def test_ragged_dot(sizes):
     theirs = importlib.import_module("haliax.nn.ragged_dot").ragged_dot
@@ -66,7 +75,7 @@ def test_haliax_layer(monkeypatch):
             return layer(x, sizes).array
 
     want = result()
-    monkeypatch.setattr("haliax.nn.linear.ragged_dot", ours.ragged_dot)
+    replace_ragged_dot(monkeypatch)
     monkeypatch.setattr(jax.lax, "ragged_dot_general", None)  # which would be theirs
     assert_close(result(), want)
 
@@ -86,7 +95,8 @@ def test_experts_of_one_device(activation, masked, monkeypatch):
         return grug_moe.moe_mlp(x, chosen, weights, *ws, token_valid=valid, **options)
 
     want = gradients(function, arrays)
-    monkeypatch.setitem(local._MOE_LOCAL_FNS, "scatter", ours.moe_mlp_local)
+    monkeypatch.setitem(local._MOE_LOCAL_FNS, "scatter", None)  # to be put back after the test
+    run_code(code_of("integrations.md", "Levanter and haliax")[1])
     got = gradients(function, arrays)
     assert_close(got, want)
     if masked:
@@ -129,7 +139,8 @@ def test_a_ring_of_several_devices(monkeypatch):
     with jax.set_mesh(mesh):
         gradient = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
         want = jax.jit(gradient)(*arrays)
-        monkeypatch.setattr("levanter.grug._moe.ep_ring.ragged_dot", ours.ragged_dot)
+        replace_ragged_dot(monkeypatch)
+        monkeypatch.setattr("levanter.grug._moe.ep_ring.ragged_dot", ours.ragged_dot)  # which was imported before
         jax.clear_caches()
         assert_close(jax.jit(gradient)(*arrays), want)
         with jgg.target(90):

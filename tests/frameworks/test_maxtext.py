@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jgg
+from tests.support.documents import code_of, run_code
 from tests.support.frameworks import framework
 
 pytestmark = [*framework("maxtext"), pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")]
@@ -86,21 +87,26 @@ def reference():
 
 
 def replace(monkeypatch, how):
-    """As docs/integrations.md says; returns the options of MaxText that go with it."""
+    """As docs/integrations.md says; returns the option of MaxText that goes with it."""
     from maxtext.kernels import megablox
     from maxtext.layers import moe
 
-    import jgg.integrations.maxtext
-
-    if how == "gmm":
-        monkeypatch.setattr(megablox, "gmm", jgg.integrations.maxtext.gmm)
-        return {"megablox": True}
-    monkeypatch.setattr(moe.RoutedMoE, "sparse_matmul", jgg.integrations.maxtext.sparse_matmul)
-    return {"megablox": False}
+    for place, name in ((megablox, "gmm"), (moe.RoutedMoE, "sparse_matmul")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # to be put back after the test
+    gmm, block = code_of("integrations.md", "MaxText")
+    run_code(gmm if how == "gmm" else block)
+    return {"megablox": how == "gmm"}
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("how", ["gmm", "block"])
+# by ragged all-to-all, which MaxText's own block cannot do on a CPU
+EXCHANGED = {"ici_expert_parallelism": 2, "use_ring_of_experts": False}
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh"),
+    [pytest.param(how, mesh, id=f"{how}, {name}") for name, mesh in MESHES.items() for how in ("gmm", "block")]
+    + [pytest.param("block", EXCHANGED, id="block, experts")],
+)
 def test_loss_and_gradients(how, mesh, monkeypatch):
     want = reference()
     got = gradients(**replace(monkeypatch, how), **mesh)
@@ -130,4 +136,5 @@ def test_the_block_multiplies_gate_and_up_at_once(monkeypatch):
     assert of_copied_tokens in text
     text = program(replace(monkeypatch, "block"))
     assert of_gate_and_up in text
+    assert "name=mlpwi_0" in text
     assert of_copied_tokens not in text

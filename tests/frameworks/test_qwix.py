@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jgg
+from tests.support.documents import code_of, run_code
 from tests.support.frameworks import framework
 
 pytestmark = framework("qwix")
@@ -24,3 +25,12 @@ def test_weights(tiled_axes):
     x, sizes = jax.random.normal(jax.random.key(1), (30, 128)), jnp.array([10, 0, 17, 3])
     got, want = (jgg.grouped_gemm(x, of, sizes, w_layout="ekn") for of in (converted, want))
     np.testing.assert_array_equal(got, want)
+
+
+def test_the_recipe():
+    import qwix
+
+    (code,) = code_of("integrations.md", "qwix")
+    names = run_code(code)
+    w = qwix.dequantize(names["quantized"])
+    np.testing.assert_allclose(names["y"], jnp.repeat(jnp.sum(w, axis=1), 5, axis=0), rtol=1e-5, atol=1e-5)
