@@ -1,8 +1,9 @@
-"""Activations of an expert's MLP, by name: gated ones, and those of a single projection."""
+"""Activations of an expert's MLP, by name or as functions: gated ones, and those of a single projection."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,10 @@ from jgg.arguments import as_finite, as_flag, check_instance
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """What an expert does between its two products.
+
+    Two are equal, and share a compiled program, if they have the same name and the same function object, or a
+    `functools.partial` of the same function and arguments. A lambda in the body of a function is a new object in each
+    call, for which JAX traces and compiles again: define it once, outside.
 
     Attributes:
       name: as users give it.
@@ -27,6 +32,7 @@ class Activation:
     def __post_init__(self) -> None:
         check_instance("name", self.name, str, "a str")
         check_instance("function", self.function, Callable, "a function")
+        object.__setattr__(self, "function", _comparable(self.function))
         object.__setattr__(self, "is_gated", as_flag("is_gated", self.is_gated))
 
     @property
@@ -76,6 +82,24 @@ class _ClampedSwiglu:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Partial:
+    """A `functools.partial` that is equal to another of the same function and arguments."""
+
+    function: Callable[..., jax.Array]
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *args: jax.Array) -> jax.Array:
+        return self.function(*self.args, *args, **dict(self.keywords))
+
+
+def _comparable(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    if not isinstance(function, functools.partial):
+        return function
+    return _Partial(function.func, function.args, tuple(sorted(function.keywords.items())))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Gated:
     curve: Callable[[jax.Array], jax.Array]
 
@@ -90,8 +114,8 @@ def _relu_squared(up: jax.Array) -> jax.Array:
 # as `kernels.activation` names them
 _CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": _comparable(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": _comparable(functools.partial(jax.nn.gelu, approximate=True)),
     "relu": jax.nn.relu,
     "relu_squared": _relu_squared,
 }
@@ -104,13 +128,22 @@ ACTIVATIONS = {
 }
 
 
-def find_activation(activation: str | Activation) -> Activation:
-    """The activation of that name, or the one given.
+ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
+"""A name in ACTIVATIONS, an Activation, or a function of the gate such as `jax.nn.silu`."""
 
-    Raises: ValueError: there is none of that name.
+
+def find_activation(activation: ActivationLike) -> Activation:
+    """The activation of that name, the one given or, of a function of the gate, `function(gate) * up`.
+
+    Raises: ValueError: there is none of that name, or it is neither.
     """
     if isinstance(activation, Activation):
         return activation
+    if callable(activation):
+        curve = _CURVES["gelu_tanh"] if activation is jax.nn.gelu else _comparable(activation)  # gelu's default
+        return Activation("gated function", _Gated(curve))
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be an Activation or one of {sorted(ACTIVATIONS)}, got {activation!r}.")
+        raise ValueError(
+            f"activation must be an Activation or one of {sorted(ACTIVATIONS)} or a function, got {activation!r}."
+        )
     return ACTIVATIONS[activation]

@@ -83,6 +83,19 @@ def as_flag(name: str, value) -> bool:
     return bool(value)
 
 
+def as_names(name: str, value, defaults: Mapping[str, str]) -> dict[str, str]:
+    """The names given for some of `defaults`, and those of the rest; None gives none.
+
+    Raises: TypeError: it is no dict of names. ValueError: it names something else.
+    """
+    given: Any = {} if value is None else value
+    message = f"{name} must be None or a dict with names of {' or '.join(map(repr, defaults))}, got {value!r}."
+    if not isinstance(given, Mapping) or not all(isinstance(part, str) for item in given.items() for part in item):
+        raise TypeError(message)
+    check(given.keys() <= defaults.keys(), message)
+    return {**defaults, **given}
+
+
 def as_finite(name: str, value) -> float:
     """A finite real number.
 

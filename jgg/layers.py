@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.activations import Activation, find_activation
+from jgg.activations import ActivationLike, find_activation
 from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
 from jgg.backends.choice import check_implementation
 from jgg.fp8 import Fp8, check_quantization
@@ -76,7 +76,7 @@ class MoELayer:
     topk_groups: int = 1
     use_selection_bias: bool = False
     scale_input: bool = False
-    activation: str | Activation = "swiglu"
+    activation: ActivationLike = "swiglu"
     interleaved: bool = False
     use_bias: bool = False
     use_router_bias: bool = False

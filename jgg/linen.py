@@ -9,7 +9,7 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.activations import Activation
+from jgg.activations import ActivationLike
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
@@ -54,7 +54,7 @@ class MoE(nn.Module):
     topk_groups: int = 1
     use_selection_bias: bool = False
     scale_input: bool = False
-    activation: str | Activation = "swiglu"
+    activation: ActivationLike = "swiglu"
     interleaved: bool = False
     use_bias: bool = False
     use_router_bias: bool = False

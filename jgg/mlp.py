@@ -12,6 +12,8 @@ from jgg.problem import GroupedGemmProblem, check_choices, check_mlp, check_prob
 from jgg.routing import Routing
 from jgg.schedule import GroupBounds, group_bounds
 
+RESIDUAL_NAMES = {"x": "jgg_x", "pre_activation": "jgg_pre_activation"}
+
 
 def problems(
     arrays: dict[str, Any], routing: Routing, activation: Activation, w_layout: str, precision: jax.lax.PrecisionLike,
@@ -50,6 +52,7 @@ class Mlp:
       down: hidden features to their product, both in expert order.
       quantization: what products but dW are quantized by.
       spare_sms: multiprocessors that the last product does not use.
+      x_name, pre_activation_name: of what is kept for the backward pass, as policies of `jax.checkpoint` know it.
     """
 
     up: GroupedGemmProblem
@@ -59,6 +62,8 @@ class Mlp:
     interleaved: bool
     quantization: Fp8 | None
     spare_sms: int
+    x_name: str
+    pre_activation_name: str
 
     @property
     def activation_options(self) -> dict[str, Any]:

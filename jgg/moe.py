@@ -1,6 +1,7 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,14 +9,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jgg import moe_fp8
-from jgg.activations import Activation, find_activation
-from jgg.arguments import as_arrays, as_flag, as_int
+from jgg.activations import ActivationLike, find_activation
+from jgg.arguments import as_arrays, as_flag, as_int, as_names
 from jgg.backends.choice import how_of, is_plain_jax
 from jgg.backends.xla import plain
 from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
 from jgg.grouped_gemm import bias_row_sums
 from jgg.manual_axes import vary_over, varying_axes
-from jgg.mlp import Mlp, Operands, problems
+from jgg.mlp import RESIDUAL_NAMES, Mlp, Operands, problems
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
@@ -34,7 +35,7 @@ def moe_mlp(
     w_down: ArrayLike | QuantizedArray | QuantizedWeights,
     routing: Routing,
     *,
-    activation: str | Activation = "swiglu",
+    activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
@@ -44,6 +45,7 @@ def moe_mlp(
     implementation: str | None = None,
     spare_sms: int = 0,
     expected_rows: int | None = None,
+    residual_names: Mapping[str, str] | None = None,
 ) -> jax.Array:
     """Each token through the MLPs of its experts, added up with the routing's weights.
 
@@ -65,7 +67,8 @@ def moe_mlp(
         without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
         add nothing.
-      activation: a name in `jgg.activations.ACTIVATIONS` or an Activation.
+      activation: a name in `jgg.activations.ACTIVATIONS`, an Activation, or a function such as `jax.nn.silu` for
+        `function(gate) * up`. One function object is traced once; a new lambda in each call is traced in each call.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.
@@ -76,6 +79,8 @@ def moe_mlp(
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are
         chosen for as many.
+      residual_names: other names of "x" and "pre_activation" for `jax.checkpoint` policies, such as
+        {"pre_activation": "mlp"}.
 
     Returns: y [T, H] in the dtype of x.
 
@@ -96,7 +101,10 @@ def moe_mlp(
     routing = as_routing(routing)
     up, down = problems(named, routing, activation, w_layout, precision, expected_rows)
     how = how_of(up, implementation)
-    mlp = Mlp(up, down, how, activation, interleaved, quantization, spare_sms)
+    names = as_names("residual_names", residual_names, RESIDUAL_NAMES)
+    mlp = Mlp(
+        up, down, how, activation, interleaved, quantization, spare_sms, names["x"], names["pre_activation"]
+    )  # fmt: skip
     operands = Operands(
         **named,
         quantized_gate_up=quantized["w_gate_up"].forms if quantized["w_gate_up"] else None,
@@ -118,9 +126,9 @@ def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
 
 def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any]]:
     kept, hidden = _up(mlp, operands, keeps=True)
-    kept = jax.tree.map(lambda array: checkpoint_name(array, "jgg_pre_activation"), kept)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), kept)
     y = _down(mlp, operands, hidden)
-    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, "jgg_x")))
+    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, mlp.x_name)))
     return y, (operands, kept)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgg.arguments import as_array, check_instance
+from jgg.arguments import as_array, as_dtype, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -31,6 +31,31 @@ class QuantizedArray:
 
     values: jax.Array | np.ndarray
     scales: jax.Array | np.ndarray
+
+    @classmethod
+    def from_qwix(cls, array: Any) -> "QuantizedArray":
+        """A QArray of the qwix library, with its values as they are and its scales repeated to blocks.
+
+        Args:
+          array: a QArray [..., rows, columns] in FP8, symmetric, whose scales are of any tiles or whole axes.
+
+        Raises: TypeError: array is no QArray, or not in FP8. ValueError: it has a zero_point.
+        """
+        missing = [name for name in ("qvalue", "scale", "zero_point") if not hasattr(array, name)]
+        if missing:
+            raise TypeError(f"array must be a QArray with {missing[0]}, got {type(array).__name__}.")
+        as_dtype("array.qvalue", array.qvalue.dtype, DTYPES)
+        if array.zero_point is not None:
+            raise ValueError("array must be symmetric, without a zero_point, got one.")
+        shape, scales = array.qvalue.shape, jnp.asarray(array.scale, jnp.float32)
+        scales = jnp.broadcast_to(scales, (*shape[:-2], *scales.shape[-2:]))
+        for axis in (-2, -1):
+            tile = shape[axis] // scales.shape[axis]
+            whole = scales.shape[axis] == 1
+            block = BLOCK if whole else max(block for block in BLOCKS if tile % block == 0)
+            starts = np.arange(0, shape[axis], block)
+            scales = jnp.take(scales, starts // tile, axis=axis)
+        return cls(array.qvalue, scales)
 
     @property
     def shape(self) -> tuple[int, ...]:

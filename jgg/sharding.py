@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.activations import Activation, find_activation
-from jgg.arguments import as_array, as_arrays, as_flag, as_int, check_instance, check_one_of
+from jgg.activations import ActivationLike, find_activation
+from jgg.arguments import as_array, as_arrays, as_flag, as_int, as_names, check, check_instance, check_one_of
 from jgg.exchange import EXCHANGES, Placement
 from jgg.fp8 import Fp8
 from jgg.manual_axes import vary_over
+from jgg.mlp import RESIDUAL_NAMES
 from jgg.moe import moe_mlp
 from jgg.problem import W_LAYOUTS, check_choices, check_mlp
 from jgg.routing import Routing, sort_by_expert
@@ -136,12 +137,13 @@ def sharded_moe_mlp(
     sharding: MoESharding,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
-    activation: str | Activation = "swiglu",
+    activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
     quantization: Fp8 | None = None,
     implementation: str | None = None,
+    residual_names: Mapping[str, str] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`jgg.moe_mlp` on a mesh: experts may be on other devices than their tokens.
 
@@ -157,7 +159,7 @@ def sharded_moe_mlp(
       sharding: which mesh axis splits what, and by which exchange.
       interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
         and its up feature are on the same device: see `interleave`.
-      activation, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
+      activation, w_layout, precision, quantization, implementation, residual_names: as in `jgg.moe_mlp`.
 
     Returns:
       y [T, H] in the dtype of x, split like x, and the overflow: int32 scalar, how many of the T * k rows found no
@@ -180,7 +182,7 @@ def sharded_moe_mlp(
     arrays = {name: array for name, array in arrays.items() if array is not None}
     on_device = functools.partial(
         moe_mlp_on_device, sharding=sharding, activation=activation, interleaved=interleaved, w_layout=w_layout,
-        precision=precision, quantization=quantization, implementation=implementation,
+        precision=precision, quantization=quantization, implementation=implementation, residual_names=residual_names,
     )  # fmt: skip
     specs = sharding.weight_specs(w_layout)
     return map_tokens(lambda arrays: on_device(**arrays), sharding, arrays, specs, (sharding.token_spec, P()))
@@ -224,7 +226,7 @@ def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.
 def moe_mlp_on_device(
     x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, *,
     sharding: MoESharding, b_gate_up: jax.Array | None = None, b_down: jax.Array | None = None,
-    activation: str | Activation = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
+    activation: ActivationLike = "swiglu", interleaved: bool = False, w_layout: str = "enk", **options: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
@@ -264,15 +266,15 @@ def moe_mlp_on_device(
         return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement)
 
     if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
-        policy = jax.checkpoint_policies.save_only_these_names("jgg_x", "jgg_pre_activation", "jgg_routing")
-        compute = jax.checkpoint(compute, policy=policy)
+        names = as_names("residual_names", options.get("residual_names"), RESIDUAL_NAMES).values()
+        compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names, "jgg_routing"))
     y, overflow = compute(x, topk_weights, w_gate_up, w_down)
     if sharding.tensor is not None:
         y = jax.lax.psum(y, sharding.tensor)
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
 
 
-def check_interleaved(interleaved: bool, activation: str | Activation, sharding: MoESharding) -> None:
+def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:
     """Raises where gates and the ups that they are multiplied with would be on different devices."""
     interleaved = as_flag("interleaved", interleaved)
     if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
@@ -289,12 +291,9 @@ def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
     """
     array, axis = as_array("array", array), as_int("axis", axis)
     shape = array.shape
-    if not shape:
-        raise ValueError("array must have at least one axis, got [].")
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"axis must be of the array's {len(shape)} axes, got {axis}.")
+    check(len(shape) > 0, "array must have at least one axis, got [].")
+    check(-len(shape) <= axis < len(shape), f"axis must be of the array's {len(shape)} axes, got {axis}.")
     axis %= len(shape)
-    if shape[axis] % 2:
-        raise ValueError(f"array must have 2 * I features along axis {axis}, got {list(shape)}.")
+    check(shape[axis] % 2 == 0, f"array must have 2 * I features along axis {axis}, got {list(shape)}.")
     halves = jnp.reshape(array, (*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :]))
     return jnp.reshape(jnp.swapaxes(halves, axis, axis + 1), shape)

@@ -69,9 +69,9 @@ FUNCTIONS = {
     "moe_mlp": (
         jgg.moe_mlp,
         MLP | OPTIONS | {"routing": jgg.Routing(**CHOICES, group_sizes=indices(2), gather_indices=indices(6))}
-        | {"spare_sms": 1, "expected_rows": 1},
+        | {"spare_sms": 1, "expected_rows": 1, "residual_names": {"x": "own"}},
     ),
-    "sharded_moe_mlp": (sharded_moe_mlp, MLP | CHOICES | OPTIONS | {"sharding": SHARDING}),
+    "sharded_moe_mlp": (sharded_moe_mlp, MLP | CHOICES | OPTIONS | {"sharding": SHARDING, "residual_names": {}}),
     "interleave": (interleave, {"array": jnp.ones((2, 4)), "axis": 1}),
     "MoESharding": (MoESharding, {"mesh": MESH, "data": "a", "exchange": "all_gather", "buffer_factor": 1.0}),
     "route": (
@@ -109,6 +109,7 @@ FUNCTIONS = {
 MAY_BE_NONE = {
     "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
     "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
+    "residual_names",
 }  # fmt: skip
 MUST_BE_GIVEN = {("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "sharding"), ("tune", "dtype")}
 ANY_SHAPE = {("interleave", "array"), ("sort_by_expert", "topk_indices")}

@@ -1,6 +1,7 @@
 """FP8 with a scale for each block: quantized, dequantized, and multiplied as what it dequantizes to."""
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +158,34 @@ def test_errors():
     wrong = jgg.QuantizedArray(jnp.ones((2, 256, 256), ml_dtypes.float8_e4m3fn), jnp.ones((2, 3, 2)))
     with pytest.raises(ValueError, match=r"scales must be of blocks of \(1, 32, 128\) rows .* got \[2, 3, 2\]"):
         jgg.grouped_gemm(np.ones((4, 256), np.float32), wrong, np.array([2, 2]))
+
+
+class QArray(NamedTuple):
+    """A test double of qwix's; tests/frameworks/test_qwix.py has the real one."""
+
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+
+
+@pytest.mark.parametrize("scale_shape", [(2, 1, 96), (2, 160, 1), (1, 1, 1), (2, 5, 3), (2, 1, 6), (1, 10, 96)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qwix_arrays(scale_shape, dtype):
+    shape = (2, 160, 96)
+    values = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    scale = jax.random.uniform(jax.random.key(1), scale_shape, minval=0.5)
+    converted = jgg.QuantizedArray.from_qwix(QArray(values, scale))
+    for axis, size in enumerate(shape):
+        scale = np.repeat(scale, size // scale.shape[axis], axis)
+    np.testing.assert_array_equal(converted.dequantize(jnp.float32), np.asarray(values, np.float32) * scale)
+    assert converted.values is values
+
+
+def test_qwix_arrays_that_it_cannot_be():
+    values, scale = jnp.ones((2, 4, 4), jnp.float8_e4m3fn), jnp.ones((2, 1, 4))
+    with pytest.raises(TypeError, match=r"array must be a QArray with qvalue, got ArrayImpl"):
+        jgg.QuantizedArray.from_qwix(values)
+    with pytest.raises(TypeError, match=r"array.qvalue must be one of float8_e4m3fn, float8_e5m2, got int8"):
+        jgg.QuantizedArray.from_qwix(QArray(values.astype(jnp.int8), scale))
+    with pytest.raises(ValueError, match=r"array must be symmetric, without a zero_point, got one"):
+        jgg.QuantizedArray.from_qwix(QArray(values, scale, scale))

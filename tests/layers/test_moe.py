@@ -1,5 +1,6 @@
 """The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
 
+import functools
 import math
 
 import jax
@@ -10,7 +11,7 @@ from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only pri
 from jax.test_util import check_grads
 
 import jgg
-from jgg.activations import ACTIVATIONS, clamped_swiglu
+from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
 from jgg.moe import moe_mlp
 from tests.support import oracle
 from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
@@ -191,7 +192,7 @@ def test_vmap_with_shared_weights(implementation):
             assert_close(got[index], want[name], 2e-5, name)
 
 
-def loss_of(dtype=jnp.float32, policy=None, **sizes):
+def loss_of(dtype=jnp.float32, policy=None, residual_names=None, **sizes):
     floats, chosen, _ = make(**sizes)
     experts = floats["w_gate_up"].shape[0]
     arrays = {name: jnp.asarray(a, dtype) for name, a in floats.items() if a is not None}
@@ -201,7 +202,7 @@ def loss_of(dtype=jnp.float32, policy=None, **sizes):
         routing = jgg.Routing(
             arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
         )
-        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing)
+        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
@@ -240,6 +241,75 @@ def test_policies_know_the_residuals_by_name(names):
         jax.tree.leaves(jax.grad(function)(arrays)), jax.tree.leaves(jax.grad(plain)(arrays)), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_under_names_of_ones_own():
+    function, arrays = loss_of(tokens=64, features=32, hidden=16, experts=4, topk=2)
+    own = functools.partial(loss_of, residual_names={"pre_activation": "mlp"}, tokens=64, features=32, hidden=16)
+    want = jax.grad(function)(arrays)
+    for name, is_kept in {"mlp": True, "jgg_pre_activation": False}.items():
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        checkpointed, _ = own(policy=policy, experts=4, topk=2)
+        shapes = [aval.shape for aval, source in saved_residuals(checkpointed, arrays) if "argument" not in source]
+        assert ((128, 32) in shapes) == is_kept
+        jax.tree.map(np.testing.assert_array_equal, jax.grad(checkpointed)(arrays), want)
+
+
+def traces(make_activation):
+    """How often each of three calls traces the function that `make_activation` gives."""
+    count = 0
+
+    def curve(gate, up=1.0, power=2):
+        nonlocal count
+        count += 1
+        return gate**power * up
+
+    counts = []
+    for _ in range(3):
+        call(activation=make_activation(curve))
+        counts.append(count)
+    return np.diff([0, *counts]).tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda curve: curve,
+        lambda curve: functools.partial(curve, power=3),
+        lambda curve: Activation("own", functools.partial(curve, power=3)),
+    ],
+    ids=["function", "partial", "Activation"],
+)
+def test_an_equal_activation_is_traced_once(make):
+    first, *others = traces(make)
+    assert first > 0
+    assert others == [0, 0]
+
+
+def test_a_new_lambda_is_traced_in_each_call():
+    assert min(traces(lambda curve: lambda gate: curve(gate))) > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (jax.nn.silu, "swiglu"),
+        (jax.nn.relu, "reglu"),
+        (jax.nn.gelu, "geglu_tanh"),
+        (functools.partial(jax.nn.gelu, approximate=True), "geglu_tanh"),
+        (functools.partial(jax.nn.gelu, approximate=False), "geglu"),
+    ],
+)
+def test_functions_of_the_gate_that_kernels_know(function, name):
+    """So that frameworks, which give functions, get the fused kernels."""
+    assert find_activation(function).curve == ACTIVATIONS[name].curve is not None
+    np.testing.assert_array_equal(call(activation=function), call(activation=name))
+
+
+def test_functions_of_the_gate_that_kernels_do_not_know():
+    assert find_activation(jnp.tanh).curve is None
+    own = Activation("own", lambda gate, up: jnp.tanh(gate) * up)
+    np.testing.assert_array_equal(call(activation=jnp.tanh), call(activation=own))
 
 
 def test_the_last_product_spares_multiprocessors(launched):

@@ -108,6 +108,20 @@ def test_checkpoint_saves_what_a_policy_names(implementation, capsys):
     assert not saved["another"]
 
 
+def test_a_policy_knows_x_by_the_name_of_its_caller(capsys):
+    function, arrays, data = differentiable(WITH_EVERYTHING, None)
+
+    def loss(arrays):
+        arrays = jax.tree.map(jnp.sin, arrays)
+        arrays["x"] = jax.ad_checkpoint.checkpoint_name(arrays["x"], "own")
+        return jnp.sum(jnp.sin(function(arrays)) * data.dy)
+
+    checkpointed = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names("own"))
+    assert_close(jax.jit(jax.grad(checkpointed))(arrays), jax.grad(loss)(arrays))
+    jax.ad_checkpoint.print_saved_residuals(checkpointed, arrays)
+    assert sum(line.startswith("f32[6,4] named 'own'") for line in capsys.readouterr().out.splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", ["jgg_x", "jgg_pre_activation"])
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
 def test_offload_what_a_policy_names(implementation, name):

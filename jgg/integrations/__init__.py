@@ -1,0 +1,1 @@
+"""jgg inside training frameworks; docs/integrations.md has a recipe for each."""

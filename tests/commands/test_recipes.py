@@ -1,0 +1,75 @@
+"""The code of docs/integrations.md and docs/migrate.md runs, and computes what they say."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.layers.test_hf import DATA, load
+from tests.support.documents import code_of, run_code
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Documents are of programs that do not forbid it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def assert_trains(gradients):
+    leaves = jax.tree.leaves(gradients)
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+    assert all(np.any(np.asarray(leaf)) for leaf in leaves)
+
+
+def test_flax():
+    (code,) = code_of("integrations.md", "Flax")
+    assert_trains(run_code(code)["gradients"])
+
+
+def test_equinox():
+    pytest.importorskip("equinox", reason="equinox is not installed; it is in the extra test")
+    (code,) = code_of("integrations.md", "Equinox")
+    names = run_code(code)
+    assert_trains(names["gradients"])
+    y, balance = names["moe"](names["x"])
+    want, metrics = names["moe"].layer.apply(names["moe"].params, names["x"])
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(balance, metrics.load_balancing_loss)
+
+
+def test_hugging_face(tmp_path, monkeypatch):
+    _, weights, *_ = load("deepseek_v3")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((DATA / "deepseek_v3.json").read_bytes())
+    others = {"model.embed_tokens.weight": np.ones((4, 4), np.float32)}
+    save_file(weights | others, folder / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (code,) = code_of("integrations.md", "Hugging Face")
+    tensors = run_code(code)["tensors"]
+    assert tensors.keys() == weights.keys() | others.keys()
+    for name, value in (weights | others).items():
+        np.testing.assert_array_equal(tensors[name], value)
+    assert (tmp_path / "trained.safetensors").exists()
+
+
+# how many comparisons of `before` and `after` a section of migrate.md has
+COMPARISONS = {
+    "Arrays": 0, "jax.lax.ragged_dot": 2, "tokamax": 1, "MegaBlox": 2, "TransformerEngine": 1, "Unsloth": 1,
+    "megablocks": 2,
+}  # fmt: skip
+
+
+def test_migrate():
+    """The blocks in order, as one program: each `after` is what `before` was."""
+    names, compared = {}, {}
+    for section in COMPARISONS:
+        compared[section] = 0
+        for code in code_of("migrate.md", section):
+            after = names.get("after")
+            exec(compile(code, section, "exec"), names)
+            if names.get("after") is not after:
+                np.testing.assert_allclose(names["after"], names["before"], rtol=2e-4, atol=2e-4, err_msg=section)
+                compared[section] += 1
+    assert compared == COMPARISONS
