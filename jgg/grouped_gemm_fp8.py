@@ -32,8 +32,8 @@ def multiply_quantized(
     arrays = as_arrays(given, may_be_none=("gather_indices", "topk_weights", "bias"))
     dense = {name: jax.ShapeDtypeStruct(array.shape, jnp.bfloat16) for name, array in (("x", x), ("w", w))}
     problem = check_problem(
-        **arrays, **dense, topk=topk, permute_x=permute_x, permute_y=permute_y, w_layout=w_layout, precision=precision,
-        out_dtype=jnp.bfloat16 if out_dtype is None else out_dtype,
+        **arrays, x=dense["x"], w=dense["w"], topk=topk, permute_x=permute_x, permute_y=permute_y, w_layout=w_layout,
+        precision=precision, out_dtype=jnp.bfloat16 if out_dtype is None else out_dtype,
     )  # fmt: skip
     check_blocks("x", x, 1)
     check_blocks("w", w, BLOCK)

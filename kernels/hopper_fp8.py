@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
+from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
 from .hopper_fp8_results import BLOCK, Activated, Quantized, Stored
 from .hopper_results import TILE_ROWS, make_result
 

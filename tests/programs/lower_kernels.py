@@ -51,6 +51,9 @@ LAYER_KERNELS = (
     "activate_kernel", "activate_backward_kernel",
     "top_k_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
 )  # fmt: skip
+FP8_KERNELS = (
+    "quantize_rows_kernel", "quantize_weights_kernel", "activate_fp8_kernel", "activate_backward_fp8_kernel",
+)  # fmt: skip
 EXPERT_COUNTS = (8, 128, 512, 1024)
 # dtype and precision, and the one whose kernels stand for those of the same configuration: they differ in the type or
 # in repeated instructions
@@ -202,6 +205,32 @@ def lower_up(compute_capability, name, interleaved, w_layout, keeps):
         jax.jit(compute).trace(arrays).lower(lowering_platforms=("cuda",))
 
 
+def lower_fp8(compute_capability, name, interleaved, gradient_dtype):
+    """A layer in FP8, forward and backward."""
+    activation = ACTIVATIONS[name]
+    tokens, features, hidden, topk = 2048, 512, 256, 4
+    x = jax.ShapeDtypeStruct((tokens, features), "bfloat16")
+    weights = [
+        jax.ShapeDtypeStruct((EXPERTS, *shape), "bfloat16")
+        for shape in ((hidden * (1 + activation.is_gated), features), (features, hidden))
+    ]
+
+    def compute(x, weights, logits):
+        def forward(x, weights):
+            routing = jgg.route(logits, topk, implementation="xla")
+            return jgg.moe_mlp(
+                x, *weights, routing, activation=activation, interleaved=interleaved, implementation="triton",
+                quantization=jgg.Fp8(gradient_dtype, power_of_2_scales=interleaved),
+            )  # fmt: skip
+
+        y, vjp = jax.vjp(forward, x, weights)
+        return y, vjp(y)
+
+    with jgg.target(compute_capability):
+        logits = jax.ShapeDtypeStruct((tokens, EXPERTS), "float32")
+        jax.jit(compute).trace(x, weights, logits).lower(lowering_platforms=("cuda",))
+
+
 def layer_kernels(compute_capability):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS:
@@ -215,6 +244,13 @@ def layer_kernels(compute_capability):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
+    if compute_capability in (89, 90):
+        for case in (
+            ("swiglu", False, "float8_e4m3fn"),
+            ("clamped_swiglu", True, "float8_e5m2"),
+            ("relu_squared", False, "float8_e4m3fn"),
+        ):
+            yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
     if compute_capability == 90:
         for case in (
             ("swiglu", False, "enk", True),

@@ -1,0 +1,431 @@
+"""Where the tiles of the kernels for sm_90 are, the ring of blocks that they are multiplied from, and who fills it.
+
+`hopper` explains all of it; `hopper_fp8` multiplies the same blocks in FP8.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from . import tiles
+from .hopper_results import TILE_ROWS
+from .tiles import ROW_LIMIT
+
+WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
+LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
+tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
+
+
+@gluon.aggregate
+class Tile:
+    """Where an output tile of a CTA is.
+
+    Attributes:
+      item: its row tile or group. left_tile: its place among left's columns, 0 with RAGGED_M. column: its first.
+      start, end: its row tile's or group's first row and one past its group's last; zeros for a tile past the last.
+    """
+
+    item: gl.tensor
+    left_tile: gl.tensor
+    column: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+
+
+@gluon.aggregate
+class Work:
+    """The tiles to multiply, in the order in which clusters take them.
+
+    With RAGGED_M there are `count` row tiles, of which a cluster takes two that are neighbours, left are their rows and
+    right is a group's weights; otherwise there are `count` groups, whose rows are the reduced axis, and LEFT is the
+    number of left's columns. Their tiles take as long as they have rows; clusters take turns forwards and backwards, so
+    that all end at about the same time if the largest groups come first.
+
+    Attributes:
+      groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
+        RAGGED_M, the same of each group in the order in which they are taken.
+      cta: which of the cluster's two this is.
+      y_row, y_column: where in y's first matrix the result begins, without RAGGED_M; Y_GROUP_ROWS: of each matrix.
+      terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
+        or "right" (only without RAGGED_M); "" for neither. The steps of a tile run over the terms, one after the other.
+      HALVES: 2 where a tile's columns are of both halves of right's, gate and up, from column // 2 of each on; else 1.
+    """
+
+    groups: gl.tensor
+    starts: gl.tensor
+    ends: gl.tensor
+    count: gl.tensor
+    cta: gl.tensor
+    y_row: gl.tensor
+    y_column: gl.tensor
+    terms: gl.tensor
+    num_rows: gl.tensor
+    HAS_TERMS: gl.constexpr
+    RAGGED_M: gl.constexpr
+    LEFT: gl.constexpr
+    REDUCED: gl.constexpr
+    COLUMNS: gl.constexpr
+    HALVES: gl.constexpr
+    BAND: gl.constexpr
+    BLOCK_REDUCED: gl.constexpr
+    BLOCK_COLUMNS: gl.constexpr
+    GATHERS: gl.constexpr
+    Y_GROUP_ROWS: gl.constexpr
+
+    @gluon.jit
+    def num_tiles(self):
+        """Of a cluster: two output tiles each."""
+        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
+        left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
+        return self.row_tile_pairs() * column_tiles if self.RAGGED_M else self.count * left_tiles * column_tiles
+
+    @gluon.jit
+    def num_places(self):
+        """Of tiles in their order; those past the last tile complete the last turn of all clusters."""
+        clusters = gl.num_programs(0)
+        return self.num_tiles() if self.RAGGED_M else (self.num_tiles() + clusters - 1) // clusters * clusters
+
+    @gluon.jit
+    def row_tile_pairs(self):
+        return (self.count + 1) // 2
+
+    @gluon.jit
+    def at(self, place):
+        """This CTA's of a cluster's tiles; one without rows past the last."""
+        column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
+        if self.RAGGED_M:
+            pair, column_tile = tile_coordinates(place, self.row_tile_pairs(), column_tiles, self.BAND)
+            item = 2 * pair + self.cta
+            rank = item
+            left_tile = gl.to_tensor(0)
+            exists = (place < self.num_tiles()) & (item < self.count)
+        else:
+            left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
+            clusters = gl.num_programs(0)
+            turn = place // clusters
+            tile = gl.where(turn % 2 == 0, place, (2 * turn + 1) * clusters - 1 - place)
+            exists = tile < self.num_tiles()
+            rank = tile // (left_tiles * column_tiles)
+            within = tile - rank * left_tiles * column_tiles
+            pair, column_tile = tile_coordinates(within, left_tiles, column_tiles, self.BAND)
+            left_tile = gl.where(exists, 2 * pair + self.cta, self.LEFT)
+            item = gl.load(self.groups + rank, mask=exists, other=0)
+        start = gl.load(self.starts + rank, mask=exists, other=0)
+        end = gl.load(self.ends + rank, mask=exists, other=0)
+        return Tile(item, left_tile, column_tile * self.BLOCK_COLUMNS, start, end)
+
+    @gluon.jit
+    def left_range(self, tile):
+        """The tile's first row of the output, and one past the last there is."""
+        if self.RAGGED_M:
+            return tile.start, tile.end
+        else:
+            return tile.left_tile * TILE_ROWS, gl.to_tensor(self.LEFT)
+
+    @gluon.jit
+    def group(self, row_tile):
+        """Of a row tile; of one past the last, the last's."""
+        return gl.load(self.groups + gl.minimum(row_tile, self.count - 1))
+
+    @gluon.jit
+    def row_of_tensor(self, row):
+        """The row of left or y at which a tensor must begin for this CTA's part of it to begin at `row`."""
+        return row - self.cta * WARPGROUP_ROWS
+
+    @gluon.jit
+    def place_of_result(self, item, first, last, column, TURNED: gl.constexpr):
+        """y's row and column of a tile's first row and column, and one past y's last row for the tile's group."""
+        if self.RAGGED_M:
+            return first, last, column
+        row = self.y_row + item * self.Y_GROUP_ROWS
+        if TURNED:
+            return row + column, row + self.COLUMNS, self.y_column + first
+        else:
+            return row + first, row + last, self.y_column + column
+
+    @gluon.jit
+    def steps_of_term(self, tile):
+        size = self.REDUCED if self.RAGGED_M else tile.end - tile.start
+        return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, 1)
+
+    @gluon.jit
+    def steps(self, tile):
+        steps = self.steps_of_term(tile)
+        if self.HAS_TERMS != "":
+            steps = steps * self.terms
+        return steps
+
+    @gluon.jit
+    def at_step(self, tile, step):
+        """Where a step begins along the reduced axis, and the row at which its term of the operand begins."""
+        row = 0
+        if self.HAS_TERMS != "":
+            steps = self.steps_of_term(tile)
+            row = (step // steps) * self.num_rows
+            step = step % steps
+        return step * self.BLOCK_REDUCED, row
+
+
+@gluon.aggregate
+class Ring:
+    """Buffers between the loading warps and the warpgroups, STAGES steps deep.
+
+    Attributes:
+      left: two blocks a stage, one for each warpgroup. right: one, the same in both CTAs.
+      full: barriers of loaded stages. empty: of stages that this CTA's warpgroups have multiplied; both_empty: that
+        both CTAs' have. The module's docstring says who arrives and who waits.
+    """
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    both_empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def next(self, stage, phase):
+        """The stage after this one, and the parity of its barriers."""
+        wraps = stage == self.STAGES - 1
+        return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+    @gluon.jit
+    def before(self, stage, STEPS: gl.constexpr):
+        """The stage of so many steps earlier."""
+        return gl.where(stage < STEPS, stage + self.STAGES - STEPS, stage - STEPS)
+
+    @gluon.jit
+    def await_empty(self, stage, phase):
+        """At the second barrier only CTA 0 waits."""
+        mbarrier.wait(self.empty.index(stage), phase)
+        mbarrier.wait(self.both_empty.index(stage), phase)
+
+    @gluon.jit
+    def hand_back(self, stage, pred=True):
+        mbarrier.arrive(self.empty.index(stage), pred=pred)
+        mbarrier.arrive(self.both_empty.index(stage), pred=pred)
+
+    @gluon.jit
+    def begin(self, stage, phase, LEFT_BYTES: gl.constexpr, RIGHT_BYTES: gl.constexpr, has_second):
+        """Waits until a stage is empty, tells its full barrier the bytes that TMA will bring, and returns that."""
+        self.await_empty(stage, phase)
+        full = self.full.index(stage)
+        # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
+        mbarrier.arrive(full, from_cta=0)
+        mbarrier.expect(full, RIGHT_BYTES + 2 * LEFT_BYTES, pred=has_second)
+        mbarrier.expect(full, RIGHT_BYTES + LEFT_BYTES, pred=has_second == 0)
+        return full
+
+    @gluon.jit
+    def announce(self, stage, pred):
+        """Tells the warpgroups that the rows gathered for a stage are there."""
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(stage), pred=pred)
+
+    @gluon.jit
+    def announce_earlier(self, stage, begun):
+        """Closes the gathers of this step, before which so many have begun, and announces those of LAG steps before."""
+        async_copy.commit_group()
+        async_copy.wait_group(LAG)
+        self.announce(self.before(stage, LAG), begun >= LAG)
+
+    @gluon.jit
+    def announce_last(self, stage, begun):
+        """Announces the gathers of the last LAG steps, once all have begun; the stage is the one after them."""
+        async_copy.wait_group(0)
+        for earlier in gl.static_range(LAG):
+            self.announce(self.before(stage, LAG - earlier), begun >= LAG - earlier)
+
+
+@gluon.jit
+def make_ring(work, left, right, STAGES: gl.constexpr):
+    if work.GATHERS:
+        shape: gl.constexpr = [TILE_ROWS, work.BLOCK_REDUCED] if work.RAGGED_M else [work.BLOCK_REDUCED, TILE_ROWS]
+        split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
+        layout: gl.constexpr = gl.NVMMASharedLayout(
+            128, left.dtype.element_ty.primitive_bitwidth, 2, cga_layout=[split]
+        )
+        left_blocks = gl.allocate_shared_memory(left.dtype.element_ty, [2 * STAGES] + shape, layout)  # noqa: RUF005
+    else:
+        shape: gl.constexpr = left.block_type.shape
+        left_blocks = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + shape, left.layout)  # noqa: RUF005
+    ring = Ring(
+        left_blocks,
+        gl.allocate_shared_memory(right.dtype, [STAGES] + right.block_type.shape, right.layout),  # noqa: RUF005
+        mbarrier.allocate_mbarrier(batch=STAGES),
+        mbarrier.allocate_mbarrier(batch=STAGES),
+        mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True),
+        STAGES,
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(stage), count=3 if work.GATHERS else 2)
+        mbarrier.init(ring.empty.index(stage), count=2)
+        mbarrier.init(ring.both_empty.index(stage), count=2)  # of each CTA: 4 in all
+    fence_async_shared()
+    return ring
+
+
+@gluon.aggregate
+class Gather:
+    """left, whose row i is row indices[i] // TOPK of the matrix [any, WIDTH] at `pointer`; zeros for a bad index."""
+
+    pointer: gl.tensor
+    indices: gl.tensor
+    num_positions: gl.tensor
+    WIDTH: gl.constexpr
+    TOPK: gl.constexpr
+    layout: gl.constexpr
+
+    @gluon.jit
+    def load_indices(self, row, end, ROWS: gl.constexpr):
+        """The indices of rows row, row + 1, ...; -1 from `end` on."""
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, self.layout))
+        return gl.load(self.indices + rows, mask=rows < end, other=-1)
+
+    @gluon.jit
+    def sources(self, indices):
+        """The matrix's rows that rows of those indices are; -1 for a bad index."""
+        return gl.where((indices >= 0) & (indices < self.num_positions), indices // self.TOPK, -1)
+
+    @gluon.jit
+    def load(self, block, sources, first_row, column):
+        """Begins to copy columns column, column + 1, ... of those rows, counted from first_row, to a shared block."""
+        columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
+        mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
+        offsets = ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
+        async_copy.async_load(block, self.pointer + offsets, mask=mask)
+
+
+@gluon.jit
+def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
+    split: gl.constexpr = [1, 0] if work.RAGGED_M else [0, 1]
+    PIECE: gl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [4, 8], [4, 1], [1, 0], [split])
+    WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
+    return Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
+
+
+@gluon.jit
+def load_for_rows(
+    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
+):  # fmt: skip
+    """Loads the blocks of all tiles, with RAGGED_M: of the tile's rows, and of its group's matrix."""
+    RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
+    LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
+    stage = 0
+    phase = 1
+    begun = 0
+    if work.GATHERS:
+        gather = make_gather(work, left, gather_indices, num_positions, TOPK)
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
+        tile = work.at(index)
+        group = work.group(tile.item)
+        is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
+        first, last = work.left_range(tile)
+        has_second = first + WARPGROUP_ROWS < last
+        first = work.row_of_tensor(first)
+        second = first + WARPGROUP_ROWS
+        if work.GATHERS:
+            sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
+            second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
+        for step in range(work.steps(tile)):
+            full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
+            right_block = ring.right.index(stage)
+            left_block = ring.left.index(2 * stage)
+            second_block = ring.left.index(2 * stage + 1)
+            reduced, left_term = work.at_step(tile, step)
+            column = first_column + tile.column // work.HALVES
+            if work.HALVES == 2:
+                gl.static_assert(RIGHT_IS_TURNED)
+                place = [group, 0, column, reduced]
+            else:
+                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+            tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
+            tma.async_load(right, place, full, right_block, pred=is_shared == 0)
+            if work.GATHERS:
+                gather.load(left_block, sources, left_term, reduced)
+                gather.load(second_block, second_sources, left_term, reduced)
+                ring.announce_earlier(stage, begun)
+                begun += 1
+            else:
+                tma.async_load(left, [first + left_term, reduced], full, left_block)
+                tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
+            stage, phase = ring.next(stage, phase)
+    if work.GATHERS:
+        ring.announce_last(stage, begun)
+
+
+@gluon.jit
+def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK: gl.constexpr):
+    """Loads the blocks of all tiles, without RAGGED_M: both of the rows of the tile's group."""
+    RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
+    LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
+    stage = 0
+    phase = 1
+    begun = 0
+    next_tile = work.at(gl.program_id(0))
+    if work.GATHERS:
+        gather = make_gather(work, left, gather_indices, num_positions, TOPK)
+        indices = gather.load_indices(next_tile.start, next_tile.end, work.BLOCK_REDUCED)
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
+        tile = next_tile
+        next_tile = work.at(index + gl.num_programs(0))
+        first, last = work.left_range(tile)
+        has_second = first + WARPGROUP_ROWS < last
+        first = work.row_of_tensor(first)
+        second = first + WARPGROUP_ROWS
+        steps = work.steps(tile)
+        for step in range(steps):
+            full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
+            right_block = ring.right.index(stage)
+            left_block = ring.left.index(2 * stage)
+            second_block = ring.left.index(2 * stage + 1)
+            reduced, term = work.at_step(tile, step)
+            left_term = term if work.HAS_TERMS == "left" else 0
+            right_term = term if work.HAS_TERMS == "right" else 0
+            end = tile.end
+            row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
+            tma.async_load(right, [ROW_LIMIT, end + right_term, row, tile.column], full, right_block, multicast=True)
+            if work.GATHERS:
+                sources = gather.sources(indices)
+                # the next step's, before this step's rows are asked for
+                is_last = step == steps - 1
+                next_reduced, _ = work.at_step(tile, step + 1)
+                next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
+                next_end = gl.where(is_last, next_tile.end, end)
+                indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
+                gather.load(left_block, sources, left_term, first)
+                gather.load(second_block, sources, left_term, second)
+                ring.announce_earlier(stage, begun)
+                begun += 1
+            else:
+                end += left_term
+                tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
+                tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
+            stage, phase = ring.next(stage, phase)
+    if work.GATHERS:
+        ring.announce_last(stage, begun)
+
+
+@gluon.jit
+def load_blocks(
+    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
+):  # fmt: skip
+    """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
+    if work.RAGGED_M:
+        load_for_rows(work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK)
+    else:
+        load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK)
+
+
+@gluon.jit
+def skip_tile(ring, steps, stage, phase):
+    """Hands back the blocks of a tile in which this warpgroup has no rows."""
+    for _ in range(steps):
+        mbarrier.wait(ring.full.index(stage), phase)
+        ring.hand_back(stage)
+        stage, phase = ring.next(stage, phase)
+    return stage, phase
