@@ -63,7 +63,7 @@ def test_links_of_readme_lead_somewhere():
             assert page.is_file(), link
             assert not anchor or f"::: {anchor}\n" in page.read_text(), link
         else:
-            assert (ROOT / link.removeprefix(f"{repository}/blob/main/")).is_file(), link
+            assert (ROOT / re.sub(f"^{repository}/(blob|tree)/main/", "", link)).exists(), link
 
 
 def test_pictures_of_speed_have_the_numbers_of_the_table(tmp_path):
@@ -81,8 +81,9 @@ def test_readme_and_the_quick_start_have_the_same_program():
 
 
 @pytest.mark.thorough
-def test_programs_of_the_quick_start_run():
-    programs = PROGRAM.findall((DOCS / "index.md").read_text())
+@pytest.mark.parametrize("page", ["index", "fp8"])
+def test_programs_of_a_page_run(page):
+    programs = PROGRAM.findall((DOCS / f"{page}.md").read_text())
     assert len(programs) == 2
     for program in programs:
         processes.run("-c", program)
