@@ -1,4 +1,29 @@
-"""The kernel of x @ w in FP8 with block scales for sm_90, in Gluon."""
+"""The kernel of x @ w in FP8 with block scales for sm_90, in Gluon; with turned weights it is dX.
+
+Clusters, roles, ring and barriers are those of `hopper` with RAGGED_M, whose docstring explains them; the loading warps
+are the same code (`hopper_blocks`). What differs:
+
+Steps. A step is of 128 features, so that each row of left and each 128 x 128 block of right has one scale in it. A tile
+is 128 rows by 256 columns, which a warpgroup multiplies as two blocks of 64 x 128. FP8 products keep few bits of their
+sum, so each begins anew in 64 registers, and is scaled and added to the block's own 64 in float32:
+
+    multiply_tile, of each step    block 0 @ , scale and add , block 1 @ , hand back, scale and add
+
+While a warpgroup scales and adds, the other one multiplies. Scales do not go through the ring: the warpgroups load them
+a step ahead, those of a row from wherever a gather finds it.
+
+Stores. 128 registers of sums, 64 of a product and scales leave no room for a finished tile, so a tile is stored as soon
+as it is done, 128 columns at a time (`hopper_fp8_results`). The loading warps fill the ring meanwhile. Where the next
+tile's rows are is looked up just before.
+
+Shared memory. A stage has 16 KB of left and 32 KB of right, as many bytes as in 16 bits and twice the features: 192 KB
+in 4 stages, and 16 KB of each warpgroup from where it stores; 229,752 bytes with barriers, at most, of 232,448.
+
+Registers of a thread that multiplies and of one that loads: 240 and 24; 232 and 40 with gathers; 224 and 56 where an
+activation follows too.
+
+What was tried, and how fast it was, is in docs/trials.md.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
