@@ -74,7 +74,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
+from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
 from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result
 
 LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply
@@ -141,12 +141,7 @@ def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, e
         pointers = bias + group.to(gl.int64) * work.COLUMNS + columns // HALF * (work.COLUMNS // work.HALVES) + within
         acc += gl.load(pointers, mask=within < work.COLUMNS // work.HALVES, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
-        positions = start + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
-        exists = positions < end
-        if gather_indices is not None:
-            positions = gl.load(gather_indices + positions, mask=exists, other=-1)
-            exists = exists & (positions >= 0) & (positions < num_positions)
-        acc *= gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]
+        acc = scale_rows(acc, topk_weights, gather_indices, start, end, num_positions)
     return acc
 
 

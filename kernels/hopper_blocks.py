@@ -429,3 +429,14 @@ def skip_tile(ring, steps, stage, phase):
         ring.hand_back(stage)
         stage, phase = ring.next(stage, phase)
     return stage, phase
+
+
+@gluon.jit
+def scale_rows(acc, topk_weights, gather_indices, start, end, num_positions):
+    """acc times the weights of rows start, start + 1, ..., which gather_indices or None find; zero for a bad index."""
+    positions = start + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, acc.type.layout))
+    exists = positions < end
+    if gather_indices is not None:
+        positions = gl.load(gather_indices + positions, mask=exists, other=-1)
+        exists = exists & (positions >= 0) & (positions < num_positions)
+    return acc * gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]

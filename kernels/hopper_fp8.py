@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, skip_tile
+from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
 from .hopper_fp8_results import BLOCK, Activated, Quantized, Stored
 from .hopper_results import TILE_ROWS, make_result
 
@@ -56,20 +56,14 @@ def finish(
     acc, HALF: gl.constexpr, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions
 ):  # fmt: skip
     """(acc + bias) * topk_weights of rows, of the first or second block of a tile's columns."""
-    layout: gl.constexpr = acc.type.layout
     if bias is not None:
         # up's columns follow all of gate's
         column = HALF * (work.COLUMNS // 2) + column // 2 if work.HALVES == 2 else column + HALF * BLOCK
-        columns = column + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+        columns = column + gl.arange(0, BLOCK, gl.SliceLayout(0, acc.type.layout))
         pointers = bias + group.to(gl.int64) * work.COLUMNS + columns
         acc += gl.load(pointers, mask=columns < work.COLUMNS, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
-        positions = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
-        exists = positions < last
-        if gather_indices is not None:
-            positions = gl.load(gather_indices + positions, mask=exists, other=-1)
-            exists = exists & (positions >= 0) & (positions < num_positions)
-        acc *= gl.load(topk_weights + positions, mask=exists, other=0.0).to(gl.float32)[:, None]
+        acc = scale_rows(acc, topk_weights, gather_indices, first, last, num_positions)
     return acc
 
 

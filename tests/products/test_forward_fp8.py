@@ -1,7 +1,6 @@
 """Products of operands that are both quantized, against float64 products of what they dequantize to."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -11,8 +10,11 @@ import pytest
 
 import jgg
 from jgg.backends.choice import How
-from jgg.gpu_target import current_target
+from jgg.configs.requirements import why_no_fp8
+from jgg.gpu_target import Target, current_target
+from jgg.measuring.workloads import gemm
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.versions import WARP_SPECIALIZED, unlike
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, Case, make_data
 from tests.support.comparison import oracle_arguments
@@ -172,20 +174,13 @@ def test_errors_name_the_operand():
         jgg.grouped_gemm(tokens, weights, sizes, w_layout="ekn")
 
 
-def test_which_kernel_multiplies():
-    def is_in_fp8(features=256, dtype=None, compute_capability=90):
-        """Whether a kernel's operands are."""
-        arrays = jnp.ones((4096, features)), jnp.ones((8, 512, features))
-        shapes = jax.eval_shape(lambda: (jgg.quantize_tokens(arrays[0]), jgg.quantize_weights(arrays[1])))
-        product = functools.partial(jgg.grouped_gemm, preferred_element_type=dtype)
-        with jgg.target(compute_capability):
-            traced = jax.jit(lambda x, w: product(x, w, jnp.full(8, 512))).trace(*shapes)
-            program = traced.lower(lowering_platforms=("cuda",)).as_text()
-        calls = [line for line in program.splitlines() if "@triton_kernel_call" in line]
-        assert calls
-        return any("f8E4M3FN" in call for call in calls)
+def test_which_products_the_kernel_computes():
+    def reason(compute_capability=90, **sizes):
+        problem = gemm(**{"num_rows": 4096, "in_features": 256, "out_features": 512, "num_experts": 8} | sizes)
+        return why_no_fp8(problem, Target(compute_capability, 132))
 
-    assert is_in_fp8()
-    assert not is_in_fp8(features=264)
-    assert not is_in_fp8(dtype="float32")
-    assert not is_in_fp8(compute_capability=89)
+    assert reason() == unlike(WARP_SPECIALIZED)
+    assert reason(in_features=264) == "rows of K elements must be multiples of 16 bytes"
+    assert reason(dtype="float32") == "they store 16-bit floats"
+    assert reason(out_features=516) == "rows of K and of N elements must be multiples of 16 bytes"
+    assert reason(compute_capability=89) == "they are for compute capability 9.0"

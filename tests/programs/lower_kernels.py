@@ -45,6 +45,7 @@ OPTIONS = {
     "everything": {"permute_x": True, "permute_y": True, "weighted": True, "biased": True},
 }
 KERNELS = ("forward_kernel", "dx_kernel", "dw_kernel")
+HOPPER_KERNELS = ("hopper_kernel", "hopper_fp8_kernel")
 SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
 SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
 LAYER_KERNELS = (
@@ -248,7 +249,6 @@ def layer_kernels(compute_capability):
         for case in (
             ("swiglu", False, "float8_e4m3fn"),
             ("clamped_swiglu", True, "float8_e5m2"),
-            ("relu_squared", False, "float8_e4m3fn"),
         ):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
     if compute_capability == 90:
@@ -264,11 +264,12 @@ def layer_kernels(compute_capability):
 def kind(name, launch):
     """What decides how a kernel is compiled: of sizes, whether rows are aligned and a tile takes more than a step."""
     constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
-    if name == "hopper_kernel":  # which takes long to compile, and no more memory with a bias or weights
+    if name in HOPPER_KERNELS:  # which take long to compile, and no more memory with a bias or weights
         of_interest = ("RAGGED_M", "GATHERS", "HAS_TERMS", "BLOCK_COLUMNS", "STAGES", "Y_IS_TURNED")
         of_interest += ("ACTIVATES", "GATED", "INTERLEAVED", "CURVE")
         constants = {key: value for key, value in constants.items() if key in of_interest}
-        return repr((name, constants, {key: result.dtype.itemsize for key, result in launch.result_types.items()}))
+        sizes = {key: result.dtype.itemsize for key, result in launch.result_types.items()}
+        return repr((name, constants, sizes, launch.operands["left"].dtype.name.removeprefix("b")))
     aligned = {key: launch.constants[key] % 16 == 0 for key in SIZES if key in launch.constants}
     has_steps = launch.constants.get("REDUCED", 0) > launch.constants.get("BLOCK_REDUCED", 0)
     dtypes = {key: array.dtype for key, array in (launch.arrays | launch.result_types).items()}
@@ -282,7 +283,7 @@ def leave_out_repeated_kernels():
 
     def call(compute_capability, kernel, launch):
         name = kernel.__name__
-        if name in (*KERNELS, *SMALL_KERNELS, "hopper_kernel"):
+        if name in (*KERNELS, *SMALL_KERNELS, *HOPPER_KERNELS):
             if kind(name, launch) in seen:
                 return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
             seen.add(kind(name, launch))
