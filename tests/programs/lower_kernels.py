@@ -248,7 +248,7 @@ def layer_kernels(compute_capability):
     if compute_capability in (89, 90):
         for case in (
             ("swiglu", False, "float8_e4m3fn"),
-            ("clamped_swiglu", True, "float8_e5m2"),
+            ("clamped_swiglu", True, "float8_e4m3fn"),
         ):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
     if compute_capability == 90:
