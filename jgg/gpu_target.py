@@ -27,7 +27,7 @@ class Target:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory one program can have."""
-        return _SHARED_MEMORY.get(self.compute_capability, 101_376)
+        return _SHARED_MEMORY.get(self.compute_capability, 101_376)  # that of 8.6, 8.9, 12.0 and 12.1
 
     @property
     def has_tma(self) -> bool:
@@ -36,8 +36,8 @@ class Target:
 
 
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", less 1 KB for the system.
-_SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
-_TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
+_SHARED_MEMORY = dict.fromkeys((80, 87), 166_912) | dict.fromkeys((90, 100, 103, 110), 232_448)
+_TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 170, 121: 48}
 MIN_COMPUTE_CAPABILITY = 80
 
 # Part of jit's cache key, so a function traced for one target is traced again for another.
@@ -51,7 +51,8 @@ def target(compute_capability: int, num_sms: int | None = None) -> AbstractConte
     8.0, whose code runs on every later GPU too, though not at its full speed.
 
     Args:
-      compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200).
+      compute_capability: 10 * major + minor, at least 80: 80 (A100), 89 (L40S), 90 (H100, H200), 100 (B200),
+        103 (B300), 120 (RTX 5090).
       num_sms: streaming multiprocessors (SMs) of the GPU; by default the SM count of the largest common GPU with this
         compute capability.
 

@@ -8,9 +8,9 @@ from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.launch import Launch
 from jgg.versions import FIXED, check_kernels_can_run, unlike
 
-# The newest PTX that every driver for CUDA 12.6 and later assembles, and enough for sm_80 to sm_100. Triton's own
+# The oldest PTX that has the GPU, but none older than 8.6, which drivers for CUDA 12.6 and later assemble. Triton's own
 # default can be newer than the driver's assembler.
-_PTX_VERSION = 86
+_PTX_VERSIONS = dict.fromkeys((80, 86, 87, 89, 90, 100), 86) | {103: 88, 110: 90, 120: 87, 121: 88}
 _TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # of dtypes that JAX names otherwise
 
 
@@ -42,7 +42,9 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
             new_descriptors[new.index(key)] = description
         else:
             operands[key] = jax_triton.TensorDescriptor(operands[key], *description)
-    options: dict[str, Any] = {"ptx_version": _PTX_VERSION, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if compute_capability in _PTX_VERSIONS:
+        options["ptx_version"] = _PTX_VERSIONS[compute_capability]
     if new_descriptors:
         options["output_descriptors"] = tuple(new_descriptors.items())  # which jax_triton_fixes takes
     outputs = jax_triton.triton_call(

@@ -1,6 +1,6 @@
 """What is chosen by default fits every GPU: random problems, compiled on a machine with none.
 
-JGG_FIT_CASES=N compiles N problems in place of 40.
+JGG_FIT_CASES=N compiles N problems in place of 42.
 """
 
 import json
@@ -20,8 +20,8 @@ from jgg.gpu_target import current_target
 from tests.programs.lower_defaults import random_problem
 from tests.support import processes
 
-COMPUTE_CAPABILITIES = 80, 89, 90, 100
-COUNT = int(os.environ.get("JGG_FIT_CASES", 40))
+COMPUTE_CAPABILITIES = 80, 89, 90, 100, 103, 120, 121
+COUNT = int(os.environ.get("JGG_FIT_CASES", 42))
 
 
 def lowered(compute_capability):
@@ -51,7 +51,7 @@ def test_kernels_fit(compute_capability):
     assert {"forward_kernel", "dx_kernel", "dw_kernel"} < {kernel["kernel"] for kernel in kernels}
 
 
-@pytest.mark.parametrize("compute_capability", [80, 86, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("compute_capability", [80, 86, 89, 90, 100, 103, 110, 120, 121])
 def test_every_choice_is_expected_to_fit(compute_capability):
     rng = random.Random(compute_capability)
     with jgg.target(compute_capability):
