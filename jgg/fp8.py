@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.arguments import as_array, as_dtype, as_flag, check_instance, check_rank
 from jgg.backends.choice import How
 from jgg.gpu_target import current_target
-from jgg.products.quantize import E4M3, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.quantized import BLOCK, DTYPES, QuantizedArray, check_blocks
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
 
 
 def quantize_tokens(
@@ -150,9 +150,10 @@ def check_quantization(quantization: Fp8 | None) -> None:
 def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
     """Weights that are in FP8 before the first pass needs them, or None.
 
-    A QuantizedArray is turned, which copies it, and its array is what it dequantizes to, without a gradient.
+    A QuantizedArray of blocks of 128 x 128 is turned, which copies it; one of other blocks is quantized again. Their
+    array is what they dequantize to, without a gradient.
 
-    Raises: ValueError: blocks are not of 128 x 128, or QuantizedWeights are given without quantization.
+    Raises: ValueError: QuantizedWeights are given without quantization.
     """
     if isinstance(value, QuantizedWeights):
         if quantization is None:
@@ -162,6 +163,7 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
         return None
     if not isinstance(value, QuantizedArray):
         return _quantize_once(name, value, quantization) if quantization.keeps_weights else None
-    check_blocks(name, value, BLOCK)
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
+    if value.scales.shape != scales_shape(value.shape, (BLOCK, BLOCK)):
+        return _quantize_once(name, array, quantization)
     return QuantizedWeights(array, WeightForms(value, value.mT))

@@ -57,9 +57,8 @@ def grouped_gemm(
       x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or what
         `quantize_tokens` makes of such an array.
       w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case. Or a QuantizedArray
-        of this shape: then a quantized x is multiplied in FP8 (on a GPU of compute capability 9.0, for a 16-bit result
-        and K a multiple of 16; "ekn" copies w), and w is dequantized first for any other. Neither of them gets a
-        gradient.
+        of this shape: then a quantized x is multiplied in FP8 (on GPUs of compute capability 8.9 and newer, for K a
+        multiple of 16; "ekn" copies w), and w is dequantized first for any other. Neither of them gets a gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
@@ -108,11 +107,15 @@ def grouped_gemm_forward(
     kernel_config: KernelConfigForward | None = None, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """The forward product of `grouped_gemm` alone; its derivative is plain JAX. Same arguments, one `kernel_config`."""
-    return _product(
-        FORWARD, kernel_config, implementation, x=x, w=w, group_sizes=group_sizes, topk=topk,
-        gather_indices=gather_indices, permute_x=permute_x, permute_y=permute_y, topk_weights=topk_weights, bias=bias,
-        w_layout=w_layout, precision=precision, out_dtype=preferred_element_type,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "x": x, "w": w, "group_sizes": group_sizes, "topk": topk, "gather_indices": gather_indices,
+        "permute_x": permute_x, "permute_y": permute_y, "topk_weights": topk_weights, "bias": bias,
+        "w_layout": w_layout, "precision": precision, "out_dtype": preferred_element_type,
+    }  # fmt: skip
+    if isinstance(x, QuantizedArray):
+        _check_config("kernel_config", kernel_config, FORWARD)
+        return multiply_quantized(implementation, kernel_config, **arguments)
+    return _product(FORWARD, kernel_config, implementation, **arguments)
 
 
 def grouped_gemm_dx(
@@ -179,7 +182,7 @@ def checked_grouped_gemm(
 ) -> jax.Array:
     """y by the differentiable operation, with the arguments of `check_problem` checked; for `ragged_dot` too."""
     if isinstance(arguments["x"], QuantizedArray):
-        return multiply_quantized(implementation, **arguments)
+        return multiply_quantized(implementation, configs[0], **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     forward, dx, dw = (how._replace(config=config) for config in configs)
     return _apply(problem, (forward, dx, dw), **arrays)

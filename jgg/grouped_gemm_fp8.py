@@ -11,17 +11,18 @@ from jgg.arguments import as_arrays, check_instance
 from jgg.backends.choice import How, how_of
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.problem import GroupedGemmProblem, check_problem
-from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8
-from jgg.quantized import BLOCK, QuantizedArray, check_blocks
+from jgg.products.forward import Forward
+from jgg.products.forward_fp8 import FORWARD_FP8
+from jgg.quantized import BLOCK, E4M3, QuantizedArray, check_blocks
 from jgg.schedule import as_indices, group_bounds
 
 
 def multiply_quantized(
-    implementation: str | None, *, x: QuantizedArray, w: object, group_sizes: ArrayLike, topk: int,
+    implementation: str | None, config: object, *, x: QuantizedArray, w: object, group_sizes: ArrayLike, topk: int,
     gather_indices: ArrayLike | None, permute_x: bool, permute_y: bool, topk_weights: ArrayLike | None,
     bias: ArrayLike | None, w_layout: str, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None,
 ) -> jax.Array:  # fmt: skip
-    """y, with the arguments of `grouped_gemm` checked; x and w get no gradient.
+    """y, with the arguments of `grouped_gemm` checked; x and w get no gradient. config: of the forward kernel.
 
     Raises: TypeError, ValueError: as `grouped_gemm`, and for blocks other than of `quantize_tokens` and
       `quantize_weights`.
@@ -37,9 +38,9 @@ def multiply_quantized(
     )  # fmt: skip
     check_blocks("x", x, 1)
     check_blocks("w", w, BLOCK)
-    how = how_of(problem, implementation)
+    how = how_of(problem, implementation)._replace(config=config)
     w = w if problem.w_layout == "enk" else w.mT
-    return _run(dataclasses.replace(problem, w_layout="enk"), how, x, w, **arrays)
+    return _run(dataclasses.replace(problem, dtype=E4M3, w_layout="enk"), how, x, w, **arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -48,7 +49,7 @@ def _run(
     gather_indices: jax.Array | None, topk_weights: jax.Array | None, bias: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
-    operands = ForwardFp8(x, w, bounds, as_indices(gather_indices), topk_weights, bias)
+    operands = Forward(x, w, bounds, as_indices(gather_indices), topk_weights, bias)
     axes = varying_axes(*jax.tree.leaves(operands))
     operands = jax.tree.map(lambda array: vary_over(axes, jax.lax.stop_gradient(array)), operands)
     (y,) = FORWARD_FP8(how, operands, problem=problem)

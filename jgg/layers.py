@@ -131,7 +131,8 @@ class MoELayer:
 
         Args:
           params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32. A
-            QuantizedArray is dequantized to the dtype of x first and gets no gradient.
+            QuantizedArray gets no gradient; but for experts with `quantization` and without a sharding, it is
+            dequantized to the dtype of x first.
           x: [..., H].
           selection_bias: float [E], with `use_selection_bias`.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
@@ -139,8 +140,12 @@ class MoELayer:
           precision, implementation: as in `jgg.grouped_gemm`.
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
-        named = dense_weights("x", x, {**params, "x": x, "selection_bias": selection_bias})
-        arrays = as_arrays(named, may_be_none=("selection_bias",))
+        given = {**params, "x": x, "selection_bias": selection_bias}
+        quantized = {}
+        if quantization is not None and sharding is None:
+            names = ("w_gate_up", "w_down")
+            quantized = {name: given.pop(name) for name in names if isinstance(params.get(name), QuantizedArray)}
+        arrays = as_arrays(dense_weights("x", x, given), may_be_none=("selection_bias",)) | quantized
         tokens: jax.Array = arrays["x"]
         shape = tokens.shape
         if not shape or shape[-1] != self.in_features:

@@ -73,8 +73,8 @@ def moe_mlp(
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
-      quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On a GPU of compute capability
-        9.0, for 16-bit x, with H and I multiples of 16; elsewhere what is quantized is dequantized first.
+      quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On GPUs of compute capability
+        8.9 and newer, with H and I multiples of 16; elsewhere what is quantized is dequantized first.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are

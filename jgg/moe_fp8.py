@@ -9,21 +9,22 @@ from jgg.fp8 import WeightForms
 from jgg.mlp import Mlp, Operands
 from jgg.problem import GroupedGemmProblem
 from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ActivateBackwardFp8
-from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8
-from jgg.products.quantize import E4M3, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.products.forward import Forward
+from jgg.products.forward_fp8 import FORWARD_FP8
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
 from jgg.products.up_fp8 import UP_FP8
-from jgg.quantized import QuantizedArray
+from jgg.quantized import E4M3, QuantizedArray
 
 
 def up(mlp: Mlp, operands: Operands, keeps: bool) -> list[QuantizedArray]:
     """The pre-activation, if it `keeps` that, as ACTIVATE_FP8 keeps it, and the hidden features [M, I]."""
     weights = _k_major(mlp, operands.w_gate_up, operands.quantized_gate_up, mlp.up.w_layout == "ekn")
-    of_up = ForwardFp8(
+    of_up = Forward(
         _rows(mlp, operands.x, E4M3), weights, mlp.bounds(operands.group_sizes), operands.gather_indices,
         bias=operands.b_gate_up,
     )  # fmt: skip
     options = mlp.activation_options | {"power_of_2_scales": _powers(mlp)}
-    parts = UP_FP8(mlp.how, of_up, problem=_k_major_problem(mlp.up), keeps=keeps, **options)
+    parts = UP_FP8(mlp.how, of_up, problem=_in_fp8(mlp.up), keeps=keeps, **options)
     hidden, *kept = (QuantizedArray(*parts[at : at + 2]) for at in range(0, len(parts), 2))
     return [*kept, hidden]
 
@@ -69,13 +70,13 @@ def _multiply(
     mlp: Mlp, problem: GroupedGemmProblem, rows: QuantizedArray, weights: QuantizedArray, operands: Operands,
     **options: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    of_product = ForwardFp8(rows, weights, mlp.bounds(operands.group_sizes), operands.gather_indices, **options)
-    (y,) = FORWARD_FP8(mlp.how, of_product, problem=_k_major_problem(problem))
+    of_product = Forward(rows, weights, mlp.bounds(operands.group_sizes), operands.gather_indices, **options)
+    (y,) = FORWARD_FP8(mlp.how, of_product, problem=_in_fp8(problem))
     return y
 
 
-def _k_major_problem(problem: GroupedGemmProblem) -> GroupedGemmProblem:
-    return dataclasses.replace(problem, w_layout="enk")
+def _in_fp8(problem: GroupedGemmProblem) -> GroupedGemmProblem:
+    return dataclasses.replace(problem, dtype=E4M3, w_layout="enk")
 
 
 def _rows(mlp: Mlp, rows: jax.Array, dtype: Any) -> QuantizedArray:

@@ -27,7 +27,7 @@ class GroupedGemmProblem:
       in_features: K.
       out_features: N.
       topk: k, rows of each token in token order.
-      dtype: of x, w and dy.
+      dtype: of x, w and dy; that of FP8 values if x and w are quantized.
       out_dtype: of y.
       w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
       permute_x: x is [T, K] in token order.
@@ -94,6 +94,11 @@ class GroupedGemmProblem:
         """Whether some shape is known only when a program that `jax.export` made is run."""
         sizes = (self.num_rows, self.num_positions, self.num_experts, self.in_features, self.out_features)
         return any(map(jax.export.is_symbolic_dim, sizes))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether x and w are of 8 bits, with scales."""
+        return self.dtype.itemsize == 1
 
     @property
     def rows_are_aligned(self) -> bool:

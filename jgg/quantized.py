@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jgg.arguments import as_array, as_dtype, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 BLOCKS = 1, 32, BLOCK
 _LEAST_SCALE = np.finfo(np.float32).smallest_normal  # subnormal numbers are zero on some devices
@@ -84,6 +85,11 @@ class QuantizedArray:
         return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp.repeat).astype(dtype)
 
 
+def values_and_scales(array: Any) -> tuple[Any, Any]:
+    """Those of a QuantizedArray; of another array itself and None."""
+    return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
+
+
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Of the scales of an array with so many rows and columns in a block."""
     return (*shape[:-2], *(math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)))
@@ -105,8 +111,12 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
     missing = [count * step - size for count, step, size in zip(counts, block, sizes, strict=True)]
     whole = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
     blocks = whole.reshape(*array.shape[:-2], counts[0], block[0], counts[1], block[1])
+    highest = jnp.max(jnp.abs(blocks), axis=(-3, -1))
+    # XLA's maximum on a CPU leaves NaN out
+    highest = jnp.where(jnp.any(jnp.isnan(blocks), axis=(-3, -1)), jnp.nan, highest)
     # times the inverse, here and below, by which XLA may or may not replace a division
-    scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=(-3, -1)) * np.float32(1 / largest), _LEAST_SCALE)
+    scales = highest * np.float32(1 / largest)
+    scales = jnp.where(scales < _LEAST_SCALE, _LEAST_SCALE, scales)
     if power_of_2_scales:
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)

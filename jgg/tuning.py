@@ -17,12 +17,13 @@ import jgg
 from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, specialized_config
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
-from jgg.configs.requirements import shared_memory, why_not_specialized
+from jgg.configs.requirements import shared_memory, specialized_step, why_not_specialized
 from jgg.configs.tuned_configs import Entry, merge, parse, user_file
 from jgg.gpu_target import Target, current_target, device_target
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.quantized import E4M3
 
 _logger = logging.getLogger("jgg")
 
@@ -36,6 +37,14 @@ _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (256, 128, 8, 3, 1),
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
+)
+# In FP8 as many registers hold a step's products as hold a tile's sums, so that tiles are smaller.
+_TILES_FP8 = (
+    (128, 128, 8, 4, 1),
+    (128, 128, 8, 2, 1),
+    (128, 64, 4, 3, 1),
+    (64, 128, 4, 4, 1),
+    (64, 128, 4, 2, 2),
 )
 # Beside the warp-specialized kernel few others are worth a trial.
 _TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
@@ -57,9 +66,9 @@ class Trial:
 
 
 def tune(
-    num_rows: int, in_features: int, out_features: int, num_experts: int, topk: int = 1, *, ops: Iterable[str] = OPS,
-    dtype: DTypeLike = "bfloat16", w_layout: str = "enk", permute_x: bool = False, permute_y: bool = False,
-    weighted: bool = False, biased: bool = False, out: str | Path | None = None,
+    num_rows: int, in_features: int, out_features: int, num_experts: int, topk: int = 1, *,
+    ops: Iterable[str] | None = None, dtype: DTypeLike = "bfloat16", w_layout: str = "enk", permute_x: bool = False,
+    permute_y: bool = False, weighted: bool = False, biased: bool = False, out: str | Path | None = None,
 ) -> list[Entry]:  # fmt: skip
     """Finds fast kernel configurations for a grouped GEMM on the GPU at hand and writes them to a file.
 
@@ -73,7 +82,8 @@ def tune(
       num_experts: E.
       topk: k, experts per token.
       ops: any of "forward", "dx", "dw"; by default all.
-      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`.
+      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`. In float8_e4m3fn, that of quantized x and w,
+        only "forward" of "enk" is tuned: dX is the forward product with K and N exchanged, and dW is not made in FP8.
       weighted, biased: whether topk_weights and bias are used.
       out: output file; by default $JGG_TUNED, else tuned.json in the platform's cache folder. jgg reads this default
         file automatically; it reads another only when $JGG_TUNED names it.
@@ -90,13 +100,14 @@ def tune(
         "topk": topk,
     }  # fmt: skip
     flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
-    check_one_of("w_layout", w_layout, W_LAYOUTS)
+    dtype = as_dtype("dtype", dtype, (*DTYPES, E4M3))
+    check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == E4M3 else W_LAYOUTS)
     problem = gemm(
-        dtype=as_dtype("dtype", dtype, DTYPES).name, w_layout=w_layout,
+        dtype=dtype, w_layout=w_layout,
         **{name: as_int(name, size, least=1) for name, size in sizes.items()},
         **{name: as_flag(name, flag) for name, flag in flags.items()},
     )  # fmt: skip
-    ops = _names_of_ops(ops)
+    ops = ops_of(problem) if ops is None else _names_of_ops(ops, problem)
     if device_target() is None:
         raise RuntimeError("jgg.tune needs a CUDA device: see jgg info")
     path = output_file(out)
@@ -121,13 +132,18 @@ def output_file(named: str | Path | None) -> Path:
     return path
 
 
-def _names_of_ops(ops: Iterable[str]) -> tuple[str, ...]:
+def ops_of(problem: GroupedGemmProblem) -> tuple[str, ...]:
+    """The products of a problem that can be tuned."""
+    return OPS[:1] if problem.is_fp8 else OPS
+
+
+def _names_of_ops(ops: Iterable[str], problem: GroupedGemmProblem) -> tuple[str, ...]:
     try:
         names = (ops,) if isinstance(ops, str) else tuple(ops)
     except TypeError:
         raise TypeError(f"ops must be several of {OPS}, got {ops!r}.") from None
     for name in names:
-        check_one_of("ops", name, OPS)
+        check_one_of("ops", name, ops_of(problem))
     return names
 
 
@@ -177,13 +193,13 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
     kind = CONFIG_TYPES[op]
     chosen, base = (heuristic_config(kind, problem, target, may_specialize) for may_specialize in (True, False))
     configs = [chosen]
-    tiles = _TILES
+    tiles = _TILES_FP8 if problem.is_fp8 else _TILES
     if why_not_specialized(kind, problem, target) is None and has_rows_for_specialized(problem):
-        tiles = _TILES_BESIDE_SPECIALIZED
+        tiles = () if problem.is_fp8 else _TILES_BESIDE_SPECIALIZED
         num_columns = kind.sizes(problem).columns
-        for columns in (256, 128):
+        for columns in (256,) if problem.is_fp8 else (256, 128):
             if columns == 256 or num_columns % 256 or num_columns <= 512:
-                config = specialized_config(kind, problem.w_layout, columns)
+                config = specialized_config(kind, problem.w_layout, columns, specialized_step(problem))
                 configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
     configs.append(base)
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:

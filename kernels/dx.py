@@ -37,7 +37,7 @@ def dx_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            dy, num_terms, num_rows, w, group, start,
+            dy, None, num_terms, num_rows, w, None, group, start,
             positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
             tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,

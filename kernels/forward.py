@@ -1,8 +1,14 @@
-"""Ragged-M main loop and the forward kernel: y rows = x rows @ w[group]^T, scaled, biased, gathered and scattered."""
+"""Ragged-M main loop and the forward kernel: y rows = x rows @ w[group]^T, scaled, biased, gathered and scattered.
+
+In FP8 x and w come with scales, as `jgg.quantized` explains: a step is of BLOCK features, so that a row of x has one
+scale in it and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step's begins anew,
+and is scaled and added up in float32.
+"""
 
 import triton
 import triton.language as tl
 
+from .quantize import BLOCK
 from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
 
@@ -31,8 +37,24 @@ def load_weight(
 
 
 @triton.jit
+def load_scales(
+    x_scales, w_scales, group, k, rows, exists, column,
+    REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK features from k on: [rows, 1] and [1, BLOCK_COLUMNS]; zero for what does not exist."""
+    SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
+    W_BLOCKS: tl.constexpr = (W_COLUMNS + BLOCK - 1) // BLOCK
+    of_rows = tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    of_group = w_scales + group.to(tl.int64) * (W_BLOCKS * SCALES)
+    pointers = of_group + columns // BLOCK * SCALES + k // BLOCK
+    of_columns = tl.load(pointers, mask=columns < W_COLUMNS, other=0.0)
+    return of_rows[:, None], of_columns[None, :]
+
+
+@triton.jit
 def multiply_rows(
-    x, num_terms, num_rows, w, group, start, rows, exists, column,
+    x, x_scales, num_terms, num_rows, w, w_scales, group, start, rows, exists, column,
     REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -41,7 +63,7 @@ def multiply_rows(
 
     By TMA the rows are start, start + 1, ...; those past the group's end belong to others and are not stored. By
     pointers they are `rows`, zero where they do not exist. With num_terms [1], x is the sum of as many matrices of
-    num_rows rows, one after the other, whose products are added up.
+    num_rows rows, one after the other, whose products are added up. x_scales and w_scales are for FP8, else None.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
@@ -57,13 +79,20 @@ def multiply_rows(
         w_block = load_weight(
             w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )
-        acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+        if x_scales is None:
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+        else:
+            tl.static_assert(BLOCK_REDUCED == BLOCK)
+            of_rows, of_columns = load_scales(
+                x_scales, w_scales, group, k, rows, exists, column, REDUCED, W_COLUMNS, BLOCK_COLUMNS
+            )
+            acc += tl.dot(x_block, w_block) * (of_rows * of_columns)
     return acc
 
 
 @triton.jit
 def forward_kernel(
-    x, w, bias, topk_weights, gather_indices, group_starts, group_ends,
+    x, x_scales, w, w_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,7 +105,8 @@ def forward_kernel(
     which COLUMNS from first_column on, a multiple of 16, are multiplied, bias [groups, COLUMNS], topk_weights
     [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y [num_rows, COLUMNS]; group_starts
     and group_ends [groups], the schedule's tile_group, tile_start, tile_end and tiles_through. bias, topk_weights and
-    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors.
+    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. Of x and w in FP8, x_scales [rows of
+    x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up, else None.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -91,7 +121,7 @@ def forward_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            x, None, num_rows, w, group, start,
+            x, x_scales, None, num_rows, w, w_scales, group, start,
             positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
             tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,

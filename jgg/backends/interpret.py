@@ -15,6 +15,7 @@ import numpy as np
 from jgg.gpu_target import Target
 from jgg.manual_axes import vary_over, varying_axes
 from jgg.products.launch import Launch
+from jgg.quantized import DTYPES
 from jgg.versions import check_kernels_can_run
 
 # Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
@@ -74,19 +75,29 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
     axes = varying_axes(*arrays.values())
 
     def run(arrays):
-        outputs = {key: np.full(r.shape, _unwritten(r.dtype), r.dtype) for key, r in launch.result_types.items()}
-        outputs |= {key: np.array(arrays[key]) for key in launch.updated}
-        tensors = {key: host_tensor(np.array(array)) for key, array in arrays.items()}
+        types = launch.result_types
+        outputs = {key: np.full(r.shape, _unwritten(r.dtype), _interpreted_dtype(r.dtype)) for key, r in types.items()}
+        outputs |= {key: _as_interpreted(arrays[key]) for key in launch.updated}
+        tensors = {key: host_tensor(_as_interpreted(array)) for key, array in arrays.items()}
         tensors |= {key: host_tensor(array) for key, array in outputs.items()}
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
         with INTERPRETER_LOCK.interprets(), np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
-        return outputs
+        return {key: output.astype(types[key].dtype) for key, output in outputs.items()}
 
     results = jax.pure_callback(run, launch.result_types, arrays, vmap_method="sequential")
     return {key: vary_over(axes, result) for key, result in results.items()}
+
+
+def _interpreted_dtype(dtype):
+    """float16 for FP8, of which it holds every number: Triton's interpreter takes NaN in FP8 for a number."""
+    return np.dtype(np.float16) if dtype in DTYPES else dtype
+
+
+def _as_interpreted(array):
+    return np.array(array).astype(_interpreted_dtype(array.dtype))
 
 
 def _unwritten(dtype):

@@ -21,7 +21,6 @@ from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
 LAYER = "layer"
-FP8 = "fp8"  # as --dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Settings:
     @property
     def is_fp8(self) -> bool:
         """Whether products are made in FP8."""
-        return self.dtype == FP8
+        return self.dtype == options.FP8
 
     @property
     def array_dtype(self) -> str:
@@ -129,7 +128,7 @@ def add_arguments(parser):
     what = "how rows are spread, but for layers (%(default)s)"
     parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
     what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
-    dtype = {"choices": [*options.DTYPE_NAMES, FP8], "help": what}
+    dtype = {"choices": [*options.DTYPE_NAMES, options.FP8], "help": what}
     plain = "implementation", "seed", "json", "quiet"
     options.add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 

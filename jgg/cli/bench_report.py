@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from jgg.cli.bench import FP8
 from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
+from jgg.cli.options import FP8
 from jgg.files import replace_text
 from jgg.measuring.fp8 import BFLOAT16, QUANTIZE
 from jgg.measuring.peers import DENSE

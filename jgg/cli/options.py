@@ -18,6 +18,7 @@ from jgg.problem import DTYPES, W_LAYOUTS
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
 DTYPE_NAMES = [jnp.dtype(dtype).name for dtype in DTYPES]
+FP8 = "fp8"  # as --dtype of a command that takes it
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
 PRODUCTS = ("layer", "shapes", *_SIZES, "topk")

@@ -3,6 +3,7 @@
 Without sizes it tunes the layers that jgg knows. Interrupted, it keeps what it found.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -17,7 +18,8 @@ from jgg.configs.tuned_configs import Entry
 from jgg.gpu_target import device_target
 from jgg.measuring.workloads import OPS, gemm
 from jgg.problem import W_LAYOUTS, GroupedGemmProblem
-from jgg.tuning import output_file, tune_op
+from jgg.quantized import E4M3
+from jgg.tuning import ops_of, output_file, tune_op
 
 # option: what it means, the problem's name for it, and what progress says of a product that has it
 _FLAGS = {
@@ -71,11 +73,13 @@ def add_arguments(parser):
     options.add_shared(parser, *options.PRODUCTS)
     for name, (meaning, *_) in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"of a single product: {meaning}")
-    parser.add_argument("--op", default=",".join(OPS), help="comma-separated (%(default)s)")
+    what = f"comma list ({','.join(OPS)}; in fp8 forward alone, which is dX too, of turned weights)"
+    parser.add_argument("--op", metavar="LIST", help=what)
     parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
     parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
     parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
-    dtype = {"default": "bfloat16", "help": "of the operands (%(default)s)"}
+    choices = [*options.DTYPE_NAMES, options.FP8]
+    dtype = {"choices": choices, "default": "bfloat16", "help": "of the operands (%(default)s); fp8: quantized"}
     options.add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
 
 
@@ -83,7 +87,9 @@ def run(args) -> int:
     """Tunes each product and op; returns 0, or 1 where for some no configuration works."""
     # the processes share the GPU's memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    problems, ops = _problems(args), options.names("--op", args.op.replace("fwd", "forward"), OPS)
+    problems = _problems(args)
+    known = ops_of(problems[0][1])
+    ops = known if args.op is None else options.names("--op", args.op.replace("fwd", "forward"), known)
     if args.interpret and not args.out:
         raise UsageError("--interpret needs --out: what it writes serves no GPU")
     if not args.interpret and device_target() is None:
@@ -100,6 +106,8 @@ def run(args) -> int:
 
 def _problems(args):
     """(name, problem) of each product to tune."""
+    if args.dtype == options.FP8:
+        return _problems_in_fp8(args)
     layouts = (args.w_layout,) if args.w_layout else W_LAYOUTS
     sizes = options.sizes(args)
     if sizes:
@@ -113,6 +121,25 @@ def _problems(args):
         for product, variants in _LAYER_OPTIONS.items()
         for variant in variants
     ]
+
+
+def _problems_in_fp8(args):
+    """Those of a layer are its forward products and, as products with K and N exchanged, its dX."""
+    if args.w_layout == "ekn":
+        raise UsageError("--w-layout must be enk with --dtype fp8, got ekn, of which jgg quantizes a turned copy")
+    sizes = options.sizes(args)
+    if sizes:
+        flags = {name: getattr(args, name) for name in _FLAGS}
+        return [(f"{args.m}x{args.k}x{args.n}", gemm(dtype=E4M3, **sizes, **flags))]
+    problems = []
+    for layer in options.layers(args):
+        for product, gathers in (("up", True), ("down", False)):
+            problem = layer.gemms(dtype=E4M3, permute_x=gathers)[product]
+            turned = dataclasses.replace(
+                problem, in_features=problem.out_features, out_features=problem.in_features, permute_x=not gathers
+            )
+            problems += [(f"{layer.name} {product}", problem), (f"{layer.name} {product}'s dX", turned)]
+    return problems
 
 
 def run_all(searches: list[Search], out: Path, implementation: str, workers: int, as_json: bool = False) -> int:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
-from jgg.configs.requirements import can_run, max_columns
+from jgg.configs.requirements import can_run, max_columns, specialized_step
 from jgg.gpu_target import Target
 from jgg.problem import GroupedGemmProblem
+from jgg.quantized import BLOCK
 
 
 def heuristic_config(
@@ -23,6 +24,8 @@ def heuristic_config(
       steps and there are few columns of tiles, and for dW where rows of the other operand are short; elsewhere a
       copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
       narrow band.
+    - In FP8 it is for all where it can run, with a wide band, and gathers as it loads. Elsewhere a tile's products of a
+      step take registers beside its sums, so it is no wider than 128 columns.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -34,12 +37,12 @@ def heuristic_config(
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
-    if may_specialize and _fills_specialized_tiles(kind, problem):
-        gathers = _gathers_in_specialized(kind, problem)
+    if may_specialize and (problem.is_fp8 or _fills_specialized_tiles(kind, problem)):
+        gathers = problem.is_fp8 or _gathers_in_specialized(kind, problem)
         specialized = dataclasses.replace(
-            specialized_config(kind, problem.w_layout, max_columns(kind, problem)),
+            specialized_config(kind, problem.w_layout, max_columns(kind, problem), specialized_step(problem)),
             fuse_gather=gathers,
-            band=2 if gathers and kind is not KernelConfigDW else 8,
+            band=2 if gathers and not problem.is_fp8 and kind is not KernelConfigDW else 8,
         )
         if can_run(problem, target, specialized):
             return specialized
@@ -51,11 +54,11 @@ def heuristic_config(
 
 
 def specialized_config(
-    kind: type[KernelConfig], w_layout: str, columns: int = 256, num_stages: int | None = None
-) -> KernelConfig:
+    kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64
+) -> KernelConfig:  # fmt: skip
     """A configuration of the warp-specialized kernel, with output tiles of that many columns."""
-    num_stages = num_stages or {256: 4, 128: 6}[columns]
-    return kind.of_tile(Tile(256, columns, 64), w_layout, warp_specialized=True, num_stages=num_stages)
+    tile = Tile(256, columns, step)
+    return kind.of_tile(tile, w_layout, warp_specialized=True, num_stages={256: 4, 128: 6}[columns])
 
 
 def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
@@ -156,6 +159,8 @@ def _has_wide_tiles(problem, target):
 
 
 def _step(problem):
+    if problem.is_fp8:
+        return BLOCK
     return 64 if problem.dtype.itemsize == 2 and problem.rows_are_aligned else 32
 
 
@@ -163,4 +168,4 @@ def _stages(problem, target):
     if target.compute_capability >= 100:
         return 3  # the epilogue needs shared memory of its own there
     # a fourth block of float32 spills in dX tiles of 32 rows
-    return 4 if target.shared_memory > 110_000 and problem.dtype.itemsize == 2 else 3
+    return 4 if target.shared_memory > 110_000 and problem.dtype.itemsize <= 2 else 3

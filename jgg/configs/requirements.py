@@ -9,6 +9,7 @@ from jgg.problem import GroupedGemmProblem
 from jgg.versions import WARP_SPECIALIZED, unlike
 
 SPECIALIZED_COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
+FP8_COMPUTE_CAPABILITY = 89  # the least that multiplies in FP8, and converts to it
 _BARRIERS = 256  # bytes, more than any kernel's
 _HANDED_OVER = 256  # bytes of arguments, more than the warp-specialized kernel's warps get
 _PART = 128  # bytes of each thread, at most, that go through shared memory at once where a tile is stored in parts
@@ -35,8 +36,10 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
         return "they are for compute capability 9.0"
     if target.is_interpreted:
         return "Triton's interpreter does not run Gluon"
-    if problem.dtype.itemsize != 2:
-        return "they multiply 16-bit floats"
+    if problem.dtype.itemsize > 2:
+        return "they multiply floats of 16 and 8 bits"
+    if problem.is_fp8 and problem.out_dtype.itemsize != 2:
+        return "they store products of 8-bit floats in 16 bits"
     if not problem.rows_are_aligned:
         return "rows of K and of N elements must be multiples of 16 bytes"
     if kind is KernelConfigDX and problem.has_topk_weights:
@@ -47,13 +50,16 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
     return other
 
 
-def why_no_fp8(problem: GroupedGemmProblem, target: Target) -> str | None:
-    """Why `jgg.kernels.hopper_fp8` cannot compute a forward product, or None if it can."""
-    if problem.in_features % 16:
-        return "rows of K elements must be multiples of 16 bytes"
-    if problem.out_dtype.itemsize != 2:
-        return "they store 16-bit floats"
-    return why_not_specialized(KernelConfigForward, problem, target)
+def specialized_step(problem: GroupedGemmProblem) -> int:
+    """The warp-specialized kernel's step along the reduced axis: 128 bytes."""
+    return 128 // problem.dtype.itemsize
+
+
+def why_not_fp8(problem: GroupedGemmProblem, target: Target) -> str | None:
+    """Why no kernel multiplies x and w of a forward product in FP8, or None if one can."""
+    if target.compute_capability < FP8_COMPUTE_CAPABILITY:
+        return "kernels multiply in FP8 from compute capability 8.9 on"
+    return "rows of K elements must be multiples of 16 bytes" if problem.in_features % 16 else None
 
 
 def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
@@ -63,9 +69,10 @@ def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelCon
     loaded ahead, or where Triton finds a better way to turn a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)
-    if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a quarter of it to be stored
+    if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a part of the tile to be stored
         ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
-        return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // 4 * _result_size(problem, config)
+        parts = 2 if problem.is_fp8 else 4
+        return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // parts * _result_size(problem, config)
     stage = (rows + columns) * step * problem.dtype.itemsize
     return _BARRIERS + _num_stages(problem, target, config) * stage + _store(problem, target, config, rows * columns)
 
@@ -74,7 +81,7 @@ def _num_stages(problem, target, config):
     """Blocks of each operand that are in shared memory at once."""
     if not _multiplies_from_shared_memory(target):
         return max(config.num_stages - 1, 1)  # those of the step at hand are in registers
-    if problem.dtype.itemsize == 2:
+    if problem.dtype.itemsize <= 2:
         return config.num_stages
     # TF32 must lie along the reduced axis, so that other blocks are turned first: on 10.0 ahead of their step
     return config.num_stages + (2 if target.compute_capability >= 100 else 1)

@@ -19,6 +19,7 @@ from jgg.configs.requirements import can_run, why_not_specialized
 from jgg.files import cache_folder, locked, replace_text
 from jgg.gpu_target import Target
 from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.quantized import E4M3
 
 _logger = logging.getLogger("jgg")
 _FORMAT = 1
@@ -75,7 +76,7 @@ class Entry:
         problem = dict(entry["problem"])
         problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
         problem["precision"] = jax.lax.Precision[problem["precision"]]
-        for name, choices in (("dtype", DTYPES), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
+        for name, choices in (("dtype", (*DTYPES, E4M3)), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
             if problem[name] not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")
         milliseconds = float(entry["milliseconds"])
@@ -125,7 +126,7 @@ def choose_config(
 
 def _tuned_config(kind, problem, target):
     entry = find(kind, problem, target)
-    if entry is None and target.has_tma and problem.dtype.itemsize == 2:  # what files are about
+    if entry is None and target.has_tma and problem.dtype.itemsize <= 2:  # what files are about
         _log_miss(kind.op, problem)
     return entry and entry.config
 
@@ -279,7 +280,8 @@ def tune_command(op: str, problem: GroupedGemmProblem) -> str:
         "n": problem.out_features,
         "experts": problem.num_experts,
     }
-    sizes |= {"topk": problem.topk, "op": op, "dtype": problem.dtype.name, "w-layout": problem.w_layout}
+    dtype = "fp8" if problem.is_fp8 else problem.dtype.name
+    sizes |= {"topk": problem.topk, "op": op, "dtype": dtype, "w-layout": problem.w_layout}
     flags = {
         "permute-x": problem.permute_x,
         "permute-y": problem.permute_y,

@@ -17,6 +17,7 @@ from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forw
 from jgg.measuring.workloads import operands
 from jgg.problem import GroupedGemmProblem
 from jgg.products.dx import DX, Dx
+from jgg.quantized import QuantizedArray
 from jgg.schedule import group_bounds
 
 REPEATS = 5
@@ -136,11 +137,16 @@ def _reference_programs(op, problem):
     own, exact = (product(op, each, "xla") for each in (problem, in_float32))
 
     def compute_exact(arrays):
-        floats = {name: arrays[name].astype(jnp.float32) for name in ("x", "w", "dy", "bias") if name in arrays}
+        names = [name for name in ("x", "w", "dy", "bias") if name in arrays]
+        floats = {name: _in_float32(arrays[name]) for name in names}
         return exact(arrays | floats)
 
     shapes = jax.eval_shape(functools.partial(operands, problem))
     return [jit_reference(function).lower(shapes).compile() for function in (compute_exact, own)]
+
+
+def _in_float32(array):
+    return array.dequantize("float32") if isinstance(array, QuantizedArray) else array.astype(jnp.float32)
 
 
 def jit_reference(function: Callable) -> jax.stages.Wrapped:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.arguments import as_precision
+from jgg.fp8 import quantize_tokens, quantize_weights
 from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw")
@@ -63,7 +64,12 @@ def gemm(
     *, num_rows, in_features, out_features, num_experts, topk=1, dtype="bfloat16", w_layout="enk", permute_x=False,
     permute_y=False, weighted=False, biased=False, precision=None,
 ) -> GroupedGemmProblem:  # fmt: skip
-    """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise."""
+    """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise.
+
+    Args:
+      dtype: of x and w; of FP8 y is in bfloat16.
+    """
+    dtype = jnp.dtype(dtype)
     if num_rows % topk:
         raise ValueError(f"num_rows must be a multiple of topk, {topk}, got {num_rows}.")
     return GroupedGemmProblem(
@@ -72,8 +78,8 @@ def gemm(
         in_features=in_features,
         out_features=out_features,
         topk=topk,
-        dtype=jnp.dtype(dtype),
-        out_dtype=jnp.dtype(dtype),
+        dtype=dtype,
+        out_dtype=dtype if dtype.itemsize > 1 else jnp.dtype("bfloat16"),
         w_layout=w_layout,
         permute_x=permute_x,
         permute_y=permute_y,
@@ -122,13 +128,18 @@ def group_sizes(kind: str, num_rows: int, num_experts: int, seed: int = 0) -> np
 
 
 def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> dict[str, jax.Array]:
-    """Random x, w, dy, group_sizes and, where the problem has them, gather_indices, topk_weights and bias."""
+    """Random x, w, dy, group_sizes and, where the problem has them, gather_indices, topk_weights and bias.
+
+    In FP8 x and w are QuantizedArrays, and there is no dy.
+    """
     keys = jax.random.split(jax.random.key(seed), 5)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    dtype = problem.out_dtype if problem.is_fp8 else problem.dtype
+    x = normal(keys[0], problem.x_shape, dtype)
+    w = normal(keys[1], problem.w_shape, dtype) * jnp.asarray(problem.in_features**-0.5, dtype)
+    dy = {"dy": normal(keys[2], problem.y_shape, dtype)}
     arrays = {
-        "x": normal(keys[0], problem.x_shape, problem.dtype),
-        "w": normal(keys[1], problem.w_shape, problem.dtype) * jnp.asarray(problem.in_features**-0.5, problem.dtype),
-        "dy": normal(keys[2], problem.y_shape, problem.dtype),
+        **({"x": quantize_tokens(x), "w": quantize_weights(w)} if problem.is_fp8 else {"x": x, "w": w} | dy),
         "group_sizes": jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed)),
     }
     if problem.permute_x or problem.permute_y:
@@ -136,5 +147,5 @@ def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0)
     if problem.has_topk_weights:
         arrays["topk_weights"] = jax.random.uniform(keys[4], (problem.num_rows,), minval=0.1)
     if problem.has_bias:
-        arrays["bias"] = jnp.ones((problem.num_experts, problem.out_features), problem.dtype)
+        arrays["bias"] = jnp.ones((problem.num_experts, problem.out_features), dtype)
     return arrays

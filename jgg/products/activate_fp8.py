@@ -12,14 +12,13 @@ from jgg.products.activate import Activate, activation_constants
 from jgg.products.launch import Launch, power_of_2
 from jgg.products.product import Product
 from jgg.products.quantize import (
-    E4M3,
     QUANTIZE_ROWS,
     Quantize,
     has_fp8,
     quantized_types,
     quantizing_constants,
 )
-from jgg.quantized import BLOCK, QuantizedArray, quantize
+from jgg.quantized import BLOCK, E4M3, QuantizedArray, quantize
 
 _ROW = 1, BLOCK
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jgg.backends.xla import plain
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
-from jgg.products import vmap, warp_specialized
+from jgg.products import vmap, warp_specialized, warp_specialized_fp8
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.launch import (
     PRECISIONS,
@@ -29,14 +29,15 @@ from jgg.products.launch import (
 from jgg.products.partitioning import Letters
 from jgg.products.product import Product
 from jgg.products.terms import Terms
+from jgg.quantized import BLOCK, values_and_scales
 from jgg.schedule import GroupBounds, tile_schedule
 
 
 class Forward(NamedTuple):
-    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group."""
+    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group. x and w are QuantizedArrays in FP8."""
 
-    x: jax.Array
-    w: jax.Array
+    x: Any
+    w: Any
     bounds: GroupBounds
     gather_indices: jax.Array | None = None
     topk_weights: jax.Array | None = None
@@ -66,31 +67,46 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
 
 
-def choose(launcher: Launcher, operands, problem: GroupedGemmProblem) -> tuple[Launcher, jax.Array, GroupedGemmProblem]:
+def choose(
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
+) -> tuple[Launcher, Any, GroupedGemmProblem]:
     """The launcher with a configuration, x, and the problem: with x in expert order if the kernel does not gather."""
     x = operands.x
     launcher = launcher._replace(config=choose_config(KernelConfigForward, problem, launcher.target, launcher.config))
     if problem.permute_x and not launcher.config.fuse_gather:
-        x = expert_order(launcher, x, operands.gather_indices, problem.topk)
+        x = jax.tree.map(lambda part: expert_order(launcher, part, operands.gather_indices, problem.topk), x)
         problem = dataclasses.replace(problem, permute_x=False)
     return launcher, x, problem
 
 
 def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0):
     """y [M, N], of w's columns from the first on."""
-    x, w, bounds, gather_indices, topk_weights, bias = operands
-    config, target = launcher.config, launcher.target
+    config = launcher.config
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
-    if config.warp_specialized:
+    operands = operands._replace(topk_weights=flat(operands.topk_weights))
+    if not config.warp_specialized:
+        y = _multiply_plainly(launcher, operands, problem, first_column)
+    elif problem.is_fp8:
+        y = warp_specialized_fp8.multiply_rows(launcher, problem, *operands, first_column=first_column)["y"]
+    else:
+        x, *others = operands
         y = warp_specialized.multiply_rows(
-            launcher, problem, Terms(x), w, bounds, gather_indices, flat(topk_weights), bias,
-            gathers=problem.permute_x, first_column=first_column,
-        )["y"]  # fmt: skip
-        return token_order(launcher, y, gather_indices) if scatter_after else y
+            launcher, problem, Terms(x), *others, gathers=problem.permute_x, first_column=first_column
+        )["y"]
+    return token_order(launcher, y, operands.gather_indices) if scatter_after else y
+
+
+def _multiply_plainly(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int):
+    """By the kernel of every GPU."""
     from jgg.kernels.forward import forward_kernel
 
+    (x, x_scales), (w, w_scales) = map(values_and_scales, operands[:2])
+    _, _, bounds, gather_indices, topk_weights, bias = operands
+    config, target = launcher.config, launcher.target
+    if problem.is_fp8 and config.block_k != BLOCK:
+        raise ValueError(f"block_k of {config.op} must be {BLOCK} in FP8, got {config.block_k}.")
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
     column_tiles = math.ceil(problem.out_features / config.block_n)
     tma_x = config.use_tma_load_x and x_by_tma(target, problem)
@@ -102,9 +118,11 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
     launch = Launch(
         operands={
             "x": x,
+            "x_scales": x_scales,
             "w": w,
+            "w_scales": w_scales,
             "bias": bias,
-            "topk_weights": flat(topk_weights),
+            "topk_weights": topk_weights,
             "gather_indices": gather_indices,
             **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
@@ -131,8 +149,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
         },
         **launch_options(target, problem, config, len(schedule.group) * column_tiles),
     )
-    y = launcher.run(forward_kernel, launch)["y"]
-    return token_order(launcher, y, gather_indices) if scatter_after else y
+    return launcher.run(forward_kernel, launch)["y"]
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.backends.choice import Launcher
+from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.products.launch import Launch, power_of_2
 from jgg.products.product import Product
 from jgg.quantized import BLOCK, quantize, scales_shape
-
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-FP8_COMPUTE_CAPABILITY = 89  # the least that converts to FP8
 
 
 class Quantize(NamedTuple):

@@ -4,31 +4,36 @@ from collections.abc import Callable
 
 from jgg.activations import Activation
 from jgg.backends.choice import How, Launcher
-from jgg.configs.requirements import why_no_fp8
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.requirements import why_not_fp8
+from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
+from jgg.products import forward, warp_specialized_fp8
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_FP8, activated_types
-from jgg.products.forward_fp8 import FORWARD_FP8, ForwardFp8, HiddenFp8, multiply_rows
+from jgg.products.forward import Forward
+from jgg.products.forward_fp8 import FORWARD_FP8
 from jgg.products.product import Product
+from jgg.products.warp_specialized_fp8 import HiddenFp8
 from jgg.quantized import BLOCK
 
 
-def _one_by_one(call: Callable, operands: ForwardFp8, problem: GroupedGemmProblem, **activation):
+def _one_by_one(call: Callable, operands: Forward, problem: GroupedGemmProblem, **activation):
     """By call(product, operands, **parameters) of each of the two."""
     (pre_activation,) = call(FORWARD_FP8, operands, problem=problem)
     return call(ACTIVATE_FP8, Activate(pre_activation), **activation)
 
 
-def _result_types(operands: ForwardFp8, problem: GroupedGemmProblem, activation: Activation, keeps: bool, **_):
+def _result_types(operands: Forward, problem: GroupedGemmProblem, activation: Activation, keeps: bool, **_):
     return [(each.shape, each.dtype) for each in activated_types(problem.y_shape, activation, keeps).values()]
 
 
-def _plain(operands: ForwardFp8, **parameters):
+def _plain(operands: Forward, **parameters):
     return _one_by_one(lambda product, operands, **own: product.plain(operands, **own), operands, **parameters)
 
 
 def _launch(
-    launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
     keeps: bool, power_of_2_scales: bool,
 ):  # fmt: skip
     if not _is_one_kernel(launcher, problem, activation, interleaved):
@@ -36,26 +41,31 @@ def _launch(
             lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem,
             activation=activation, interleaved=interleaved, keeps=keeps, power_of_2_scales=power_of_2_scales,
         )  # fmt: skip
-    hidden = HiddenFp8(activation, keeps, power_of_2_scales)
-    return list(multiply_rows(launcher, operands, problem, hidden=hidden).values())
+    launcher, x, product = forward.choose(launcher, operands, problem)
+    results = warp_specialized_fp8.multiply_rows(
+        launcher, product, *operands._replace(x=x), hidden=HiddenFp8(activation, keeps, power_of_2_scales)
+    )
+    return list(results.values())
 
 
 def _is_one_kernel(launcher, problem, activation, interleaved):
-    """Whether gate and up of 128 hidden features are two blocks of w's rows."""
-    if activation.curve is None or why_no_fp8(problem, launcher.target) is not None:
+    """Whether the warp-specialized kernel does both: gate and up of 128 hidden features are two blocks of w's rows."""
+    if activation.curve is None or why_not_fp8(problem, launcher.target) is not None:
+        return False
+    if not choose_config(KernelConfigForward, problem, launcher.target, launcher.config).warp_specialized:
         return False
     return problem.out_features % (2 * BLOCK if activation.is_gated else BLOCK) == 0 and not (
         activation.is_gated and interleaved
     )
 
 
-def _several(how: How, operands: ForwardFp8, **parameters):
+def _several(how: How, operands: Forward, **parameters):
     return _one_by_one(lambda product, operands, **own: product(how, operands, **own), operands, **parameters)
 
 
 UP_FP8 = Product(
     "up_fp8",
-    ForwardFp8,
+    Forward,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,

@@ -1,31 +1,25 @@
-"""The forward product of FP8 operands with block scales; dX is the same with turned weights."""
+"""Launches of the warp-specialized kernel of FP8 operands, `kernels.hopper_fp8`."""
 
-import dataclasses
 import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla import plain
-from jgg.configs.requirements import why_no_fp8
+from jgg.backends.choice import Launcher
+from jgg.configs.kernel_configs import KernelConfig
 from jgg.problem import GroupedGemmProblem
 from jgg.products.activate import activation_constants
 from jgg.products.activate_fp8 import activated_types
-from jgg.products.combine import sum_by_token, token_order
-from jgg.products.forward import FORWARD, Forward
-from jgg.products.launch import Launch, bounded_rows, flat, halves, matrices, matrix, tile_operands
-from jgg.products.product import Product
-from jgg.products.quantize import E4M3, quantizing_constants
-from jgg.quantized import BLOCK, QuantizedArray
+from jgg.products.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
+from jgg.products.quantize import quantizing_constants
+from jgg.quantized import BLOCK, E4M3, QuantizedArray
 from jgg.schedule import GroupBounds, between_groups, tile_schedule
 
 _KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
 _CTAS = 2  # of a cluster
 _TILE_ROWS, _TILE_COLUMNS = 128, 256  # of a CTA's output tile
-_STAGES = 4
-_BAND = 8
 
 
 class HiddenFp8(NamedTuple):
@@ -40,56 +34,19 @@ class HiddenFp8(NamedTuple):
     power_of_2_scales: bool
 
 
-class ForwardFp8(NamedTuple):
-    """As `Forward`, with scales for 128 features of x and for 128 x 128 of w [E, N, K].
-
-    Where x is a gradient and w turned, this is dX.
-    """
-
-    x: QuantizedArray
-    w: QuantizedArray
-    bounds: GroupBounds
-    gather_indices: jax.Array | None = None
-    topk_weights: jax.Array | None = None
-    bias: jax.Array | None = None
-
-
-def _dequantized(operands: ForwardFp8, dtype) -> Forward:
-    return Forward(operands.x.dequantize(dtype), operands.w.dequantize(dtype), *operands[2:])
-
-
-def _plain(operands: ForwardFp8, problem: GroupedGemmProblem):
-    """In float32, so that only sums are rounded otherwise than the kernel's."""
-    in_float32 = dataclasses.replace(problem, dtype=jax.numpy.dtype("float32"), precision=jax.lax.Precision.HIGHEST)
-    return [plain.grouped_gemm(in_float32, *_dequantized(operands, "float32"))]
-
-
-def _launch(launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProblem):
-    if why_no_fp8(problem, launcher.target) is not None:
-        return FORWARD.launch(launcher, _dequantized(operands, problem.dtype), problem=problem)
-    if not problem.combine_y:
-        y = multiply_rows(launcher, operands, problem)["y"]
-        return [token_order(launcher, y, operands.gather_indices) if problem.permute_y else y]
-    x, w, bounds, gather_indices, topk_weights, bias = operands
-    product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
-    read_at = gather_indices if product.permute_x else None
-
-    def multiply(x, columns):
-        part = dataclasses.replace(product, out_features=len(columns))
-        own_bias = None if bias is None else bias[:, columns.start : columns.stop]
-        return multiply_rows(launcher, ForwardFp8(x, w, bounds, read_at, None, own_bias), part, columns.start)["y"]
-
-    return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
-
-
 def multiply_rows(
-    launcher: Launcher, operands: ForwardFp8, problem: GroupedGemmProblem, first_column: int = 0,
-    hidden: HiddenFp8 | None = None,
+    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
+    gather_indices=None, topk_weights=None, bias=None, *, first_column: int = 0, hidden: HiddenFp8 | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """{"y": [M, N] in expert order}, of w's columns from the first on; or what ACTIVATE_FP8 results in, by names."""
+    """{"y": [M, N] in expert order}, of w's columns from the first on; or what ACTIVATE_FP8 results in, by names.
+
+    Args:
+      x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
+    """
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
-    x, w, bounds, gather_indices, topk_weights, bias = operands
+    config = launcher.config
+    _check_tile(problem, config)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
     columns = problem.out_features
     tiles = math.ceil(len(schedule.group) / _CTAS) * math.ceil(columns / _TILE_COLUMNS)
@@ -106,7 +63,7 @@ def multiply_rows(
             "right": w.values,
             "right_scales": w.scales,
             "bias": bias,
-            "topk_weights": flat(topk_weights),
+            "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
             **tile_operands(bounds, schedule),
             "num_rows": problem.num_rows,
@@ -130,9 +87,9 @@ def multiply_rows(
             "RIGHT_SCALES": w.scales.shape[1],
             "GATHERS": gathers,
             "TOPK": problem.topk if gathers else 1,
-            "BAND": _BAND,
+            "BAND": config.band,
             "BLOCK_COLUMNS": _TILE_COLUMNS,
-            "STAGES": _STAGES,
+            "STAGES": config.num_stages,
             **_activation(hidden),
         },
         grid=(max(1, min(tiles, launcher.target.num_sms // _CTAS)),),
@@ -148,8 +105,16 @@ def multiply_rows(
         for key in results:
             if key.endswith("_scales"):
                 rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
-                results[key] = jax.numpy.where(rows, results[key], 0)
+                results[key] = jnp.where(rows, results[key], 0)
     return results
+
+
+def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
+    """Raises ValueError for tiles that the kernel does not have."""
+    tile, expected = tuple(config.tile(problem.w_layout)), (_CTAS * _TILE_ROWS, _TILE_COLUMNS, BLOCK)
+    if tile != expected:
+        names = ", ".join(config.blocks(problem.w_layout))
+        raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
 
 
 def _activation(hidden: HiddenFp8 | None):
@@ -159,18 +124,3 @@ def _activation(hidden: HiddenFp8 | None):
     constants = activation_constants(hidden.activation, interleaved=False)
     del constants["INTERLEAVED"]
     return {"ACTIVATES": True, **constants, **quantizing}
-
-
-def _several(how: How, operands: ForwardFp8, problem: GroupedGemmProblem):
-    return FORWARD(how, _dequantized(operands, problem.dtype), problem=problem)
-
-
-FORWARD_FP8 = Product(
-    "forward_fp8",
-    ForwardFp8,
-    result_types=lambda operands, problem: [(problem.y_shape, problem.out_dtype)],
-    plain=_plain,
-    launch=_launch,
-    several=_several,
-)
-"""[y of `problem.y_shape`], whose layout of w is "enk"; by FORWARD of what is dequantized where no kernel can."""

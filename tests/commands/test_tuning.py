@@ -37,6 +37,7 @@ def test_an_entry_survives_its_file(own_file):
         entry(),
         entry(gemm(**SIZES, w_layout="ekn", permute_x=True, biased=True), jgg.KernelConfigDX(num_warps=4)),
         entry(gemm(**SIZES, dtype="float32", precision="highest", permute_y=True, weighted=True), UNUSUAL),
+        entry(gemm(**SIZES, dtype="float8_e4m3fn"), jgg.KernelConfigForward(block_k=128)),
     ]
     for each in entries:
         tuned_configs.merge(own_file, each)
@@ -208,7 +209,7 @@ DAMAGED = {
     "fraction for a size": edited("problem", in_features=2048.0),
     "no rows": edited("problem", num_rows=0),
     "no expert": edited("problem", num_experts=-1),
-    "unknown dtype": edited("problem", dtype="float8_e4m3fn"),
+    "unknown dtype": edited("problem", dtype="float8_e3m4"),
     "unknown layout": edited("problem", w_layout="nek"),
     "unknown precision": edited("problem", precision="BEST"),
     "no time": edited(milliseconds=0),
@@ -267,6 +268,18 @@ def test_search(op, own_file):
 
 
 @pytest.mark.interpret
+def test_search_in_fp8(own_file):
+    problem = gemm(**TINY | {"dtype": "float8_e4m3fn", "in_features": 272}, permute_x=True)
+    problem = dataclasses.replace(problem, out_dtype=jnp.dtype("float16"))
+    trials = []
+    found = tuning.tune_op("forward", problem, own_file, "interpret", trials.append)
+    assert {trial.failure for trial in trials} == {None}
+    assert {trial.config.fuse_gather for trial in trials} == {True, False}
+    assert found.config.block_k == 128
+    assert tuned_configs.parse(own_file) == (found,)
+
+
+@pytest.mark.interpret
 def test_an_interrupted_search_keeps_the_best_so_far(own_file):
     trials = []
 
@@ -308,6 +321,17 @@ def test_a_wrong_or_failing_configuration_is_never_chosen(own_file, monkeypatch)
         tuning.tune_op("dx", gemm(**TINY), own_file, "interpret")
 
 
+def test_candidates_in_fp8_fit_the_device():
+    for layer in load_layers().values():
+        for problem in layer.gemms(dtype="float8_e4m3fn").values():
+            for target in (HOPPER, Target(89, 142)):
+                configs = tuning.first_candidates("forward", problem, target)
+                assert len(set(configs)) == len(configs) > 1
+                for config in configs:
+                    sums = config.block_m * config.block_n // (32 * config.num_warps)
+                    assert config.warp_specialized or sums <= 64  # of a thread
+
+
 def test_candidates_fit_the_device():
     for layer in load_layers().values():
         for problem in layer.gemms().values():
@@ -327,6 +351,11 @@ def test_tune_needs_a_gpu(monkeypatch):
         jgg.tune(64, 32, 32, 4)
     with pytest.raises(ValueError, match="num_rows must be a multiple of topk, 3, got 64"):
         jgg.tune(64, 32, 32, 4, 3)
+    in_fp8 = {"dtype": "float8_e4m3fn"}
+    with pytest.raises(ValueError, match=r"ops must be one of \('forward',\), got 'dx'"):
+        jgg.tune(64, 32, 32, 4, ops="dx", **in_fp8)
+    with pytest.raises(ValueError, match=r"w_layout must be one of \('enk',\), got 'ekn'"):
+        jgg.tune(64, 32, 32, 4, w_layout="ekn", **in_fp8)
 
 
 USAGE = {
@@ -336,6 +365,8 @@ USAGE = {
     "topk": (["--m", "64", "--k", "32", "--n", "32", "--experts", "4", "--topk", "3"], "multiple of --topk 3, got 64"),
     "unknown op": (["--op", "fwd,up"], "--op must be of forward, dx, dw; got 'up'"),
     "no file": (["--shapes", "nonesuch.json"], "nonesuch.json"),
+    "unknown op in fp8": (["--op", "dx", "--dtype", "fp8"], "--op must be of forward; got 'dx'"),
+    "layout in fp8": (["--w-layout", "ekn", "--dtype", "fp8"], "--w-layout must be enk with --dtype fp8"),
     "nowhere to write": (["--interpret"], "--interpret needs --out"),
 }
 

@@ -54,7 +54,7 @@ def test_kernels_compile_and_fit(compute_capability, tmp_path):
         "combine_kernel",
         "group_sums_kernel",
         *LAYER_KERNELS,
-        *(FP8_KERNELS if compute_capability in (89, 90) else ()),
+        *(FP8_KERNELS if compute_capability >= 89 else ()),
         *(["hopper_kernel", "hopper_fp8_kernel"] if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else []),
     }
 

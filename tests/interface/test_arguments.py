@@ -109,7 +109,7 @@ FUNCTIONS = {
 MAY_BE_NONE = {
     "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
     "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
-    "residual_names",
+    "residual_names", "ops",
 }  # fmt: skip
 MUST_BE_GIVEN = {("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "sharding"), ("tune", "dtype")}
 ANY_SHAPE = {("interleave", "array"), ("sort_by_expert", "topk_indices")}

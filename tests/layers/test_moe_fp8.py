@@ -260,6 +260,32 @@ def test_errors():
     weights = jgg.Fp8().weights(arrays["w_down"])
     with pytest.raises(ValueError, match=r"^w_down must be an array or a QuantizedArray without quantization"):
         forward(arrays | {"w_down": weights}, routing, None)
-    other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 144, 5)))
-    with pytest.raises(ValueError, match=r"^w_down\.scales must be \[5, 2, 2\], for blocks of 128 x 128"):
+    other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 3, 5)))
+    with pytest.raises(ValueError, match=r"^scales must be of blocks of \(1, 32, 128\) rows and columns"):
         forward(arrays | {"w_down": other}, routing, jgg.Fp8())
+
+
+def test_quantized_weights_of_layers():
+    """Multiplied as they are in blocks of 128 x 128; in others dequantized, and quantized again."""
+    arrays, _ = make()
+    x, experts = arrays["x"], 5
+    rng = np.random.default_rng(0)
+    shapes = {"w_gate_up": (experts, 144, 2 * 136), "w_down": (experts, 136, 144)}
+
+    def quantized(shape, rows):
+        values = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
+        scales = 0.1 * rng.uniform(1, 2, (experts, -(-shape[1] // rows), -(-shape[2] // 128)))
+        return jgg.QuantizedArray(values, jnp.asarray(scales, jnp.float32))
+
+    layer = MoELayer(144, 136, experts, 2)
+    router = {"w_router": jnp.asarray(rng.standard_normal((144, experts)), jnp.float32)}
+    routing = jgg.route(x.astype(jnp.float32) @ router["w_router"], 2)
+    run = lambda params: layer.apply(router | params, x, quantization=jgg.Fp8())[0]  # noqa: E731
+    params = {name: quantized(shape, 128) for name, shape in shapes.items()}
+    dense = {name: array.dequantize() for name, array in params.items()}
+    want = jgg.moe_mlp(x, routing=routing, **params, w_layout="ekn", quantization=jgg.Fp8())
+    np.testing.assert_array_equal(run(params), want)
+    assert (run(dense) != want).any()
+    by_rows = {name: quantized(shape, 1) for name, shape in shapes.items()}
+    dense = {name: array.dequantize() for name, array in by_rows.items()}
+    np.testing.assert_array_equal(run(by_rows), run(dense))

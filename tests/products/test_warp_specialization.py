@@ -106,7 +106,7 @@ def test_it_is_chosen_where_it_can_run():
     [
         (CONFIG_TYPES, {}, Target(80, 108), "compute capability"),
         (CONFIG_TYPES, {}, Target(100, 148), "compute capability"),
-        (CONFIG_TYPES, {"dtype": "float32"}, HOPPER, "16-bit"),
+        (CONFIG_TYPES, {"dtype": "float32"}, HOPPER, "16 and 8 bits"),
         (CONFIG_TYPES, {"in_features": 513}, HOPPER, "16 bytes"),
         (CONFIG_TYPES, {"out_features": 100}, HOPPER, "16 bytes"),
         (("dx",), {"weighted": True}, HOPPER, "topk_weights"),

@@ -232,6 +232,21 @@ def lower_fp8(compute_capability, name, interleaved, gradient_dtype):
         jax.jit(compute).trace(x, weights, logits).lower(lowering_platforms=("cuda",))
 
 
+def lower_fp8_product(compute_capability, out_dtype, options):
+    """A product of quantized operands, as a GPU without the warp-specialized kernel makes it too."""
+    arrays, static = arguments(500, 512, 768, "enk", options, "bfloat16", None)
+    shapes = {name: array for name, array in arrays.items() if array is not None}
+
+    def compute(arrays):
+        quantized = {"x": jgg.quantize_tokens(arrays["x"]), "w": jgg.quantize_weights(arrays["w"])}
+        return jgg.grouped_gemm(
+            **arrays | quantized, **static, preferred_element_type=out_dtype, implementation="triton"
+        )  # fmt: skip
+
+    with jgg.target(compute_capability):
+        jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))
+
+
 def layer_kernels(compute_capability):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS:
@@ -245,12 +260,14 @@ def layer_kernels(compute_capability):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
-    if compute_capability in (89, 90):
+    if compute_capability >= 89:
         for case in (
             ("swiglu", False, "float8_e4m3fn"),
             ("clamped_swiglu", True, "float8_e4m3fn"),
         ):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
+        for case in (("float32", "plain"), ("float32", "everything")):
+            yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
     if compute_capability == 90:
         for case in (
             ("swiglu", False, "enk", True),
