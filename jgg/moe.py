@@ -114,7 +114,8 @@ def moe_mlp(
         gather_indices=saturated_int32(routing.gather_indices),
     )
     axes = varying_axes(*jax.tree.leaves(operands))
-    is_plain = quantization is None and (up.is_empty or down.is_empty or is_plain_jax(how.implementation))
+    is_empty = up.is_empty or down.is_empty
+    is_plain = is_empty or (quantization is None and is_plain_jax(how.implementation))
     return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 

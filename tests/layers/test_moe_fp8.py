@@ -125,6 +125,21 @@ def test_against_float64(activation, w_layout, interleaved, biased, sizes, recip
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [0, 48])
+def test_without_rows(tokens, interleaved, implementation):
+    """Of no tokens, or of tokens without an expert."""
+    arrays, (weights, chosen, sizes, indices) = make()
+    arrays |= {name: arrays[name][:tokens] for name in ("x", "dy")}
+    routing = jgg.Routing(weights[:tokens], chosen[:tokens], jnp.zeros_like(sizes), indices[:0])
+    results = run(arrays, routing, jgg.Fp8(), interleaved=interleaved, implementation=implementation)
+    shapes = {"y": arrays["x"].shape, "topk_weights": (tokens, 2)}
+    for name, result in results.items():
+        assert result.shape == (shapes[name] if name in shapes else arrays[name].shape)
+        assert (result == 0).all()
+
+
+@IMPLEMENTATIONS
 def test_weights_quantized_once(implementation):
     """For all microbatches, with the same results to the bit, and gradients that are those of the array."""
     arrays, routing = make()
