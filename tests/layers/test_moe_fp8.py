@@ -140,6 +140,15 @@ def test_without_rows(tokens, interleaved, implementation):
 
 
 @IMPLEMENTATIONS
+def test_one_projection_has_no_turns(implementation):
+    """`interleaved` has no effect on an activation that is not gated."""
+    arrays, routing = make(activation="relu_squared")
+    options = {"activation": "relu_squared", "implementation": implementation}
+    got, want = (run(arrays, routing, jgg.Fp8(), interleaved=flag, **options) for flag in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@IMPLEMENTATIONS
 def test_weights_quantized_once(implementation):
     """For all microbatches, with the same results to the bit, and gradients that are those of the array."""
     arrays, routing = make()
