@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,7 +85,7 @@ class QuantizedArray:
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Of the scales of an array with so many rows and columns in a block."""
-    return (*shape[:-2], *(math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)))
+    return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
 def scaled(values: Any, scales: Any, block: tuple[int, int], repeat: Callable[[Any, int, int], Any]) -> Any:
