@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_dtype, as_flag, check_instance, check_rank
+from jgg.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.backends.choice import How
 from jgg.gpu_target import current_target
 from jgg.products.quantize import E4M3, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
@@ -152,11 +152,15 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
 
     A QuantizedArray is turned, which copies it, and its array is what it dequantizes to, without a gradient.
 
-    Raises: ValueError: blocks are not of 128 x 128, or QuantizedWeights are given without quantization.
+    Raises: ValueError: blocks are not of 128 x 128, QuantizedWeights are given without quantization, or their array has
+      another shape than what is quantized.
     """
     if isinstance(value, QuantizedWeights):
         if quantization is None:
             raise ValueError(f"{name} must be an array or a QuantizedArray without quantization, got QuantizedWeights.")
+        assert value.forms.straight is not None
+        shape, own = value.forms.straight.shape, jnp.shape(value.array)
+        check(own == shape, f"{name}.array must be {list(shape)}, as what is quantized, got {list(own)}.")
         return value
     if quantization is None:
         return None

@@ -284,6 +284,9 @@ def test_errors():
     weights = jgg.Fp8().weights(arrays["w_down"])
     with pytest.raises(ValueError, match=r"^w_down must be an array or a QuantizedArray without quantization"):
         forward(arrays | {"w_down": weights}, routing, None)
+    fewer = dataclasses.replace(jgg.Fp8().weights(weights.array[1:]), array=weights.array)
+    with pytest.raises(ValueError, match=r"^w_down\.array must be \[4, 144, 136\], as what is quantized, got \[5,"):
+        forward(arrays | {"w_down": fewer}, routing, jgg.Fp8())
     other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 144, 5)))
     with pytest.raises(ValueError, match=r"^w_down\.scales must be \[5, 2, 2\], for blocks of 128 x 128"):
         forward(arrays | {"w_down": other}, routing, jgg.Fp8())
