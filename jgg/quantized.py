@@ -117,10 +117,11 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
     """A QuantizedArray with blocks of so many rows and of BLOCK columns.
 
-    Raises: TypeError: it is none. ValueError: its blocks are others.
+    Raises: TypeError: it is none, or its values are not in FP8. ValueError: its blocks are others.
     """
     check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
     assert isinstance(value, QuantizedArray)
+    as_dtype(f"{name}.values", value.values.dtype, DTYPES)
     expected = scales_shape(value.shape, (rows, BLOCK))
     if value.scales.shape != expected:
         raise ValueError(
