@@ -74,7 +74,8 @@ def moe_mlp(
       b_down: [E, H], added to the second.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
       quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On a GPU of compute capability
-        9.0, for 16-bit x, with H and I multiples of 16; elsewhere what is quantized is dequantized first.
+        9.0, for 16-bit x, with H and I multiples of 16; elsewhere what is quantized is dequantized first. It has
+        gradients, but no second or forward-mode derivatives.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are

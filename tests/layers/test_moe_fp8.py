@@ -222,6 +222,22 @@ def test_exported_for_both_platforms():
     assert "f8E4M3FN" in exported.mlir_module()
 
 
+def test_second_derivatives_are_refused():
+    """Of x, of the weights, and of the router's."""
+    arrays, routing = make()
+
+    def slope(arrays, topk_weights, name):
+        own = routing._replace(topk_weights=topk_weights)
+        loss = lambda array: jnp.sum(forward(arrays | {name: array}, own, jgg.Fp8()).astype(jnp.float32) ** 2)  # noqa: E731
+        return jnp.sum(jax.grad(loss)(arrays[name]).astype(jnp.float32))
+
+    for argument in (0, 1):
+        with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
+            jax.grad(slope, argument)(arrays, routing.topk_weights, "x")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: forward(arrays | {"x": x}, routing, jgg.Fp8()), (arrays["x"],), (arrays["x"],))
+
+
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers(kind):
     x = jax.random.normal(jax.random.key(1), (6, 5, 64), jnp.bfloat16)
