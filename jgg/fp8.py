@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_dtype, as_flag, check_instance, check_rank
+from jgg.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.backends.choice import How
 from jgg.gpu_target import current_target
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
@@ -153,16 +153,21 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
     A QuantizedArray of blocks of 128 x 128 is turned, which copies it; one of other blocks is quantized again. Their
     array is what they dequantize to, without a gradient.
 
-    Raises: ValueError: QuantizedWeights are given without quantization.
+    Raises: ValueError: QuantizedWeights are given without quantization, or their array has another shape than what is
+      quantized. TypeError: values are not in FP8.
     """
     if isinstance(value, QuantizedWeights):
         if quantization is None:
             raise ValueError(f"{name} must be an array or a QuantizedArray without quantization, got QuantizedWeights.")
+        assert value.forms.straight is not None
+        shape, own = value.forms.straight.shape, jnp.shape(value.array)
+        check(own == shape, f"{name}.array must be {list(shape)}, as what is quantized, got {list(own)}.")
         return value
     if quantization is None:
         return None
     if not isinstance(value, QuantizedArray):
         return _quantize_once(name, value, quantization) if quantization.keeps_weights else None
+    as_dtype(f"{name}.values", value.values.dtype, DTYPES)
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
     if value.scales.shape != scales_shape(value.shape, (BLOCK, BLOCK)):
         return _quantize_once(name, array, quantization)

@@ -22,7 +22,10 @@ def multiply_quantized(
     gather_indices: ArrayLike | None, permute_x: bool, permute_y: bool, topk_weights: ArrayLike | None,
     bias: ArrayLike | None, w_layout: str, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike | None,
 ) -> jax.Array:  # fmt: skip
-    """y, with the arguments of `grouped_gemm` checked; x and w get no gradient. config: of the forward kernel.
+    """y, with the arguments of `grouped_gemm` checked; x and w get no gradient, the others that in plain JAX.
+
+    Args:
+      config: of the forward kernel, or None.
 
     Raises: TypeError, ValueError: as `grouped_gemm`, and for blocks other than of `quantize_tokens` and
       `quantize_weights`.
@@ -49,8 +52,9 @@ def _run(
     gather_indices: jax.Array | None, topk_weights: jax.Array | None, bias: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
+    x, w = jax.tree.map(jax.lax.stop_gradient, (x, w))
     operands = Forward(x, w, bounds, as_indices(gather_indices), topk_weights, bias)
     axes = varying_axes(*jax.tree.leaves(operands))
-    operands = jax.tree.map(lambda array: vary_over(axes, jax.lax.stop_gradient(array)), operands)
+    operands = jax.tree.map(lambda array: vary_over(axes, array), operands)
     (y,) = FORWARD_FP8(how, operands, problem=problem)
     return y

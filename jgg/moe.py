@@ -74,7 +74,8 @@ def moe_mlp(
       b_down: [E, H], added to the second.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
       quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On GPUs of compute capability
-        8.9 and newer, with H and I multiples of 16; elsewhere what is quantized is dequantized first.
+        8.9 and newer, with H and I multiples of 16; elsewhere what is quantized is dequantized first. It has
+        gradients, but no second or forward-mode derivatives.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are
@@ -114,7 +115,8 @@ def moe_mlp(
         gather_indices=saturated_int32(routing.gather_indices),
     )
     axes = varying_axes(*jax.tree.leaves(operands))
-    is_plain = quantization is None and (up.is_empty or down.is_empty or is_plain_jax(how.implementation))
+    is_empty = up.is_empty or down.is_empty
+    is_plain = is_empty or (quantization is None and is_plain_jax(how.implementation))
     return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 

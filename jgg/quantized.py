@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,7 +91,7 @@ def values_and_scales(array: Any) -> tuple[Any, Any]:
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Of the scales of an array with so many rows and columns in a block."""
-    return (*shape[:-2], *(math.ceil(size / step) for size, step in zip(shape[-2:], block, strict=True)))
+    return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
 def scaled(values: Any, scales: Any, block: tuple[int, int], repeat: Callable[[Any, int, int], Any]) -> Any:
@@ -128,10 +127,11 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
     """A QuantizedArray with blocks of so many rows and of BLOCK columns.
 
-    Raises: TypeError: it is none. ValueError: its blocks are others.
+    Raises: TypeError: it is none, or its values are not in FP8. ValueError: its blocks are others.
     """
     check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
     assert isinstance(value, QuantizedArray)
+    as_dtype(f"{name}.values", value.values.dtype, DTYPES)
     expected = scales_shape(value.shape, (rows, BLOCK))
     if value.scales.shape != expected:
         raise ValueError(

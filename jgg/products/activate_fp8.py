@@ -49,7 +49,10 @@ def _activate_plainly(
     (pre,) = operands
     results = [quantize(activation(pre, interleaved), _ROW, E4M3, power_of_2_scales)]
     if keeps:
-        gate_and_up = pre.reshape(len(pre), -1, 2).mT if interleaved else pre.reshape(len(pre), _halves(activation), -1)
+        halves = _halves(activation)
+        num_rows, columns = pre.shape[0], pre.shape[1] // halves
+        gate_and_up = pre.reshape(num_rows, *((columns, halves) if interleaved else (halves, columns)))
+        gate_and_up = gate_and_up.mT if interleaved else gate_and_up
         results.append(quantize(gate_and_up, _ROW, E4M3, power_of_2_scales))
     return jax.tree.leaves(results)
 
@@ -116,7 +119,8 @@ def _backward_plainly(
     kept, z, weights = operands
     z = z.astype(jnp.float32)
     pre = kept.dequantize("float32")
-    hidden, vjp = jax.vjp(activation, pre.reshape(len(pre), -1))
+    num_rows, halves, columns = pre.shape
+    hidden, vjp = jax.vjp(activation, pre.reshape(num_rows, halves * columns))
     (d_pre,) = vjp(weights[:, None] * z)
     if interleaved:
         d_pre = d_pre.reshape(pre.shape).mT.reshape(d_pre.shape)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jgg.backends import choice, compile_ahead
@@ -117,8 +118,18 @@ class Product:
         return several(how, structure.unflatten(leaves), **dict(parameters))
 
     def _differentiate(self, leaves, tangents, **params):
-        """The results and their tangents, which are computed in plain JAX."""
+        """The results and their tangents, which are computed in plain JAX.
+
+        Raises: NotImplementedError: some of them would be in FP8, which rounds them to zero.
+        """
         varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        dtypes = [dtype for _, dtype in self._result_types(*leaves, **params)]
+        dtypes += [leaves[index].dtype for index in varied]
+        if any(jnp.dtype(dtype).itemsize == 1 for dtype in dtypes):
+            raise NotImplementedError(
+                "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round "
+                "them to zero. Take them without quantization."
+            )
 
         def plain(*some):
             operands = list(leaves)

@@ -125,6 +125,30 @@ def test_against_float64(activation, w_layout, interleaved, biased, sizes, recip
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [0, 48])
+def test_without_rows(tokens, interleaved, implementation):
+    """Of no tokens, or of tokens without an expert."""
+    arrays, (weights, chosen, sizes, indices) = make()
+    arrays |= {name: arrays[name][:tokens] for name in ("x", "dy")}
+    routing = jgg.Routing(weights[:tokens], chosen[:tokens], jnp.zeros_like(sizes), indices[:0])
+    results = run(arrays, routing, jgg.Fp8(), interleaved=interleaved, implementation=implementation)
+    shapes = {"y": arrays["x"].shape, "topk_weights": (tokens, 2)}
+    for name, result in results.items():
+        assert result.shape == (shapes[name] if name in shapes else arrays[name].shape)
+        assert (result == 0).all()
+
+
+@IMPLEMENTATIONS
+def test_one_projection_has_no_turns(implementation):
+    """`interleaved` has no effect on an activation that is not gated."""
+    arrays, routing = make(activation="relu_squared")
+    options = {"activation": "relu_squared", "implementation": implementation}
+    got, want = (run(arrays, routing, jgg.Fp8(), interleaved=flag, **options) for flag in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@IMPLEMENTATIONS
 def test_weights_quantized_once(implementation):
     """For all microbatches, with the same results to the bit, and gradients that are those of the array."""
     arrays, routing = make()
@@ -198,6 +222,22 @@ def test_exported_for_both_platforms():
     assert "f8E4M3FN" in exported.mlir_module()
 
 
+def test_second_derivatives_are_refused():
+    """Of x, of the weights, and of the router's."""
+    arrays, routing = make()
+
+    def slope(arrays, topk_weights, name):
+        own = routing._replace(topk_weights=topk_weights)
+        loss = lambda array: jnp.sum(forward(arrays | {name: array}, own, jgg.Fp8()).astype(jnp.float32) ** 2)  # noqa: E731
+        return jnp.sum(jax.grad(loss)(arrays[name]).astype(jnp.float32))
+
+    for argument in (0, 1):
+        with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
+            jax.grad(slope, argument)(arrays, routing.topk_weights, "x")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: forward(arrays | {"x": x}, routing, jgg.Fp8()), (arrays["x"],), (arrays["x"],))
+
+
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers(kind):
     x = jax.random.normal(jax.random.key(1), (6, 5, 64), jnp.bfloat16)
@@ -260,6 +300,9 @@ def test_errors():
     weights = jgg.Fp8().weights(arrays["w_down"])
     with pytest.raises(ValueError, match=r"^w_down must be an array or a QuantizedArray without quantization"):
         forward(arrays | {"w_down": weights}, routing, None)
+    fewer = dataclasses.replace(jgg.Fp8().weights(weights.array[1:]), array=weights.array)
+    with pytest.raises(ValueError, match=r"^w_down\.array must be \[4, 144, 136\], as what is quantized, got \[5,"):
+        forward(arrays | {"w_down": fewer}, routing, jgg.Fp8())
     other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 3, 5)))
     with pytest.raises(ValueError, match=r"^scales must be of blocks of \(1, 32, 128\) rows and columns"):
         forward(arrays | {"w_down": other}, routing, jgg.Fp8())

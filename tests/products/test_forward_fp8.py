@@ -180,6 +180,29 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
+@pytest.mark.parametrize("function", [jgg.grouped_gemm, jgg.grouped_gemm_forward])
+def test_gradients_are_those_of_what_is_not_quantized(function):
+    data = make_data(OPTIONS[-1], "bfloat16")
+    x, w = quantized(data)
+    weights = {name: jnp.asarray(getattr(data, name), "float32") for name in ("topk_weights", "bias")}
+
+    def gradients(x, w):
+        def product(x, w, weights):
+            y = function(
+                x, w, data.group_sizes, gather_indices=data.gather_indices, preferred_element_type="float32",
+                **weights, **OPTIONS[-1].options,
+            )  # fmt: skip
+            return jnp.sum(y * data.dy.astype("float32"))
+
+        return jax.jit(jax.grad(product, argnums=(0, 1, 2)))(x, w, weights)
+
+    *of_quantized, got = gradients(x, w)
+    want = gradients(x.dequantize("float32"), w.dequantize("float32"))[2]
+    assert all((part == 0).all() for part in jax.tree.leaves(of_quantized))
+    for name, gradient in want.items():
+        np.testing.assert_allclose(got[name], gradient, rtol=1e-5, atol=1e-5 * np.max(np.abs(gradient)))
+
+
 def test_errors_name_the_operand():
     x, w = jnp.ones((8, 256)), jnp.ones((2, 40, 256))
     sizes = jnp.array([3, 5])
@@ -190,6 +213,10 @@ def test_errors_name_the_operand():
         jgg.grouped_gemm(tokens, jgg.QuantizedArray(weights.values, jnp.ones((2, 2, 2))), sizes)
     with pytest.raises(ValueError, match=r"^x\.scales must be \[8, 2\], for blocks of 1 x 128, got \[8, 1\]"):
         jgg.grouped_gemm(jgg.QuantizedArray(tokens.values, jnp.ones((8, 1))), weights, sizes)
+    with pytest.raises(TypeError, match=r"^w\.values must be one of float8_e4m3fn, float8_e5m2, got int8"):
+        jgg.grouped_gemm(tokens, jgg.QuantizedArray(weights.values.view(jnp.int8), weights.scales), sizes)
+    with pytest.raises(TypeError, match=r"^w must be a QuantizedArray, as x is, got"):
+        jgg.grouped_gemm_forward(tokens, w, sizes)
     with pytest.raises(ValueError, match=r"^w must be \[E, K, N\] with K equal to x's 256"):
         jgg.grouped_gemm(tokens, weights, sizes, w_layout="ekn")
     with pytest.raises(ValueError, match=r"^block_k of forward must be 128 in FP8, got 64"):

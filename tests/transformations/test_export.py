@@ -27,9 +27,9 @@ ON = [
 BESIDE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def serve(params, x):
+def serve(params, x, quantization=None):
     routing = jgg.route(x @ params["router"], TOPK)
-    return jgg.moe_mlp(x, params["up"], params["down"], routing, precision="highest")
+    return jgg.moe_mlp(x, params["up"], params["down"], routing, precision="highest", quantization=quantization)
 
 
 def train(params, x, target):
@@ -115,9 +115,11 @@ def test_shapes_known_when_it_runs():
         assert_close(list(restored.call(lhs, rhs, group_sizes, dy)), [oracle.grouped_gemm(**given), dx, dw])
 
     params, x, _ = arguments()
-    exported = jgg.export(jax.jit(serve))(params, struct((tokens, FEATURES), x.dtype))
-    for count in TOKENS, 5:
-        assert_close(exported.call(params, x[:count]), serve(params, x[:count]))
+    for recipe in None, jgg.Fp8(keeps_weights=True):
+        server = functools.partial(serve, quantization=recipe)
+        exported = jgg.export(jax.jit(server))(params, struct((tokens, FEATURES), x.dtype))
+        for count in TOKENS, 5:
+            assert_close(exported.call(params, x[:count]), server(params, x[:count]))
 
 
 @pytest.mark.parametrize(
