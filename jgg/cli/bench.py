@@ -16,7 +16,7 @@ from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.fp8 import Fp8
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
-from jgg.measuring.workloads import GROUPS, Layer, gemm
+from jgg.measuring.workloads import Layer, gemm
 from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
@@ -117,21 +117,6 @@ def _scaled_down(layer):
         experts=min(16, layer.experts),
         topk=min(16, layer.topk),
     )
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg bench`."""
-    options.add_shared(parser, *options.PRODUCTS)
-    what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
-    parser.add_argument("--op", default=",".join(OPS), metavar="LIST", help=what)
-    what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
-    parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    what = "how rows are spread, but for layers (%(default)s)"
-    parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
-    what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
-    dtype = {"choices": [*options.DTYPE_NAMES, FP8], "help": what}
-    plain = "implementation", "seed", "json", "quiet"
-    options.add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 
 
 def run(args) -> int:

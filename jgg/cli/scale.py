@@ -18,7 +18,7 @@ import numpy as np
 from jgg.cli import options
 from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
-from jgg.cli.options import UsageError, positive_float, positive_int
+from jgg.cli.options import UsageError
 from jgg.files import replace_text
 from jgg.layers import MoELayer
 from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
@@ -68,26 +68,6 @@ class StrategyRow:
     def efficiency(self, one_device: "StrategyRow") -> float:
         """Tokens a second of a device, over those of one device alone."""
         return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg scale`."""
-    options.add_shared(parser, "shapes", "tokens", layer=options.ONE_LAYER)
-    parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
-    parser.add_argument(
-        "--strategy",
-        metavar="NAME,...",
-        help=f"of {', '.join(FAMILIES)} (all; of one process's devices all but {SLOW_IN_A_PROCESS}, slow there)",
-    )
-    what = "of the experts' devices (%(default)s)"
-    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
-    parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
-    options.add_shared(
-        parser,
-        "json",
-        dtype={"choices": MAX_ERROR, "default": "bfloat16", "help": "of the computation (%(default)s)"},
-        out={"default": "jgg-scale"},
-    )
 
 
 def run(args) -> int:
