@@ -77,8 +77,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "json": {"action": "store_true", "help": "print JSON rather than text"},
     "quiet": {"action": "store_true", "help": "show no progress"},
 }
-_PRODUCTS = ("layer", "shapes", "m", "k", "n", "experts", "topk")
-_ONE_LAYER = {"help": "a layer that jgg knows (the first)"}
+_SIZES = ("m", "k", "n", "experts", "topk")
 
 
 def _add_shared(parser, *names, **changes):
@@ -116,7 +115,9 @@ def _demo(parser):
 
 
 def _bench(parser):
-    _add_shared(parser, *_PRODUCTS)
+    what = "a layer that jgg knows, very slow on a CPU; repeat for more (all; without a GPU two, scaled down)"
+    _add_shared(parser, layer={"help": what})
+    _add_shared(parser, "shapes", *_SIZES)
     what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
     parser.add_argument("--op", default="forward,dx,dw,gather", metavar="LIST", help=what)
     what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
@@ -130,7 +131,7 @@ def _bench(parser):
 
 
 def _tune(parser):
-    _add_shared(parser, *_PRODUCTS)
+    _add_shared(parser, "layer", "shapes", *_SIZES)
     for name, meaning in (
         ("permute-x", "x is in token order"),
         ("permute-y", "y is in token order"),
@@ -147,19 +148,22 @@ def _tune(parser):
 
 
 def _scale(parser):
-    _add_shared(parser, "shapes", "tokens", layer=_ONE_LAYER)
+    layer = {"help": "a layer that jgg knows, very slow on a CPU (the first; without a GPU scaled down)"}
+    _add_shared(parser, layer=layer)
+    _add_shared(parser, "shapes", "tokens")
     parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
     what = f"of {', '.join(FAMILIES)} (all; of one process's devices all but ragged_all_to_all, slow there)"
     parser.add_argument("--strategy", metavar="NAME,...", help=what)
     what = "of the experts' devices (%(default)s)"
     parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
     parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
-    dtype = {"choices": ("bfloat16", "float32"), "default": "bfloat16", "help": "of the computation (%(default)s)"}
+    dtype = {"choices": ("bfloat16", "float32"), "help": "of the computation (bfloat16 on a GPU, float32 elsewhere)"}
     _add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
 
 
 def _plan(parser):
-    _add_shared(parser, "shapes", "tokens", layer=_ONE_LAYER)
+    _add_shared(parser, layer={"help": "a layer that jgg knows (the first)"})
+    _add_shared(parser, "shapes", "tokens")
     what = "comma list of powers of two (%(default)s)"
     parser.add_argument("--devices", type=_powers_of_two, default="8,64,512,4096", metavar="LIST", help=what)
     parser.add_argument("--node-size", type=positive_int, default=8, help="devices (%(default)s)")

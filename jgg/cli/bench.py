@@ -9,8 +9,6 @@ import dataclasses
 import os
 from typing import Self
 
-import jax
-
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.fp8 import Fp8
@@ -56,14 +54,14 @@ class Settings:
         """
         sizes = options.sizes(args)
         layers = () if sizes else options.layers(args)
-        scaled_down = jax.default_backend() != "gpu" and not (sizes or args.layer or args.shapes)
+        scaled_down = not sizes and options.are_scaled_down(args)
         ops = options.names("--op", args.op.replace("fwd", "forward"), (*OPS, LAYER))
         peers = {"all": ",".join(PEERS), "none": ""}.get(args.peers, args.peers)
         options.check_implementation(args.implementation)
         if sizes and LAYER in ops and sizes["out_features"] % 2:
             raise UsageError(f"--n must be even with --op layer: gate and up, got {sizes['out_features']}")
         return cls(
-            layers=tuple(map(_scaled_down, layers[:2])) if scaled_down else layers,
+            layers=tuple(map(options.scaled_down, layers[:2])) if scaled_down else layers,
             sizes=sizes,
             scaled_down=scaled_down,
             ops=ops,
@@ -106,17 +104,6 @@ class Settings:
         if self.sizes:
             return {("own", "gemm"): gemm(**self.sizes, **how)}
         return {(layer.name, name): problem for layer in self.layers for name, problem in layer.gemms(**how).items()}
-
-
-def _scaled_down(layer):
-    return dataclasses.replace(
-        layer,
-        tokens=min(256, layer.tokens),
-        hidden=max(1, layer.hidden // 16),
-        expert_intermediate=max(1, layer.expert_intermediate // 16),
-        experts=min(16, layer.experts),
-        topk=min(16, layer.topk),
-    )
 
 
 def run(args) -> int:

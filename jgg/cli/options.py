@@ -11,6 +11,7 @@ from jgg.gpu_target import device_target
 from jgg.measuring.workloads import Layer, load_layers
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
+SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
 
@@ -52,6 +53,23 @@ def layers(args) -> tuple[Layer, ...]:
     if not known:
         raise UsageError(f"--shapes must name a file of layers, got none in {args.shapes}")
     return tuple(known[name] for name in (names("--layer", ",".join(args.layer), known) if args.layer else known))
+
+
+def are_scaled_down(args) -> bool:
+    """Whether layers are made smaller, for a CPU: where no option names a layer or gives its tokens."""
+    return jax.default_backend() != "gpu" and not (args.layer or args.shapes or getattr(args, "tokens", None))
+
+
+def scaled_down(layer: Layer) -> Layer:
+    """The layer as SCALED_DOWN says."""
+    return dataclasses.replace(
+        layer,
+        tokens=min(256, layer.tokens),
+        hidden=max(1, layer.hidden // 16),
+        expert_intermediate=max(1, layer.expert_intermediate // 16),
+        experts=min(16, layer.experts),
+        topk=min(16, layer.topk),
+    )
 
 
 def one_layer(args) -> Layer:

@@ -73,6 +73,9 @@ class StrategyRow:
 def run(args) -> int:
     """Measures and reports; returns 0, or 1 where a result was wrong."""
     layer, visible = options.one_layer(args), jax.device_count()
+    scaled_down = options.are_scaled_down(args)
+    if scaled_down:
+        layer = options.scaled_down(layer)
     most = args.devices or visible
     if most > visible:
         raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {most}")
@@ -81,7 +84,10 @@ def run(args) -> int:
         families = options.names("--strategy", args.strategy, FAMILIES)
     counts = powers_of_two(most)
     chosen = [s for count in counts for s in choose_strategies(layer, count, args.buffer_factor, families)]
-    return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"), args.json)
+    if scaled_down and not args.json:
+        print(options.SCALED_DOWN)
+    dtype = args.dtype or options.default_dtype()
+    return run_all(layer, chosen, dtype, args.steps, Path(f"{args.out}.json"), args.json)
 
 
 def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path, as_json: bool = False) -> int:
