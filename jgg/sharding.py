@@ -167,7 +167,8 @@ def sharded_moe_mlp(
 
     Raises:
       ValueError: shapes disagree with each other or with the mesh; on Explicit axes also if the weights are split in
-        another way than `sharding.weight_specs` says. TypeError: a dtype is unsupported.
+        another way than `sharding.weight_specs` says.
+      TypeError: a dtype is unsupported.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     arrays = as_arrays(

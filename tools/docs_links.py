@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links from docs/ to other files of the checkout lead to the repository on the site."""
+"""A hook of mkdocs: links from docs/ to other files lead to the repository, and names of jgg to their reference."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,11 @@ from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parent.parent
 _OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)")
+# in text: what is in a link, a heading or a block of code is skipped
+_NAME = re.compile(r"<(a|autoref|h\d|pre)\b.*?</\1>|<code>(?P<name>jgg\.[\w.]*\w)[^<]*</code>", re.DOTALL)
+# sections of docstrings that fit on a line, which stay text otherwise
+_SECTION = re.compile(r"(<p>|\n)(Returns|Raises|Source): ")
+_SAME_NAME_AS_MODULE = {name: f"{name}.{name[4:]}" for name in ("jgg.grouped_gemm", "jgg.ragged_dot")}
 
 
 def on_page_markdown(markdown: str, *, page, config, files) -> str:
@@ -20,3 +25,21 @@ def on_page_markdown(markdown: str, *, page, config, files) -> str:
         return f"]({config.repo_url}/blob/main/{match['path']}"
 
     return _OUTSIDE.sub(link, markdown)
+
+
+def on_page_content(html: str, *, page, config, files) -> str:
+    """The page with names of jgg in code as links to the reference, where that has them.
+
+    In the reference, short sections of docstrings are paragraphs.
+    """
+
+    def link(match):
+        name = match["name"]
+        if name is None:
+            return match[0]
+        return f'<autoref identifier="{_SAME_NAME_AS_MODULE.get(name, name)}" optional>{match[0]}</autoref>'
+
+    html = _NAME.sub(link, html)
+    if page.file.src_path.startswith("api/"):
+        html = _SECTION.sub(lambda match: f"{'' if match[1] == '<p>' else '</p>'}<p><b>{match[2]}:</b> ", html)
+    return html

@@ -17,7 +17,8 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
-from jgg.cli.demo import Settings, add_arguments
+from _jgg_command.parser import COMMANDS
+from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import LanguageModel
 from jgg.cli.demo.train import TrainState, make_evaluate, make_step
@@ -107,7 +108,7 @@ def plot(runs, title) -> Figure:
 def main():
     """Trains, prints the final losses, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    COMMANDS["demo"].add_arguments(parser)
     parser.add_argument("--implementations", nargs="+", default=["xla", "triton"], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.set_defaults(steps=2000, out="same-training", quiet=True)

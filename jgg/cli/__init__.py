@@ -1,4 +1,4 @@
-"""The command `jgg`: `main` finds the subcommand, whose module has `add_arguments` and `run`."""
+"""The command `jgg`: _jgg_command declares its commands and their options, modules here run them."""
 
 import argparse
 import importlib
@@ -6,15 +6,19 @@ import os
 import sys
 
 import jgg
-from _jgg_command import make_parser
+from _jgg_command.parser import make_parser
 from jgg.cli.options import INTERRUPTED, UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `jgg` with `argv`, by default the process's arguments, and returns the exit code."""
-    args = parser().parse_args(argv)
+    return run(make_parser(jgg.__version__).parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a command, by the function `run` of its module, and returns the exit code."""
     try:
-        code = args.run(args)
+        code = importlib.import_module(f"jgg.cli.{args.command}").run(args)
         sys.stdout.flush()  # so that what is wrong with it shows here
         return code
     except UsageError as error:
@@ -31,17 +35,3 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # who reads the output, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def parser() -> argparse.ArgumentParser:
-    """The whole parser of `jgg`.
-
-    A command is a module of jgg.cli with add_arguments(parser) and run(args) -> exit code. Every command line imports
-    it, so what needs packages of an extra lies in other modules, which run imports with import_with_extra.
-    """
-    whole, commands = make_parser(jgg.__version__)
-    for name, command in commands.items():
-        module = importlib.import_module(f"jgg.cli.{name}")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, parser=command)
-    return whole

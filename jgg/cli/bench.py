@@ -9,14 +9,12 @@ import dataclasses
 import os
 from typing import Self
 
-import jax
-
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.fp8 import Fp8
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
-from jgg.measuring.workloads import GROUPS, Layer, gemm
+from jgg.measuring.workloads import Layer, gemm
 from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
@@ -55,14 +53,14 @@ class Settings:
         """
         sizes = options.sizes(args)
         layers = () if sizes else options.layers(args)
-        scaled_down = jax.default_backend() != "gpu" and not (sizes or args.layer or args.shapes)
+        scaled_down = not sizes and options.are_scaled_down(args)
         ops = options.names("--op", args.op.replace("fwd", "forward"), (*OPS, LAYER))
         peers = {"all": ",".join(PEERS), "none": ""}.get(args.peers, args.peers)
         options.check_implementation(args.implementation)
         if sizes and LAYER in ops and sizes["out_features"] % 2:
             raise UsageError(f"--n must be even with --op layer: gate and up, got {sizes['out_features']}")
         return cls(
-            layers=tuple(map(_scaled_down, layers[:2])) if scaled_down else layers,
+            layers=tuple(map(options.scaled_down, layers[:2])) if scaled_down else layers,
             sizes=sizes,
             scaled_down=scaled_down,
             ops=ops,
@@ -105,32 +103,6 @@ class Settings:
         if self.sizes:
             return {("own", "gemm"): gemm(**self.sizes, **how)}
         return {(layer.name, name): problem for layer in self.layers for name, problem in layer.gemms(**how).items()}
-
-
-def _scaled_down(layer):
-    return dataclasses.replace(
-        layer,
-        tokens=min(256, layer.tokens),
-        hidden=max(1, layer.hidden // 16),
-        expert_intermediate=max(1, layer.expert_intermediate // 16),
-        experts=min(16, layer.experts),
-        topk=min(16, layer.topk),
-    )
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg bench`."""
-    options.add_shared(parser, *options.PRODUCTS)
-    what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
-    parser.add_argument("--op", default=",".join(OPS), metavar="LIST", help=what)
-    what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
-    parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    what = "how rows are spread, but for layers (%(default)s)"
-    parser.add_argument("--groups", choices=GROUPS, default="uneven", help=what)
-    what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
-    dtype = {"choices": [*options.DTYPE_NAMES, options.FP8], "help": what}
-    plain = "implementation", "seed", "json", "quiet"
-    options.add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 
 
 def run(args) -> int:

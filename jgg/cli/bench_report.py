@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from jgg.cli import options
 from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
@@ -58,7 +59,7 @@ def header(result: Result) -> str:
         f" implementation {settings.implementation or 'by default'}; speeds without a unit are TF/s"
     ]
     if settings.scaled_down:
-        lines.append("scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts")
+        lines.append(options.SCALED_DOWN)
     if result.copy_bandwidth is not None:
         lines.append(f"Plain copy on the device: {number(result.copy_bandwidth / 1e9)} GB/s, read and written")
     lines += [f"Skipped {name}: {reason}" for name, reason in result.skipped.items()]

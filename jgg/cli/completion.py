@@ -6,22 +6,16 @@ shtab makes it from the parser, once: what a shell then runs at each key is plai
 import argparse
 from collections.abc import Iterator
 
-from jgg import cli
+import jgg
+from _jgg_command.parser import make_parser
 from jgg.cli import options
 from jgg.measuring.workloads import load_layers
-
-SHELLS = ("bash", "zsh", "tcsh", "fish")
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="of %(choices)s")
 
 
 def run(args) -> int:
     """Prints the script; returns 0."""
     shtab = options.import_with_extra("shtab", "completion")
-    parser = cli.parser()
+    parser = make_parser(jgg.__version__)
     for action in _actions(parser):
         if action.dest == "layer":
             action.choices = list(load_layers(None))

@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 
 import jgg
-from jgg.cli import options
 from jgg.configs import tuned_configs
 from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
 from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
@@ -83,11 +82,6 @@ class Facts:
     jax_platforms: str = ""
     backend_error: str | None = None
     tuned_files: tuple[TunedFile, ...] = ()
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg info`."""
-    options.add_shared(parser, "json")
 
 
 def run(args) -> int:

@@ -1,94 +1,24 @@
-"""Options that commands share: their declarations, what they stand for, and an error for those that do not fit."""
+"""Options that commands share: what they stand for, and an error for those that do not fit."""
 
-import argparse
 import dataclasses
 import importlib
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jgg.backends import choice
 from jgg.gpu_target import device_target
 from jgg.measuring.workloads import Layer, load_layers
-from jgg.problem import DTYPES, W_LAYOUTS
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
-DTYPE_NAMES = [jnp.dtype(dtype).name for dtype in DTYPES]
 FP8 = "fp8"  # as --dtype of a command that takes it
+SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
-PRODUCTS = ("layer", "shapes", *_SIZES, "topk")
 
 
 class UsageError(ValueError):
     """Arguments that do not fit together; `main` prints the message under the command's usage."""
-
-
-def positive_int(text: str) -> int:
-    """Argument type: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Argument type: a number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
-    return value
-
-
-def _prefix(text):
-    """Argument type: a prefix of files, in a folder that exists and takes files."""
-    folder = Path(text).parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which takes no files: {error.strerror}") from None
-    return text
-
-
-_SHARED: dict[str, dict[str, Any]] = {
-    "layer": {"action": "append", "metavar": "NAME", "help": "a layer that jgg knows; repeat for more (all)"},
-    "shapes": {"metavar": "FILE", "help": "JSON file of layers to know instead, of the form of jgg/layers.json"},
-    "tokens": {"type": positive_int, "help": "of each device (the layer's own)"},
-    "m": {"type": positive_int, "help": "of a single product: routed rows, tokens times experts of each"},
-    "k": {"type": positive_int, "help": "of a single product: features of x"},
-    "n": {"type": positive_int, "help": "of a single product: features of y"},
-    "experts": {"type": positive_int, "help": "of a single product: experts on one device"},
-    "topk": {"type": positive_int, "help": "of a single product: experts of a token (1)"},
-    "dtype": {"choices": DTYPE_NAMES, "help": "of the operands (bfloat16 on a GPU, float32 elsewhere)"},
-    "w-layout": {"choices": W_LAYOUTS, "help": "of the weights (%(default)s)"},
-    "implementation": {
-        "choices": choice.NAMES,
-        "help": "of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
-    },
-    "seed": {"type": int, "default": 0, "help": "of random data (%(default)s)"},
-    "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
-    "json": {"action": "store_true", "help": "print JSON rather than text"},
-    "quiet": {"action": "store_true", "help": "show no progress"},
-}
-ONE_LAYER = {"help": "a layer that jgg knows (the first)"}
-
-
-def add_shared(parser, *names: str, **changes: dict) -> None:
-    """Declares options that commands share, by their names; `changes` are those with other settings."""
-    for name in (*names, *(name.replace("_", "-") for name in changes)):
-        parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
 
 
 def default_dtype() -> str:
@@ -124,6 +54,23 @@ def layers(args) -> tuple[Layer, ...]:
     if not known:
         raise UsageError(f"--shapes must name a file of layers, got none in {args.shapes}")
     return tuple(known[name] for name in (names("--layer", ",".join(args.layer), known) if args.layer else known))
+
+
+def are_scaled_down(args) -> bool:
+    """Whether layers are made smaller, for a CPU: where no option names a layer or gives its tokens."""
+    return jax.default_backend() != "gpu" and not (args.layer or args.shapes or getattr(args, "tokens", None))
+
+
+def scaled_down(layer: Layer) -> Layer:
+    """The layer as SCALED_DOWN says."""
+    return dataclasses.replace(
+        layer,
+        tokens=min(256, layer.tokens),
+        hidden=max(1, layer.hidden // 16),
+        expert_intermediate=max(1, layer.expert_intermediate // 16),
+        experts=min(16, layer.experts),
+        topk=min(16, layer.topk),
+    )
 
 
 def one_layer(args) -> Layer:

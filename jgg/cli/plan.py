@@ -4,45 +4,16 @@ A model and no measurement (docs/scaling.md). Prints a table of the fastest stra
 writes PREFIX.png, efficiency over devices; with --json it prints the same numbers and writes nothing.
 """
 
-import argparse
 import dataclasses
 import json
 
 from jgg.cli import options
 from jgg.cli.console import number, print_table
-from jgg.cli.options import positive_float, positive_int
 from jgg.measuring.cost_model import Cluster, best, powers_of_two, strategies
 
 _HEADINGS = (
     "devices", "strategy", "link MB", "network MB", "exchange / minimum", "GFLOP", "memory GB", "ms", "efficiency",
 )  # fmt: skip
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg plan`."""
-    cluster = Cluster(1)
-    options.add_shared(parser, "shapes", "tokens", layer=options.ONE_LAYER)
-    what = "comma list of powers of two (%(default)s)"
-    parser.add_argument("--devices", type=_counts, default="8,64,512,4096", metavar="LIST", help=what)
-    parser.add_argument("--node-size", type=positive_int, default=cluster.node_size, help="devices (%(default)s)")
-    for name, value, meaning in (
-        ("link-gbps", cluster.link / 1e9, "gigabytes a second that a device sends inside its node"),
-        ("network-gbps", cluster.network / 1e9, "gigabytes a second that a device sends to other nodes"),
-        ("tflops", cluster.flops / 1e12, "TFLOP/s of a device on this layer alone, as jgg bench measures them"),
-        ("memory-gb", cluster.memory / 1e9, "gigabytes of a device"),
-    ):
-        parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
-    options.add_shared(parser, "json", out={"default": "jgg-plan"})
-
-
-def _counts(text):
-    """Argument type: a comma list of powers of two."""
-    counts = tuple(dict.fromkeys(positive_int(part) for part in text.split(",")))
-    for count in counts:
-        if count & (count - 1):
-            raise argparse.ArgumentTypeError(f"must be powers of two, got {count}")
-    return counts
 
 
 def run(args) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from jgg.cli import options
 from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
-from jgg.cli.options import UsageError, positive_float, positive_int
+from jgg.cli.options import UsageError
 from jgg.files import replace_text
 from jgg.layers import MoELayer
 from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
@@ -70,29 +70,12 @@ class StrategyRow:
         return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
-def add_arguments(parser):
-    """Declares the options of `jgg scale`."""
-    options.add_shared(parser, "shapes", "tokens", layer=options.ONE_LAYER)
-    parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
-    parser.add_argument(
-        "--strategy",
-        metavar="NAME,...",
-        help=f"of {', '.join(FAMILIES)} (all; of one process's devices all but {SLOW_IN_A_PROCESS}, slow there)",
-    )
-    what = "of the experts' devices (%(default)s)"
-    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
-    parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
-    options.add_shared(
-        parser,
-        "json",
-        dtype={"choices": MAX_ERROR, "default": "bfloat16", "help": "of the computation (%(default)s)"},
-        out={"default": "jgg-scale"},
-    )
-
-
 def run(args) -> int:
     """Measures and reports; returns 0, or 1 where a result was wrong."""
     layer, visible = options.one_layer(args), jax.device_count()
+    scaled_down = options.are_scaled_down(args)
+    if scaled_down:
+        layer = options.scaled_down(layer)
     most = args.devices or visible
     if most > visible:
         raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {most}")
@@ -101,7 +84,10 @@ def run(args) -> int:
         families = options.names("--strategy", args.strategy, FAMILIES)
     counts = powers_of_two(most)
     chosen = [s for count in counts for s in choose_strategies(layer, count, args.buffer_factor, families)]
-    return run_all(layer, chosen, args.dtype, args.steps, Path(f"{args.out}.json"), args.json)
+    if scaled_down and not args.json:
+        print(options.SCALED_DOWN)
+    dtype = args.dtype or options.default_dtype()
+    return run_all(layer, chosen, dtype, args.steps, Path(f"{args.out}.json"), args.json)
 
 
 def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path, as_json: bool = False) -> int:

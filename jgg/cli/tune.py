@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from jgg.cli import options
 from jgg.cli.console import progress
-from jgg.cli.options import UsageError, positive_int
+from jgg.cli.options import UsageError
 from jgg.configs.tuned_configs import Entry
 from jgg.gpu_target import device_target
-from jgg.measuring.workloads import OPS, gemm
+from jgg.measuring.workloads import gemm
 from jgg.problem import W_LAYOUTS, GroupedGemmProblem
 from jgg.quantized import E4M3
 from jgg.tuning import ops_of, output_file, tune_op
 
-# option: what it means, the problem's name for it, and what progress says of a product that has it
+# option: the problem's name for it, and what progress says of a product that has it
 _FLAGS = {
-    "permute_x": ("x is in token order", "permute_x", "gathered"),
-    "permute_y": ("y is in token order", "permute_y", "scattered"),
-    "weighted": ("rows are scaled by top-k weights", "has_topk_weights", "weighted"),
-    "biased": ("with a bias", "has_bias", "biased"),
+    "permute_x": ("permute_x", "gathered"),
+    "permute_y": ("permute_y", "scattered"),
+    "weighted": ("has_topk_weights", "weighted"),
+    "biased": ("has_bias", "biased"),
 }
 # how layers use their products: rows in expert order, or gathered and scattered
 _LAYER_OPTIONS: dict[str, tuple[dict[str, bool], ...]] = {
@@ -44,7 +44,7 @@ class Search(NamedTuple):
     problem: GroupedGemmProblem
 
     def __str__(self):
-        words = [word for _, flag, word in _FLAGS.values() if getattr(self.problem, flag)]
+        words = [word for flag, word in _FLAGS.values() if getattr(self.problem, flag)]
         return " ".join([self.name, self.op, self.problem.w_layout, *words])
 
 
@@ -66,21 +66,6 @@ class _Message(NamedTuple):
         """The entry that was found, or why there is none."""
         found = self.outcome.as_json() if isinstance(self.outcome, Entry) else {"failure": self.outcome}
         return {"name": str(self.search), "trials": self.trials, **found}
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg tune`."""
-    options.add_shared(parser, *options.PRODUCTS)
-    for name, (meaning, *_) in _FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"of a single product: {meaning}")
-    what = f"comma list ({','.join(OPS)}; in fp8 forward alone, which is dX too, of turned weights)"
-    parser.add_argument("--op", metavar="LIST", help=what)
-    parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
-    parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
-    parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
-    choices = [*options.DTYPE_NAMES, options.FP8]
-    dtype = {"choices": choices, "default": "bfloat16", "help": "of the operands (%(default)s); fp8: quantized"}
-    options.add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
 
 
 def run(args) -> int:

@@ -1,6 +1,5 @@
 """The command `jgg bench`: what it measures, checks, prints, writes and refuses."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import jgg
+from _jgg_command.parser import make_parser
 from jgg.cli import bench, bench_report, bench_run, main, options
 from jgg.cli.console import number
 from jgg.measuring import peers, timing, workloads
@@ -122,9 +122,7 @@ def test_each_kind_of_groups_has_its_bounds(groups, run_bench):
 
 
 def settings_of(*arguments):
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.Settings.from_args(parser.parse_args(arguments))
+    return bench.Settings.from_args(make_parser("").parse_args(["bench", *arguments]))
 
 
 def test_fp8_is_beside_bfloat16_and_what_quantizing_takes(run_bench):

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import types
 
 import pytest
 
@@ -87,3 +88,21 @@ def test_programs_of_a_page_run(page):
     assert len(programs) == 2
     for program in programs:
         processes.run("-c", program)
+
+
+def test_names_of_jgg_lead_to_the_reference():
+    pytest.importorskip("mkdocs")
+    from tools.docs_links import on_page_content
+
+    def shown(html, path="guide.md"):
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_path=path))
+        return on_page_content(html, page=page, config=None, files=None)
+
+    route = "<code>jgg.route(logits, k)</code>"
+    assert shown(f"by {route}") == f'by <autoref identifier="jgg.route" optional>{route}</autoref>'
+    assert 'identifier="jgg.ragged_dot.ragged_dot"' in shown("<code>jgg.ragged_dot</code>")
+    for html in (f'<a href="x">{route}</a>', f"<h2 id='x'>{route}</h2>", f"<pre>{route}</pre>", "<code>jax.jit</code>"):
+        assert shown(html) == html
+    sections = "<p>Returns: y.\nRaises: as f.</p>"
+    assert shown(sections) == sections
+    assert shown(sections, "api/jgg.md") == "<p><b>Returns:</b> y.</p><p><b>Raises:</b> as f.</p>"

@@ -74,9 +74,9 @@ def source(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it and finds nothing stale."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "_jgg_command.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("jgg", "kernels"):
+    for name in ("_jgg_command", "jgg", "kernels"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     return folder
@@ -129,14 +129,14 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
     names = wheel_names(request.getfixturevalue(form))
     package = {
         str(path.relative_to(source))
-        for pattern in ("py.typed", "**/*.py", "**/*.json")
-        for path in (source / "jgg").glob(pattern)
+        for pattern in ("jgg/py.typed", "jgg/**/*.py", "jgg/**/*.json", "_jgg_command/*.py")
+        for path in source.glob(pattern)
     }
     kernels = {f"jgg/kernels/{path.name}" for path in (source / "kernels").glob("*.py")}
     assert {"jgg/__init__.py", "jgg/py.typed"} <= package
 
     metadata = {name for name in names if name.startswith("jgg-")}
-    assert names - metadata == package | kernels | {"_jgg_command.py"}
+    assert names - metadata == package | kernels
     assert {name.partition("/")[2] for name in metadata} >= {
         "METADATA",
         "entry_points.txt",

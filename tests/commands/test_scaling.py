@@ -118,6 +118,23 @@ def test_scale_leaves_what_is_slow_to_who_asks_for_it(options, processes, names,
     assert [str(strategy) for strategy in chosen] == ["one device", *names]
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ([], (256, 128, "float32")),
+        (["--layer", "olmoe-1b-7b"], (8192, 2048, "float32")),
+        (["--tokens", "64"], (64, 2048, "float32")),
+    ],
+)
+def test_scale_measures_small_sizes_without_a_gpu(options, sizes, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr("jgg.cli.scale.run_all", lambda layer, _, dtype, *rest: measured.append((layer, dtype)) or 0)
+    assert main(["scale", *options]) == 0
+    ((layer, dtype),) = measured
+    assert (layer.tokens, layer.hidden, dtype) == sizes
+    assert capsys.readouterr().out.startswith("" if options else "scaled down: no GPU")
+
+
 def test_scale_refuses_a_strategy_that_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["scale", "--strategy", "data,experts"])

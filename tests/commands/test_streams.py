@@ -1,4 +1,4 @@
-"""What commands print where: help before JAX, JSON for programs, scripts for shells, one line for a mistake."""
+"""What commands print where: JSON for programs, scripts for shells, one line for a mistake."""
 
 import json
 import shutil
@@ -22,14 +22,6 @@ def run(*arguments, prelude="", **options):
     program = f"import sys; {prelude}; import _jgg_command; sys.exit(_jgg_command.main())"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, **options)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
-def test_help_lists_the_commands_without_jax(arguments):
-    done = run(*arguments, prelude="sys.modules['jax'] = None")
-    assert done.returncode == (0 if arguments else 2), done.stderr
-    assert "Show versions, devices" in done.stdout or not arguments
-    assert "Traceback" not in done.stderr
 
 
 def test_plan_prints_json_and_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, Self
 
 from jgg.cli import options
-from jgg.cli.options import INTERRUPTED, UsageError, positive_float, positive_int
+from jgg.cli.options import INTERRUPTED, UsageError
 
 HEAD_DIM = 64
 
@@ -46,31 +46,6 @@ class Settings:
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
         return cls(**values)
-
-
-def add_arguments(parser):
-    """Declares the options of `jgg demo`."""
-    for name, default, meaning in (
-        ("steps", 600, "steps of training"),
-        ("batch", 8, "windows of text in a step"),
-        ("seq", 128, "bytes that are predicted in a window"),
-        ("hidden", 128, f"features of the model and of each expert, a multiple of {HEAD_DIM}"),
-        ("layers", 3, "layers, each of attention and experts"),
-        ("experts", 8, "experts in a layer"),
-        ("topk", 2, "experts that each byte goes to"),
-    ):
-        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
-    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
-    what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
-    options.add_shared(
-        parser,
-        "implementation",
-        dtype={"choices": ("float32", "bfloat16"), "help": what},
-        seed={"help": "of weights, batches and sample (%(default)s)"},
-        out={"default": "jgg-demo"},
-        quiet={"help": "print nothing but the result"},
-    )
 
 
 def run(args) -> int:

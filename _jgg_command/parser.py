@@ -1,0 +1,221 @@
+"""The commands of `jgg` and their options, without importing jgg, and with it JAX: help needs neither.
+
+So what jgg has to choose from (dtypes, layouts, peers) is written out here; tests/commands/test_help.py compares.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DTYPES = ("float32", "float16", "bfloat16")
+FAMILIES = ("data", "fsdp", "all_gather", "ragged_all_to_all", "tensor")
+PEERS = ("dense", "ragged_dot", "tokamax", "torch", "quack")
+
+
+def positive_int(text: str) -> int:
+    """Argument type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Argument type: a number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
+    return value
+
+
+def _powers_of_two(text):
+    """Argument type: a comma list of powers of two."""
+    counts = tuple(dict.fromkeys(positive_int(part) for part in text.split(",")))
+    for count in counts:
+        if count & (count - 1):
+            raise argparse.ArgumentTypeError(f"must be powers of two, got {count}")
+    return counts
+
+
+def _prefix(text):
+    """Argument type: a prefix of files, in a folder that exists and takes files."""
+    folder = Path(text).parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which takes no files: {error.strerror}") from None
+    return text
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "layer": {"action": "append", "metavar": "NAME", "help": "a layer that jgg knows; repeat for more (all)"},
+    "shapes": {"metavar": "FILE", "help": "JSON file of layers to know instead, of the form of jgg/layers.json"},
+    "tokens": {"type": positive_int, "help": "of each device (the layer's own)"},
+    "m": {"type": positive_int, "help": "of a single product: routed rows, tokens times experts of each"},
+    "k": {"type": positive_int, "help": "of a single product: features of x"},
+    "n": {"type": positive_int, "help": "of a single product: features of y"},
+    "experts": {"type": positive_int, "help": "of a single product: experts on one device"},
+    "topk": {"type": positive_int, "help": "of a single product: experts of a token (1)"},
+    "dtype": {"choices": DTYPES, "help": "of the operands (bfloat16 on a GPU, float32 elsewhere)"},
+    "w-layout": {"choices": ("enk", "ekn"), "help": "of the weights (%(default)s)"},
+    "implementation": {
+        "choices": ("triton", "xla", "interpret"),
+        "help": "of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
+    },
+    "seed": {"type": int, "default": 0, "help": "of random data (%(default)s)"},
+    "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
+    "json": {"action": "store_true", "help": "print JSON rather than text"},
+    "quiet": {"action": "store_true", "help": "show no progress"},
+}
+_SIZES = ("m", "k", "n", "experts", "topk")
+
+
+def _add_shared(parser, *names, **changes):
+    """Declares options that commands share, by their names; `changes` are those with other settings."""
+    for name in (*names, *(name.replace("_", "-") for name in changes)):
+        parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
+
+
+def _info(parser):
+    _add_shared(parser, "json")
+
+
+def _demo(parser):
+    for name, default, meaning in (
+        ("steps", 600, "steps of training"),
+        ("batch", 8, "windows of text in a step"),
+        ("seq", 128, "bytes that are predicted in a window"),
+        ("hidden", 128, "features of the model and of each expert, a multiple of 64"),
+        ("layers", 3, "layers, each of attention and experts"),
+        ("experts", 8, "experts in a layer"),
+        ("topk", 2, "experts that each byte goes to"),
+    ):
+        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
+    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
+    what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
+    _add_shared(
+        parser,
+        "implementation",
+        dtype={"choices": ("float32", "bfloat16"), "help": what},
+        seed={"help": "of weights, batches and sample (%(default)s)"},
+        out={"default": "jgg-demo"},
+        quiet={"help": "print nothing but the result"},
+    )
+
+
+def _bench(parser):
+    what = "a layer that jgg knows, very slow on a CPU; repeat for more (all; without a GPU two, scaled down)"
+    _add_shared(parser, layer={"help": what})
+    _add_shared(parser, "shapes", *_SIZES)
+    what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
+    parser.add_argument("--op", default="forward,dx,dw,gather", metavar="LIST", help=what)
+    what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
+    parser.add_argument("--peers", default="all", metavar="LIST", help=what)
+    what = "how rows are spread, but for layers (%(default)s)"
+    parser.add_argument("--groups", choices=("uneven", "even", "one", "some-empty"), default="uneven", help=what)
+    what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
+    dtype = {"choices": (*DTYPES, "fp8"), "help": what}
+    plain = "implementation", "seed", "json", "quiet"
+    _add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
+
+
+def _tune(parser):
+    _add_shared(parser, "layer", "shapes", *_SIZES)
+    for name, meaning in (
+        ("permute-x", "x is in token order"),
+        ("permute-y", "y is in token order"),
+        ("weighted", "rows are scaled by top-k weights"),
+        ("biased", "with a bias"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", help=f"of a single product: {meaning}")
+    what = "comma list (forward,dx,dw; in fp8 forward alone, which is dX too, of turned weights)"
+    parser.add_argument("--op", metavar="LIST", help=what)
+    parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
+    parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
+    parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
+    dtype = {
+        "choices": (*DTYPES, "fp8"),
+        "default": "bfloat16",
+        "help": "of the operands (%(default)s); fp8: quantized",
+    }
+    _add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
+
+
+def _scale(parser):
+    layer = {"help": "a layer that jgg knows, very slow on a CPU (the first; without a GPU scaled down)"}
+    _add_shared(parser, layer=layer)
+    _add_shared(parser, "shapes", "tokens")
+    parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
+    what = f"of {', '.join(FAMILIES)} (all; of one process's devices all but ragged_all_to_all, slow there)"
+    parser.add_argument("--strategy", metavar="NAME,...", help=what)
+    what = "of the experts' devices (%(default)s)"
+    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
+    parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
+    dtype = {"choices": ("bfloat16", "float32"), "help": "of the computation (bfloat16 on a GPU, float32 elsewhere)"}
+    _add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
+
+
+def _plan(parser):
+    _add_shared(parser, layer={"help": "a layer that jgg knows (the first)"})
+    _add_shared(parser, "shapes", "tokens")
+    what = "comma list of powers of two (%(default)s)"
+    parser.add_argument("--devices", type=_powers_of_two, default="8,64,512,4096", metavar="LIST", help=what)
+    parser.add_argument("--node-size", type=positive_int, default=8, help="devices (%(default)s)")
+    for name, value, meaning in (
+        ("link-gbps", 450.0, "gigabytes a second that a device sends inside its node"),
+        ("network-gbps", 50.0, "gigabytes a second that a device sends to other nodes"),
+        ("tflops", 400.0, "TFLOP/s of a device on this layer alone, as jgg bench measures them"),
+        ("memory-gb", 141.0, "gigabytes of a device"),
+    ):
+        parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
+    _add_shared(parser, "json", out={"default": "jgg-plan"})
+
+
+def _completion(parser):
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"), help="of %(choices)s")
+
+
+class Command(NamedTuple):
+    """A command of `jgg`, which the module of its name in jgg.cli runs."""
+
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS = {
+    "info": Command("Show versions, devices and which implementation runs here.", _info),
+    "demo": Command("Train a small mixture-of-experts language model here and plot what it did.", _demo),
+    "bench": Command("Time grouped GEMMs here, check them, and compare them with other libraries.", _bench),
+    "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
+    "scale": Command(
+        "Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.", _scale
+    ),
+    "plan": Command(
+        "Estimate how an MoE layer scales to many GPUs: bytes on links, FLOPs, memory, and how to split it best.", _plan
+    ),
+    "completion": Command("Print a script by which a shell completes commands and options.", _completion),
+}
+
+
+def make_parser(version: str) -> argparse.ArgumentParser:
+    """The parser of `jgg` and its commands. What it parses has the command's name and parser too."""
+    parser = argparse.ArgumentParser(prog="jgg", description="Grouped GEMM for JAX mixture-of-experts training.")
+    parser.add_argument("--version", action="version", version=f"jgg {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (description, add_arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=description)
+        add_arguments(command)
+        command.set_defaults(parser=command)
+    return parser
