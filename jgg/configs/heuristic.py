@@ -24,8 +24,8 @@ def heuristic_config(
       steps and there are few columns of tiles, and for dW where rows of the other operand are short; elsewhere a
       copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
       narrow band.
-    - In FP8 it is for all where it can run, with a wide band, and gathers as it loads. Elsewhere a tile's products of a
-      step take registers beside its sums, so it is no wider than 128 columns.
+    - In FP8 it is for all where it can run, with a wide band, and gathers as it loads where there are few columns of
+      tiles. Elsewhere a tile's products of a step take registers beside its sums, so it is no wider than 128 columns.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
@@ -38,7 +38,7 @@ def heuristic_config(
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
     if may_specialize and (problem.is_fp8 or _fills_specialized_tiles(kind, problem)):
-        gathers = problem.is_fp8 or _gathers_in_specialized(kind, problem)
+        gathers = _gathers_in_specialized(kind, problem)
         specialized = dataclasses.replace(
             specialized_config(kind, problem.w_layout, max_columns(kind, problem), specialized_step(problem)),
             fuse_gather=gathers,
@@ -77,7 +77,7 @@ def _gathers_in_specialized(kind, problem):
         return (problem.permute_x or problem.permute_y) and other <= 2048
     _, columns, reduced = kind.sizes(problem)
     is_permuted = problem.permute_x if kind is KernelConfigForward else problem.permute_y
-    return is_permuted and reduced >= 1024 and _is_narrow(columns)
+    return is_permuted and (problem.is_fp8 or reduced >= 1024) and _is_narrow(columns)
 
 
 def _is_narrow(columns):
