@@ -136,9 +136,18 @@ def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
     array, options = _checked(name, w, "[E, N, K] or [E, K, N]", E4M3, recipe.power_of_2_scales)
     how = How(None, current_target())
     results = QUANTIZE_WEIGHTS(how, Quantize(array), keeps=True, turns=True, **options)
-    values, scales, turned = (checkpoint_name(result, "jgg_fp8_weights") for result in results)
+    values, scales, turned = map(_named, results)
     forms = WeightForms(QuantizedArray(values, scales), QuantizedArray(turned, scales.mT))
     return QuantizedWeights(as_array(name, w), forms)
+
+
+def _named(array: jax.Array) -> jax.Array:
+    """As policies of `jax.checkpoint` know it; numbers in FP8 as bits.
+
+    What is kept of floats, JAX puts through `reduce_precision`, by which float8_e4m3fn's from 256 on are infinite.
+    """
+    bits = array if array.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(array, jnp.uint8)
+    return jax.lax.bitcast_convert_type(checkpoint_name(bits, "jgg_fp8_weights"), array.dtype)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:

@@ -303,6 +303,7 @@ def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
     PIECE: gl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [4, 8], [4, 1], [1, 0], [split])
     WIDTH: gl.constexpr = work.REDUCED if work.RAGGED_M else work.LEFT
+    num_positions = gl.to_tensor(num_positions)  # Triton takes a 1 for a constant
     return Gather(left, gather_indices, num_positions, WIDTH, TOPK, layout)
 
 

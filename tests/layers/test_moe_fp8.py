@@ -190,16 +190,19 @@ def test_transformations(implementation):
     for name in NAMES:
         np.testing.assert_array_equal(run(arrays, routing, recipe, **options)[name], want[name])
 
-    def loss(x, w_down, policy=None):
+    def loss(x, w_down, policy=None, recipe=recipe):
         function = lambda x, w_down: forward(arrays | {"x": x, "w_down": w_down}, routing, recipe, **options)  # noqa: E731
         y = function(x, w_down) if policy is None else jax.checkpoint(function, policy=policy)(x, w_down)
         return jnp.sum((y * arrays["dy"]).astype(jnp.float32))
 
-    for policy in (
-        jax.checkpoint_policies.nothing_saveable,
-        jax.checkpoint_policies.save_only_these_names("jgg_pre_activation"),
+    keeping = jgg.Fp8(keeps_weights=True)
+    for policy, own in (
+        (jax.checkpoint_policies.nothing_saveable, recipe),
+        (jax.checkpoint_policies.save_only_these_names("jgg_pre_activation"), recipe),
+        (jax.checkpoint_policies.save_only_these_names("jgg_fp8_weights"), keeping),
     ):
-        gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(arrays["x"], arrays["w_down"], policy)
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=(2, 3))
+        gradients = gradient(arrays["x"], arrays["w_down"], policy, own)
         for name, gradient in zip(("x", "w_down"), gradients, strict=True):
             np.testing.assert_array_equal(gradient, want[name])
     xs = jnp.stack([arrays["x"], 2 * arrays["x"]])

@@ -42,6 +42,22 @@ def test_large_case(case, columns, band, dtype, fuse_gather):
     assert_right(case, dtype, "triton", configs=configs)
 
 
+@pytest.mark.skipif(versions.unlike(versions.WARP_SPECIALIZED) is not None, reason="other versions")
+def test_one_row_is_compiled():
+    """Of a number that is 1 Triton makes a constant."""
+    config = dict(specialized_configs("enk", fuse_gather=True))["kernel_config_bwd_dw"]
+
+    def products(x, w, group_sizes, gather_indices):
+        permuted = {"gather_indices": gather_indices, "permute_x": True}
+        y = jgg.grouped_gemm(jgg.quantize_tokens(x), jgg.quantize_weights(w), group_sizes, **permuted)
+        return jgg.grouped_gemm_dw(x, y, group_sizes, **permuted, kernel_config=config)
+
+    floats = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((1, 128), (2, 256, 128))]
+    integers = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((2,), (1,))]
+    with jgg.target(90):
+        jax.jit(products).trace(*floats, *integers).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 def test_many_groups(w_layout):
