@@ -1,7 +1,7 @@
 """How checkpoints of Hugging Face are quantized: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,11 +51,12 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
     method, block = how.get("quant_method"), how.get("weight_block_size")
     if method == "mxfp4":
         return _MXFP4
-    if method == "fp8" and block is not None:
+    if method == "fp8" and isinstance(block, Sequence) and len(block) == 2:
         rows, columns = block
         return dataclasses.replace(_FP8, block=(rows, columns))
     raise ValueError(
-        f"quantization_config must have quant_method 'fp8' with a weight_block_size, or 'mxfp4', got {dict(how)}."
+        "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, or 'mxfp4', "
+        f"got {dict(how)}."
     )
 
 
@@ -112,14 +113,23 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         return self.how.read_values(np.asarray(self._tensors[name + self.how.suffixes[0]]))
 
     def read_scales(self, name: str) -> np.ndarray:
-        """A quantized tensor's."""
-        return self.how.read_scales(np.asarray(self._tensors[name + self.how.suffixes[1]]))
+        """A quantized tensor's.
+
+        Raises: ValueError: there are none.
+        """
+        scales = name + self.how.suffixes[1]
+        if scales not in self._tensors:
+            raise ValueError(f"{scales} is missing, the scales of {name} in float8_e4m3fn.")
+        return self.how.read_scales(np.asarray(self._tensors[scales]))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The tensor, in host memory."""
-        if name not in self.names:
-            return self._tensors[name]
-        return self.how.dequantize(name, self.read_values(name), self.read_scales(name))
+        if name in self.names:
+            return self.how.dequantize(name, self.read_values(name), self.read_scales(name))
+        tensor = np.asarray(self._tensors[name])
+        if tensor.dtype == jnp.float8_e4m3fn:
+            self.read_scales(name)  # which says that they are missing
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""

@@ -76,6 +76,7 @@ class MoE(nn.Module):
         inits = ("kernel_init", "router_init", "bias_init")
         check_layer(self._layer(in_features=1), **{name: getattr(self, name) for name in (*names, *inits)})
 
+    @nn.nowrap  # it is called before there is a scope, for which Flax's tabulate asks at each wrapped method
     def _layer(self, in_features: int) -> MoELayer:
         names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
         return MoELayer(in_features, **{name: getattr(self, name) for name in names})

@@ -126,6 +126,12 @@ def test_both_layers_have_the_same_gradients(options):
         assert is_constant or np.any(np.asarray(gradient)), name
 
 
+def test_linen_is_tabulated():
+    table = jgg.linen.MoE(**SIZES).tabulate(jax.random.key(0), X, console_kwargs={"width": 200})
+    assert all(name in table for name in MoELayer(24, **SIZES).shapes)
+    assert "_layer" not in table
+
+
 def test_linen_makes_the_same_parameters():
     for options in OPTIONS.values():
         layer = nnx_layer(**options)

@@ -288,15 +288,19 @@ def test_errors_of_quantized_checkpoints():
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with pytest.raises(ValueError, match="scale_inv is not expected in the MoE block"):
         jgg.hf.from_hf(config, quantized, 0)
-    with pytest.raises(ValueError, match=r"quant_method 'fp8' with a weight_block_size, or 'mxfp4', got \{'quant_meth"):
-        jgg.hf.from_hf(config | {"quantization_config": {"quant_method": "awq"}}, quantized, 0)
+    for other in {"quant_method": "awq"}, {"quant_method": "fp8"}, fp8 | {"weight_block_size": [128]}:
+        with pytest.raises(ValueError, match=r"weight_block_size of rows and columns, or 'mxfp4', got \{'quant_"):
+            jgg.hf.from_hf(config | {"quantization_config": other}, quantized, 0)
     key = "model.layers.0.mlp.experts.3.up_proj.weight"
     wrong = quantized | {f"{key}_scale_inv": np.ones((2, 1), np.float32)}
     with pytest.raises(ValueError, match=rf"The scales of {key} must have shape \[1, 1\], got \[2, 1\]"):
         jgg.hf.from_hf(config | {"quantization_config": fp8}, wrong, 0)
-    missing = {name: array for name, array in quantized.items() if name != f"{key}_scale_inv"}
-    with pytest.raises(ValueError, match=rf"{key} must have the dtype of .*, bfloat16, got float8_e4m3fn"):
-        jgg.hf.from_hf(config | {"quantization_config": fp8}, missing, 0)
+    first, last = "model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.7.down_proj.weight"
+    for without in {first}, {key}, {first, last}, {name for name in quantized if name.endswith("weight")}:
+        gone = {f"{name}_scale_inv" for name in without}
+        left = {name: array for name, array in quantized.items() if name not in gone}
+        with pytest.raises(ValueError, match=r"weight_scale_inv is missing, the scales of .* in float8_e4m3fn"):
+            jgg.hf.from_hf(config | {"quantization_config": fp8}, left, 0)
     fp8 = {"quantization_config": fp8}
     with pytest.raises(ValueError, match=r"w_gate_up \[8, 32, 48\] of 2 tensors .* got blocks of \[128, 128\]"):
         jgg.hf.from_hf(config | fp8, quantized, 0, keep_quantized=True)
