@@ -134,7 +134,7 @@ class MoELayer:
             QuantizedArray gets no gradient; but for experts with `quantization` and without a sharding, it is
             dequantized to the dtype of x first.
           x: [..., H].
-          selection_bias: float [E], with `use_selection_bias`.
+          selection_bias: float [E] with `use_selection_bias`, else None.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
@@ -148,6 +148,13 @@ class MoELayer:
         arrays = as_arrays(dense_weights("x", x, given), may_be_none=("selection_bias",)) | quantized
         tokens: jax.Array = arrays["x"]
         shape = tokens.shape
+        if sharding is not None:
+            check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
+        if (selection_bias is None) == self.use_selection_bias:
+            wanted, got = ("[E]", "None") if self.use_selection_bias else ("None", "an array")
+            raise ValueError(
+                f"selection_bias must be {wanted} with use_selection_bias={self.use_selection_bias}, got {got}."
+            )
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(shape)}.")
         for name, expected in self.shapes.items():

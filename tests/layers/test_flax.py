@@ -276,6 +276,16 @@ def test_weights_that_the_devices_do_not_divide():
         init(jax.random.key(0), (8, 24, 40), jnp.float32)
 
 
+def test_errors_of_apply():
+    params = {name: jnp.ones(shape) for name, shape in MoELayer(24, **SIZES).shapes.items()}
+    with pytest.raises(ValueError, match=r"selection_bias must be \[E\] with use_selection_bias=True, got None"):
+        MoELayer(24, **SIZES, use_selection_bias=True).apply(params, X)
+    with pytest.raises(ValueError, match="selection_bias must be None with use_selection_bias=False, got an array"):
+        MoELayer(24, **SIZES).apply(params, X, jnp.zeros(8))
+    with pytest.raises(TypeError, match=r"sharding must be a jgg\.sharding\.MoESharding or None, got str"):
+        MoELayer(24, **SIZES).apply(params, X, sharding="experts")
+
+
 def test_x_of_other_features():
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., H\] with H equal to in_features, 24, got \[2, 25\]"):
         nnx_layer()(jnp.ones((2, 25)))

@@ -91,6 +91,21 @@ def test_checkify_reports_nothing_that_is_right(implementation, batched):
     assert_close(list(outputs), expected)
 
 
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
+    *floats, logits = moe_arguments()
+    routing = jgg.route(logits, 2)
+    routing = routing._replace(gather_indices=routing.gather_indices[:9])
+
+    def loss(*floats):
+        y = jgg.moe_mlp(*floats, routing, quantization=quantization, implementation=implementation)
+        return jnp.sum(jnp.sin(y))
+
+    error, _ = jax.jit(checkify.checkify(jax.grad(loss, (0, 1, 2)), checkify.all_checks))(*floats)
+    error.throw()
+
+
 def test_checkify_reports_nan():
     arguments, _ = arguments_of(NAN_IN_A_GROUP)
     function = forward_and_backward(WITH_EVERYTHING, None)
