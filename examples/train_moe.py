@@ -1,12 +1,12 @@
 """Trains a decoder-only mixture-of-experts language model on the bytes of any text file, on all devices at hand.
 
-    python examples/train_moe.py --text book.txt                        # layers of Qwen3-30B-A3B's shape, on GPUs
-    python examples/train_moe.py --text book.txt --preset tiny          # a minute on a CPU
+    python examples/train_moe.py --text book.txt                        # on GPUs layers of Qwen3-30B-A3B's shape
+    python examples/train_moe.py --text book.txt --preset tiny          # the default without a GPU: a minute on a CPU
     python examples/train_moe.py --text book.txt --checkpoints run1     # saves, and goes on from there when run again
 
 Tokens are split over all devices; experts over `--expert-parallel` of them, everything else is stored split (FSDP).
 MFU is model FLOPs utilization: the FLOPs that the model needs, without those that rematerialization repeats, over what
-the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install 'jgg[flax]' optax`.
+the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install 'jgg[flax]'`.
 """
 
 import argparse
@@ -273,7 +273,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespac
     """The model and the options of a command line; every size of a preset is an option too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="the file to learn")
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-30b-a3b", help="(%(default)s)")
+    preset = "qwen3-30b-a3b" if jax.default_backend() == "gpu" else "tiny"
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="(qwen3-30b-a3b on a GPU, tiny elsewhere)")
     parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
     parser.add_argument("--warmup", type=int, default=20, help="steps (%(default)s)")

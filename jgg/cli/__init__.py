@@ -5,6 +5,8 @@ import importlib
 import os
 import sys
 
+import jax
+
 import jgg
 from _jgg_command.parser import make_parser
 from jgg.cli.options import INTERRUPTED, UsageError
@@ -29,9 +31,22 @@ def run(args: argparse.Namespace) -> int:
             raise
         print(f"jgg: {error}\nSee jgg info for what to mend.", file=sys.stderr)
         return 1
+    except AssertionError:
+        if _has_device():
+            raise
+        print("jgg: JAX has no device.\nSee jgg info for what to mend.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # who reads the output, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _has_device():
+    """Whether any backend of JAX starts; where JAX_PLATFORMS names only one that is not installed, JAX asserts."""
+    try:
+        return bool(jax.devices())
+    except (RuntimeError, AssertionError):
+        return False

@@ -193,7 +193,7 @@ def _tuned_lines(facts):
 
 
 def _describe(device: Device):
-    parts = [device.platform, device.kind]
+    parts = list(dict.fromkeys((device.platform, device.kind)))  # of a CPU they are one word
     if device.compute_capability is not None:
         parts += [f"compute capability {device.compute_capability}", f"{device.num_sms} SMs"]
     if device.memory_bytes is not None:

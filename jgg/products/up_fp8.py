@@ -8,7 +8,7 @@ from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.requirements import why_not_fp8
 from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
-from jgg.products import forward, warp_specialized_fp8
+from jgg.products import warp_specialized_fp8
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_FP8, activated_types
 from jgg.products.forward import Forward
@@ -36,27 +36,27 @@ def _launch(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
     keeps: bool, power_of_2_scales: bool,
 ):  # fmt: skip
-    if not _is_one_kernel(launcher, problem, activation, interleaved):
+    config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
+    if not _is_one_kernel(config, problem, launcher.target, activation, interleaved):
         return _one_by_one(
             lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem,
             activation=activation, interleaved=interleaved, keeps=keeps, power_of_2_scales=power_of_2_scales,
         )  # fmt: skip
-    launcher, x, product = forward.choose(launcher, operands, problem)
-    results = warp_specialized_fp8.multiply_rows(
-        launcher, product, *operands._replace(x=x), hidden=HiddenFp8(activation, keeps, power_of_2_scales)
-    )
-    return list(results.values())
+    hidden = HiddenFp8(activation, keeps, power_of_2_scales)
+    launcher = launcher._replace(config=config)
+    return list(warp_specialized_fp8.multiply_rows(launcher, problem, *operands, hidden=hidden).values())
 
 
-def _is_one_kernel(launcher, problem, activation, interleaved):
-    """Whether the warp-specialized kernel does both: gate and up of 128 hidden features are two blocks of w's rows."""
-    if activation.curve is None or why_not_fp8(problem, launcher.target) is not None:
+def _is_one_kernel(config, problem, target, activation, interleaved):
+    """Whether the warp-specialized kernel does both: gate and up of 128 hidden features are two blocks of w's rows.
+
+    It gathers then, however many columns there are: with as few registers as it has without, an activation spills.
+    """
+    if activation.curve is None or not problem.permute_x or why_not_fp8(problem, target) is not None:
         return False
-    if not choose_config(KernelConfigForward, problem, launcher.target, launcher.config).warp_specialized:
+    if not config.warp_specialized or (activation.is_gated and interleaved):
         return False
-    return problem.out_features % (2 * BLOCK if activation.is_gated else BLOCK) == 0 and not (
-        activation.is_gated and interleaved
-    )
+    return problem.out_features % (2 * BLOCK if activation.is_gated else BLOCK) == 0
 
 
 def _several(how: How, operands: Forward, **parameters):

@@ -118,6 +118,18 @@ def test_a_platform_that_there_is_not_is_named_in_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("jgg: Unable to initialize backend 'foo': it is not known\nSee jgg info")
 
 
+def test_a_platform_that_is_not_installed_is_named_in_a_line(monkeypatch, capsys):
+    def devices(*_):
+        raise AssertionError  # as JAX does where JAX_PLATFORMS is cuda and there is no plugin
+
+    monkeypatch.setattr("jax.device_count", devices)
+    with pytest.raises(AssertionError):  # not for want of a device
+        main(["scale"])
+    monkeypatch.setattr("jax.devices", devices)
+    assert main(["scale"]) == 1
+    assert capsys.readouterr().err == "jgg: JAX has no device.\nSee jgg info for what to mend.\n"
+
+
 def test_other_errors_keep_their_traceback(monkeypatch):
     def devices(*_):
         raise RuntimeError("Something else")

@@ -206,10 +206,10 @@ def lower_up(compute_capability, name, interleaved, w_layout, keeps):
         jax.jit(compute).trace(arrays).lower(lowering_platforms=("cuda",))
 
 
-def lower_fp8(compute_capability, name, interleaved, gradient_dtype):
+def lower_fp8(compute_capability, name, interleaved, gradient_dtype, hidden):
     """A layer in FP8, forward and backward."""
     activation = ACTIVATIONS[name]
-    tokens, features, hidden, topk = 2048, 512, 256, 4
+    tokens, features, topk = 2048, 512, 4
     x = jax.ShapeDtypeStruct((tokens, features), "bfloat16")
     weights = [
         jax.ShapeDtypeStruct((EXPERTS, *shape), "bfloat16")
@@ -262,8 +262,8 @@ def layer_kernels(compute_capability):
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     if compute_capability >= 89:
         for case in (
-            ("swiglu", False, "float8_e4m3fn"),
-            ("clamped_swiglu", True, "float8_e4m3fn"),
+            ("swiglu", False, "float8_e4m3fn", 4096),
+            ("clamped_swiglu", True, "float8_e4m3fn", 256),
         ):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
         for case in (("float32", "plain"), ("float32", "everything")):
