@@ -36,7 +36,7 @@ class Target:
 
 
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", less 1 KB for the system.
-_SHARED_MEMORY = dict.fromkeys((80, 87), 166_912) | dict.fromkeys((90, 100, 103, 110), 232_448)
+_SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448}
 _TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 170, 121: 48}
 MIN_COMPUTE_CAPABILITY = 80
 

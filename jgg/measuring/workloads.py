@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ class Layer:
 
 
 def gemm(
-    *, num_rows, in_features, out_features, num_experts, topk=1, dtype="bfloat16", w_layout="enk", permute_x=False,
-    permute_y=False, weighted=False, biased=False, precision=None,
+    *, num_rows, in_features, out_features, num_experts, topk=1, dtype: Any = "bfloat16", w_layout="enk",
+    permute_x=False, permute_y=False, weighted=False, biased=False, precision=None,
 ) -> GroupedGemmProblem:  # fmt: skip
     """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise.
 

@@ -91,10 +91,11 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
     elif problem.is_fp8:
         y = warp_specialized_fp8.multiply_rows(launcher, problem, *operands, first_column=first_column)["y"]
     else:
-        x, *others = operands
+        x, w, bounds, gather_indices, topk_weights, bias = operands
         y = warp_specialized.multiply_rows(
-            launcher, problem, Terms(x), *others, gathers=problem.permute_x, first_column=first_column
-        )["y"]
+            launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
+            gathers=problem.permute_x, first_column=first_column,
+        )["y"]  # fmt: skip
     return token_order(launcher, y, operands.gather_indices) if scatter_after else y
 
 
