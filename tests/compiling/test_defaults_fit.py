@@ -39,7 +39,10 @@ def table(rows):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("compute_capability", COMPUTE_CAPABILITIES)
+@pytest.mark.parametrize(
+    "compute_capability",
+    [*COMPUTE_CAPABILITIES[:-1], pytest.param(COMPUTE_CAPABILITIES[-1], marks=pytest.mark.sweep)],
+)
 def test_kernels_fit(compute_capability):
     kernels = lowered(compute_capability)
     with jgg.target(compute_capability):
