@@ -73,7 +73,7 @@ class RaggedDotMoE(jgg.nnx.MoE):
 
     def __call__(self, x):
         tokens = x.reshape(-1, x.shape[-1])
-        logits = tokens.astype(jnp.float32) @ self.w_router[...].astype(jnp.float32)
+        logits = jgg.router_logits(tokens, self.w_router[...])
         topk = self.layer.topk
         routing = jgg.route(logits, topk, implementation="xla")
         dot = functools.partial(jax.lax.ragged_dot, group_sizes=routing.group_sizes)

@@ -8,6 +8,7 @@ from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, gro
 from jgg.moe import moe_mlp
 from jgg.quantized import QuantizedArray
 from jgg.ragged_dot import ragged_dot, ragged_dot_general
+from jgg.router import router_logits
 from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.routing import Routing, route, sort_by_expert
 from jgg.schedule import check
@@ -36,6 +37,7 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_general",
     "route",
+    "router_logits",
     "router_z_loss",
     "sort_by_expert",
     "target",

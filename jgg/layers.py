@@ -18,6 +18,7 @@ from jgg.fp8 import Fp8, check_quantization
 from jgg.moe import moe_mlp
 from jgg.problem import DTYPES
 from jgg.quantized import QuantizedArray, dense_weights
+from jgg.router import router_logits
 from jgg.router_losses import load_balancing_loss, router_z_loss
 from jgg.routing import Routing, check_counts, check_scores, route
 from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
@@ -180,11 +181,8 @@ class MoELayer:
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
-        # of the three, since some that name a dtype would round the router's float32 to it
-        dot = functools.partial(jnp.dot, precision=as_precision(precision))
-        logits = dot(tokens.astype(jnp.float32), arrays["w_router"].astype(jnp.float32))
-        if self.use_router_bias:
-            logits += arrays["b_router"].astype(jnp.float32)[None, :]
+        bias = arrays["b_router"] if self.use_router_bias else None
+        logits = router_logits(tokens, arrays["w_router"], bias, precision=precision, implementation=implementation)
         routing = route(
             logits, self.topk, score=self.score, normalize=self.normalize, scale=self.scale,
             selection_bias=arrays.get("selection_bias"), num_groups=self.num_groups, topk_groups=self.topk_groups,
@@ -198,7 +196,7 @@ class MoELayer:
             router_z_loss(logits, axis_name=token_axes),
             overflow,
         )
-        return y + self._shared(arrays, tokens, dot) if self.shared_features else y, metrics
+        return y + self._shared(arrays, tokens, precision) if self.shared_features else y, metrics
 
     def _experts(
         self, arrays: dict[str, jax.Array], routing: Routing, sharding: MoESharding | None, **options: Any
@@ -216,10 +214,10 @@ class MoELayer:
         options |= {"topk_weights": routing.topk_weights, "topk_indices": routing.topk_indices}
         return moe_mlp_on_device(tokens, sharding=sharding, **options)
 
-    def _shared(
-        self, params: dict[str, jax.Array], tokens: jax.Array, dot: Callable[[jax.Array, jax.Array], jax.Array]
-    ) -> jax.Array:
+    def _shared(self, params: dict[str, jax.Array], tokens: jax.Array, precision: jax.lax.PrecisionLike) -> jax.Array:
         activation = find_activation(self.activation)
+        # of the three, since some that name a dtype would round float32 to it
+        dot = functools.partial(jnp.dot, precision=as_precision(precision))
         y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
         return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
 

@@ -13,6 +13,7 @@ from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
 from jgg.measuring.workloads import OPS, Layer
 from jgg.moe import moe_mlp
 from jgg.problem import GroupedGemmProblem
+from jgg.router import router_logits
 from jgg.routing import Routing, route, sort_by_expert
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
@@ -97,8 +98,7 @@ class LayerProblem:
 
 def logits_of(x: jax.Array, w_router: jax.Array) -> jax.Array:
     """The router's logits, float32 [T, E]; not by TF32, whose rounding would change choices."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, w_router, precision=precision, preferred_element_type=jnp.float32)
+    return router_logits(x, w_router, precision="highest" if x.dtype == jnp.float32 else None)
 
 
 @functools.cache  # so that programs of the same layer share what is compiled

@@ -32,11 +32,16 @@ class Terms(NamedTuple):
             largest = jnp.max(jnp.where(jnp.isfinite(array), jnp.abs(array), 0), keepdims=True, initial=0)
             exponent = jnp.frexp(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))[1] - 15
             array, scale = jnp.ldexp(array, -exponent), jnp.ldexp(jnp.float32(1), exponent).reshape(1)
-        info = jnp.finfo(dtype)
-        # not by a conversion and back, which XLA may leave out
-        first = jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=info.nmant)
-        is_finite = jnp.isfinite(array)  # and may be rounded to infinity
-        first = jnp.where(is_finite, jnp.clip(first, -float(info.max), float(info.max)), first)
-        second = jnp.where(is_finite, array - first, 0).astype(dtype)
+        first, second = two_terms(array, dtype)
         num_terms = 1 + jnp.any(second != 0).astype(jnp.int32).reshape(1)
-        return cls(jnp.concatenate([first.astype(dtype), second]), num_terms, scale)
+        return cls(jnp.concatenate([first, second]), num_terms, scale)
+
+
+def two_terms(array: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """A float32 array as the sum of two in a 16-bit dtype, zero the second where the first is infinite or NaN."""
+    info = jnp.finfo(dtype)
+    # not by a conversion and back, which XLA may leave out
+    first = jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=info.nmant)
+    is_finite = jnp.isfinite(array)  # and may be rounded to infinity
+    first = jnp.where(is_finite, jnp.clip(first, -float(info.max), float(info.max)), first)
+    return first.astype(dtype), jnp.where(is_finite, array - first, 0).astype(dtype)

@@ -78,6 +78,9 @@ FUNCTIONS = {
         jgg.route,
         ROUTER | {"logits": jnp.ones((3, 4)), "selection_bias": jnp.ones(4), "implementation": "xla"},
     ),
+    "router_logits": (
+        jgg.router_logits, OPTIONS | {"x": jnp.ones((3, 4)), "w_router": jnp.ones((4, 2)), "bias": jnp.ones(2)}
+    ),
     "sort_by_expert": (jgg.sort_by_expert, {"topk_indices": indices(3, 2), "num_experts": 4, "implementation": "xla"}),
     "load_balancing_loss": (
         jgg.load_balancing_loss,

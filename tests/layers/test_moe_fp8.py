@@ -325,7 +325,7 @@ def test_quantized_weights_of_layers():
 
     layer = MoELayer(144, 136, experts, 2)
     router = {"w_router": jnp.asarray(rng.standard_normal((144, experts)), jnp.float32)}
-    routing = jgg.route(x.astype(jnp.float32) @ router["w_router"], 2)
+    routing = jgg.route(jgg.router_logits(x, router["w_router"]), 2)
     run = lambda params: layer.apply(router | params, x, quantization=jgg.Fp8())[0]  # noqa: E731
     params = {name: quantized(shape, 128) for name, shape in shapes.items()}
     dense = {name: array.dequantize() for name, array in params.items()}

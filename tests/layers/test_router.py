@@ -1,0 +1,129 @@
+"""The router's projection against float64, and that tokens in bfloat16 are not converted."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+
+T, H, E = 64, 96, 10
+
+
+def arrays(x_dtype="bfloat16", w_dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"x": (T, H), "w_router": (H, E), "bias": (E,), "d_logits": (T, E)}
+    floats = {
+        name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }  # fmt: skip
+    dtypes = {"x": x_dtype, "w_router": w_dtype, "bias": w_dtype, "d_logits": "float32"}
+    return {name: array.astype(dtypes[name]) for name, array in floats.items()}
+
+
+def in_float64(array):
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def relative_error(got, want):
+    return np.linalg.norm(in_float64(got) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("x_dtype", "implementation"), [("bfloat16", None), ("bfloat16", "xla"), ("float32", None)])
+def test_against_float64(x_dtype, w_dtype, implementation):
+    x, w, bias, d_logits = arrays(x_dtype, w_dtype).values()
+
+    @jax.jit
+    def run(x, w, bias, d_logits):
+        logits, vjp = jax.vjp(functools.partial(jgg.router_logits, implementation=implementation), x, w, bias)
+        return logits, vjp(d_logits)
+
+    logits, (dx, dw, dbias) = run(x, w, bias, d_logits)
+    x64, w64, d64 = (in_float64(array) for array in (x, w, d_logits))
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, x64 @ w64 + in_float64(bias)) < 1e-5
+    for got, want, like in ((dx, d64 @ w64.T, x), (dw, x64.T @ d64, w), (dbias, d64.sum(0), bias)):
+        assert got.dtype == like.dtype
+        assert relative_error(got, want) < (1e-5 if like.dtype == jnp.float32 else 2.0**-8)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    x, w, _, d_logits = arrays().values()
+    logits, vjp = jax.vjp(jax.jit(jgg.router_logits), x, w)
+    dx, dw = vjp(d_logits)
+    x64, w64, d64 = (in_float64(array) for array in (x, w, d_logits))
+    for got, want, bound in ((logits, x64 @ w64, 1e-5), (dx, d64 @ w64.T, 2.0**-8), (dw, x64.T @ d64, 1e-5)):
+        assert relative_error(got, want) < bound
+
+
+def test_tokens_are_not_converted():
+    def gradients(x, w, d_logits):
+        return jax.vjp(jgg.router_logits, x, w)[1](d_logits)
+
+    x, w, _, d_logits = arrays().values()
+    in_float32 = f"f32[{T},{H}]"
+    assert in_float32 not in str(jax.make_jaxpr(gradients)(x, w, d_logits))
+    with jax.default_matmul_precision("highest"):
+        assert in_float32 in str(jax.make_jaxpr(gradients)(x, w, d_logits))
+
+
+def test_bad_numbers_stay_with_their_token_or_expert():
+    x, w, _, _ = arrays().values()
+    x = x.at[3, 5].set(jnp.nan).at[7, 2].set(jnp.inf)
+    w = w.at[4, 1].set(jnp.inf)
+    logits = jgg.router_logits(x, w)
+    assert jnp.all(jnp.isnan(logits[3])) and not jnp.any(jnp.isfinite(logits[jnp.array([7]), :]))
+    others = jnp.delete(jnp.delete(logits, jnp.array([3, 7]), axis=0), 1, axis=1)
+    assert jnp.all(jnp.isfinite(others)) and not jnp.any(jnp.isfinite(logits[:, 1]))
+
+
+def test_large_weights_stay_finite():
+    largest = jnp.full((1, 1), 3.4e38)  # which rounds to infinity in bfloat16
+    assert jnp.isfinite(jgg.router_logits(jnp.ones((1, 1), jnp.bfloat16), largest))
+
+
+def test_vmap_and_shard_map():
+    x, w, _, d_logits = arrays().values()
+    gradient = jax.grad(lambda w, x, d: jnp.sum(jgg.router_logits(x, w) * d))
+    whole = gradient(w, x, d_logits)
+    halves = jax.vmap(gradient, (None, 0, 0))(w, x.reshape(2, -1, H), d_logits.reshape(2, -1, E))
+    np.testing.assert_allclose(halves.sum(0), whole, rtol=1e-4, atol=1e-4)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(), jax.P("a"), jax.P("a")
+    mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=jax.P()))
+    np.testing.assert_allclose(mapped(w, x, d_logits), whole, rtol=1e-6)
+
+
+def test_second_and_forward_derivatives():
+    x, w, _, _ = arrays().values()
+
+    def loss(w, implementation):
+        return jnp.sum(jnp.sin(jgg.router_logits(x, w, implementation=implementation)))
+
+    def curvature(w, implementation):
+        return jnp.sum(jax.grad(loss)(w, implementation) ** 2)
+
+    got, want = (jax.grad(curvature)(w, implementation) for implementation in (None, "xla"))
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2 * float(jnp.max(jnp.abs(want))))
+    _, tangent = jax.jvp(lambda w: loss(w, "xla"), (w,), (jnp.ones_like(w),))
+    np.testing.assert_allclose(tangent, jnp.sum(jax.grad(loss)(w, "xla")), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": jnp.ones(H)}, ValueError, "x must be [T, H]"),
+        ({"w_router": jnp.ones((H + 1, E))}, ValueError, f"w_router must be [H, E] with H = {H}, got [{H + 1}, {E}]."),
+        ({"w_router": jnp.ones((H, E), jnp.int32)}, TypeError, "w_router must be a float array, got int32."),
+        ({"bias": jnp.ones(E + 1)}, ValueError, f"bias must be [E] = [{E}], got [{E + 1}]."),
+        ({"bias": jnp.ones(E, bool)}, TypeError, "bias must be a float array, got bool."),
+    ],
+)
+def test_errors(changes, error, message):
+    given = arrays() | changes
+    with pytest.raises(error, match=re.escape(message)):
+        jgg.router_logits(given["x"], given["w_router"], given["bias"])
