@@ -12,7 +12,7 @@ from jgg.products.partitioning import ROWS, WHOLE, Letters
 from jgg.products.product import Product
 
 _MAX_PROGRAMS = 512  # one program adds up what they counted
-_BLOCK_ROWS = 128  # of a program's step, which compares each with each
+_BLOCK_ROWS = 64  # of a program's step, which compares each with each
 
 
 class Sort(NamedTuple):

@@ -62,7 +62,7 @@ SORTS = {
     "one row": (1, 1, 0, 1),
     "one block": (60, 7, 0, 7),
     "several programs": (1500, 16, 0, 16),
-    "several steps of each program": (9001, 512, 0, 512),
+    "several steps of each program": (40_001, 16, 0, 16),
     "experts that have no row": (500, 100, 40, 60),
     "all rows on one expert": (700, 64, 63, 64),
     "rows of no expert": (700, 20, -5, 40),
