@@ -8,31 +8,32 @@ from .tiles import row_pointers
 
 @triton.jit
 def combine_kernel(
-    rows, positions, scales, y, num_tokens, num_rows, first_column,
-    COLUMNS: tl.constexpr, Y_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    rows, positions, scales, y, num_tokens, num_rows, first_of_rows, first_of_y,
+    COLUMNS: tl.constexpr, ROWS_COLUMNS: tl.constexpr, Y_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
-    Arrays: rows [num_rows, COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens, Y_COLUMNS], of
-    which COLUMNS from first_column on, a multiple of 16, are written. The grid is (tokens / BLOCK_ROWS, COLUMNS /
-    BLOCK_COLUMNS), rounded up.
+    Arrays: rows [num_rows, ROWS_COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens,
+    Y_COLUMNS]. COLUMNS of them are read and written, from first_of_rows and first_of_y on, which are multiples of 16.
+    The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     in_columns = (columns < COLUMNS)[None, :]
+    # the compiler is told, else it loads and stores one element at a time
+    rows_columns = tl.multiple_of(first_of_rows + column, 16) + tl.arange(0, BLOCK_COLUMNS)
+    y_columns = tl.multiple_of(first_of_y + column, 16) + tl.arange(0, BLOCK_COLUMNS)
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     for choice in tl.static_range(TOPK):
         slots = tokens * TOPK + choice
         position = tl.load(positions + slots, mask=tokens < num_tokens, other=-1)
         exists = (position >= 0) & (position < num_rows)
-        pointers = row_pointers(rows, position, columns, COLUMNS)
+        pointers = row_pointers(rows, position, rows_columns, ROWS_COLUMNS)
         value = tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0).to(tl.float32)
         if scales is not None:
             value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
         acc += value
     mask = (tokens < num_tokens)[:, None] & in_columns
-    # the compiler is told, else it stores one element at a time
-    y_columns = tl.multiple_of(first_column + column, 16) + tl.arange(0, BLOCK_COLUMNS)
     tl.store(row_pointers(y, tokens, y_columns, Y_COLUMNS), acc.to(y.dtype.element_ty), mask=mask)

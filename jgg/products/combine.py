@@ -83,22 +83,24 @@ def gather(how: How, topk: int):
 
 
 def combine(
-    launcher: Launcher, rows, positions, topk: int, scales=None, *, y=None, first_column: int = 0, y_columns=None
-) -> jax.Array:
+    launcher: Launcher, rows, positions, topk: int, scales=None, *, columns: range | None = None, y=None,
+    first_column: int = 0, y_columns=None,
+) -> jax.Array:  # fmt: skip
     """COMBINE by its kernel.
 
     Args:
-      y: what to write the sums into, from `first_column` on; or None for an array of y_columns, by default N, that has
-        nothing but the sums.
+      columns: of rows, which are added up; by default all N.
+      y: what to write the sums into, from `first_column` on; or None for an array of y_columns, by default as many as
+        are added up, that has nothing but the sums.
     """
     from jgg.kernels.combine import combine_kernel
 
-    num_tokens, columns = len(positions) // topk, rows.shape[1]
+    num_tokens, columns = len(positions) // topk, range(rows.shape[1]) if columns is None else columns
     if y is None:
-        y = jax.ShapeDtypeStruct((num_tokens, y_columns or columns), rows.dtype)
+        y = jax.ShapeDtypeStruct((num_tokens, y_columns or len(columns)), rows.dtype)
     # a thread asks for about eight pieces of 16 bytes at once, whatever topk is
     block_rows = max(2, 16 // power_of_2(topk, least=1))
-    block_columns = min(256 if topk == 1 else 512, power_of_2(columns))
+    block_columns = min(256 if topk == 1 else 512, power_of_2(len(columns)))
     launch = Launch(
         operands={
             "rows": rows,
@@ -106,26 +108,30 @@ def combine(
             "scales": flat(scales),
             "num_tokens": num_tokens,
             "num_rows": rows.shape[0],
-            "first_column": first_column,
+            "first_of_rows": columns.start,
+            "first_of_y": first_column,
         },
         outputs={"y": y},
         constants={
-            "COLUMNS": columns,
+            "COLUMNS": len(columns),
+            "ROWS_COLUMNS": rows.shape[1],
             "Y_COLUMNS": y.shape[1],
             "TOPK": topk,
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,
         },
-        grid=(math.ceil(num_tokens / block_rows), math.ceil(columns / block_columns)),
-        flops=rows.size,
-        bytes_accessed=(rows.size + num_tokens * columns) * rows.dtype.itemsize,
+        grid=(math.ceil(num_tokens / block_rows), math.ceil(len(columns) / block_columns)),
+        flops=rows.shape[0] * len(columns),
+        bytes_accessed=(rows.shape[0] + num_tokens) * len(columns) * rows.dtype.itemsize,
     )
     return launcher.run(combine_kernel, launch)["y"]
 
 
-def expert_order(launcher: Launcher, x: jax.Array, gather_indices, topk: int) -> jax.Array:
-    """Tokens x [T, K] as rows [M, K] in expert order, by a kernel."""
-    return combine(launcher, x, gather_indices // topk, 1)
+def expert_order(
+    launcher: Launcher, x: jax.Array, gather_indices, topk: int, columns: range | None = None
+) -> jax.Array:
+    """Tokens x [T, K], or those of their columns, as rows in expert order, by a kernel."""
+    return combine(launcher, x, gather_indices // topk, 1, columns=columns)
 
 
 def token_order(

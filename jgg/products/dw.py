@@ -116,8 +116,7 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
     """dW of x in token order, which is copied in expert order a part of its features after the other."""
 
     def multiply(x, features, dw):
-        part = x[:, features.start : features.stop]
-        rows = expert_order(launcher, part, gather_indices, problem.topk)
+        rows = expert_order(launcher, x, gather_indices, problem.topk, features)
         return warp_specialized.multiply_row_blocks(
             launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
         )  # fmt: skip
