@@ -1,7 +1,10 @@
-"""Trains the demo's model by several implementations, from the same weights and batches: python tools/same_training.py.
+"""Trains the demo's model by several variants, from the same weights and batches; writes PREFIX.json and PREFIX.png.
 
-Their losses differ by rounding only, which training amplifies: for each implementation the spread over seeds is the
-noise that the difference between implementations is to be compared with. Writes PREFIX.json and PREFIX.png.
+    python tools/same_training.py                                           # the implementations xla and triton
+    python tools/same_training.py --variants triton triton+fp8 --out fp8    # bfloat16 and FP8
+
+Their losses differ by rounding only, which training amplifies: for each variant the spread over seeds is the noise that
+the difference between variants is to be compared with.
 """
 
 import argparse
@@ -28,8 +31,14 @@ PEAK_RATE = 3e-3
 SMOOTHED = 10  # steps that a point of a curve is the mean of; the final training loss is that of 10 points
 
 
-def train(settings: Settings):
-    """The curve of a run, and its losses at the end, in bits per byte."""
+def train(settings: Settings, variant: str):
+    """The curve of a run, and its losses at the end, in bits per byte.
+
+    Args:
+      variant: an implementation, with "+fp8" after it to multiply in FP8.
+    """
+    implementation, _, quantization = variant.partition("+")
+    settings = dataclasses.replace(settings, implementation=implementation, fp8=quantization == "fp8")
     corpus = load_corpus()
     init_key, data_key = jax.random.split(jax.random.key(settings.seed))
     graphdef, params = nnx.split(LanguageModel(settings, rngs=nnx.Rngs(init_key)))
@@ -48,7 +57,7 @@ def train(settings: Settings):
         held_out = make_evaluate(graphdef)(state.params, *windows).item()
     whole = len(losses) // SMOOTHED * SMOOTHED or len(losses)
     return {
-        "implementation": settings.implementation,
+        "variant": variant,
         "seed": settings.seed,
         "train": losses[:whole].reshape(-1, min(SMOOTHED, whole)).mean(axis=1).tolist(),
         "final_train": float(np.mean(losses[-10 * SMOOTHED :])),
@@ -57,8 +66,8 @@ def train(settings: Settings):
 
 
 def compare(runs):
-    """Mean and spread of the final losses of each implementation, and how far those of one seed are apart."""
-    summary = {"implementations": {}, "largest_difference_of_a_seed": {}}
+    """Mean and spread of the final losses of each variant, and how far those of one seed are apart."""
+    summary = {"variants": {}, "largest_difference_of_a_seed": {}}
     for loss in ("final_train", "final_held_out"):
         by_seed = {}
         for run in runs:
@@ -66,9 +75,9 @@ def compare(runs):
                 by_seed.setdefault(run["seed"], []).append(run[loss])
         differences = [max(losses) - min(losses) for losses in by_seed.values() if len(losses) > 1]
         summary["largest_difference_of_a_seed"][loss] = max(differences, default=None)
-    for name in dict.fromkeys(run["implementation"] for run in runs):
-        own = [run for run in runs if run["implementation"] == name]
-        summary["implementations"][name] = {
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        own = [run for run in runs if run["variant"] == name]
+        summary["variants"][name] = {
             loss: {"mean": float(np.mean(values)), "spread": max(values) - min(values)}
             for loss in ("final_train", "final_held_out")
             for values in [[run[loss] for run in own if run[loss] is not None]]
@@ -78,22 +87,22 @@ def compare(runs):
 
 
 def plot(runs, title) -> Figure:
-    """The curves, and what those of each seed differ from the first implementation's."""
+    """The curves, and what those of each seed differ from the first variant's."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, differences = figure.subplots(1, 2)
     figure.suptitle(title)
-    names = list(dict.fromkeys(run["implementation"] for run in runs))
-    first = {run["seed"]: run for run in runs if run["implementation"] == names[0]}
+    names = list(dict.fromkeys(run["variant"] for run in runs))
+    first = {run["seed"]: run for run in runs if run["variant"] == names[0]}
     for run in runs:
-        place = names.index(run["implementation"])
+        place = names.index(run["variant"])
         style = {"color": f"C{place}", "linestyle": ("-", "--", ":")[place % 3], "linewidth": 1, "alpha": 0.8}
-        label = run["implementation"] if run["seed"] == min(first) else None
+        label = run["variant"] if run["seed"] == min(first) else None
         losses = run["train"]
         steps = SMOOTHED * (1 + np.arange(len(losses)))
         curves.plot(steps, losses, label=label, **style)
         if place:
             others = first[run["seed"]]["train"]
-            label = f"{run['implementation']}, seed {run['seed']}"
+            label = f"{run['variant']}, seed {run['seed']}"
             differences.plot(steps, np.subtract(losses, others), label=label, linewidth=1)
     curves.set(xlabel="step", ylabel="bits per byte", title="training loss of every seed")
     curves.legend()
@@ -109,17 +118,15 @@ def main():
     """Trains, prints the final losses, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     COMMANDS["demo"].add_arguments(parser)
-    parser.add_argument("--implementations", nargs="+", default=["xla", "triton"], help="(%(default)s)")
+    parser.add_argument("--variants", nargs="+", default=["xla", "triton"], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.set_defaults(steps=2000, out="same-training", quiet=True)
     options = parser.parse_args()
     settings = Settings.from_args(options)
     runs = []
-    for seed, implementation in itertools.product(options.seeds, options.implementations):
-        runs.append(train(dataclasses.replace(settings, seed=seed, implementation=implementation)))
-        print(
-            "{implementation}, seed {seed}: {final_train:.4f}, held out {final_held_out}".format(**runs[-1]), flush=True
-        )
+    for seed, variant in itertools.product(options.seeds, options.variants):
+        runs.append(train(dataclasses.replace(settings, seed=seed), variant))
+        print("{variant}, seed {seed}: {final_train:.4f}, held out {final_held_out}".format(**runs[-1]), flush=True)
     summary = compare(runs)
     print(json.dumps(summary, indent=2))
     kind = devices()[0].kind
