@@ -81,7 +81,7 @@ class QuantizedArray:
                 f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
                 f"{list(self.scales.shape)}."
             )
-        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp.repeat).astype(dtype)
+        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp.take).astype(dtype)
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
@@ -94,25 +94,30 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
-def scaled(values: Any, scales: Any, block: tuple[int, int], repeat: Callable[[Any, int, int], Any]) -> Any:
-    """values * scales in float32, of JAX's or NumPy's arrays by the `repeat` of the same."""
-    scales = scales.astype(np.float32)
+def scaled(values: Any, scales: Any, block: tuple[int, int], take: Callable[..., Any]) -> Any:
+    """values * scales in float32, of JAX's or NumPy's arrays by the `take` of the same."""
+    return values.astype(np.float32) * _of_elements(scales.astype(np.float32), values.shape, block, take)
+
+
+def _of_elements(scales, shape, block, take):
+    """The scale of each element; by `take`, as a reshape could split an array over devices as none can name."""
     for axis, step in zip((-2, -1), block, strict=True):
-        scales = repeat(scales, step, axis)
-    rows, columns = values.shape[-2:]
-    return values.astype(np.float32) * scales[..., :rows, :columns]
+        scales = take(scales, np.arange(shape[axis]) // step, axis=axis, mode="clip")
+    return scales
 
 
 def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_of_2_scales: bool) -> QuantizedArray:
     """An array [..., rows, columns] with a scale for each block, as `jgg.quantize_tokens` says; in plain JAX."""
     largest = float(jnp.finfo(dtype).max)
-    sizes, counts = array.shape[-2:], scales_shape(array.shape, block)[-2:]
-    missing = [count * step - size for count, step, size in zip(counts, block, sizes, strict=True)]
-    whole = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
-    blocks = whole.reshape(*array.shape[:-2], counts[0], block[0], counts[1], block[1])
-    highest = jnp.max(jnp.abs(blocks), axis=(-3, -1))
-    # XLA's maximum on a CPU leaves NaN out
-    highest = jnp.where(jnp.any(jnp.isnan(blocks), axis=(-3, -1)), jnp.nan, highest)
+    array = array.astype(jnp.float32)
+    window = (*[1] * (array.ndim - 2), *block)
+    missing = [(0, -size % step) for size, step in zip(array.shape, window, strict=True)]
+    highest, is_nan = (
+        jax.lax.reduce_window(each, jnp.float32(0), jax.lax.max, window, window, missing)
+        # XLA's maximum on a CPU leaves NaN out
+        for each in (jnp.abs(array), jnp.isnan(array).astype(jnp.float32))
+    )
+    highest = jnp.where(is_nan > 0, jnp.nan, highest)
     # times the inverse, here and below, by which XLA may or may not replace a division
     scales = highest * np.float32(1 / largest)
     scales = jnp.where(scales < _LEAST_SCALE, _LEAST_SCALE, scales)
@@ -120,8 +125,8 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
-    values = jnp.clip(blocks * (1 / scales)[..., :, None, :, None], -largest, largest).reshape(whole.shape)
-    return QuantizedArray(values[..., : sizes[0], : sizes[1]].astype(dtype), scales)
+    values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp.take), -largest, largest)
+    return QuantizedArray(values.astype(dtype), scales)
 
 
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
