@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.arguments import as_arrays, check_instance
 from jgg.backends.choice import How, how_of, is_plain_jax
 from jgg.backends.xla import plain
+from jgg.backends.xla.row_blocks import guarded
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.grouped_gemm_fp8 import multiply_quantized
 from jgg.manual_axes import vary_over, varying_axes
@@ -240,7 +241,7 @@ def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: j
         if bias is not None:
             sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
-            sums = sums.at[inverse_permutation(gather_indices)].get(mode="fill", fill_value=0)
+            sums = sums.at[guarded(inverse_permutation(gather_indices), len(sums))].get(mode="fill", fill_value=0)
         d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         how = how_dw._replace(config=None)

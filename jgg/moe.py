@@ -208,9 +208,8 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
         (db_gate_up,) = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
 
-    # a choice without a row has no gradient; `at` would read past the last row, which checkify reports
-    last = mlp.up.num_rows - 1
-    d_weights = jnp.where(row_of <= last, d_weights[jnp.minimum(row_of, last)], 0)
+    # a choice without a row has no gradient
+    d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
 

@@ -181,7 +181,7 @@ def as_indices(gather_indices: jax.Array | None) -> jax.Array | None:
 
 
 def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = None) -> jax.Array:
-    """For each position in token order the row in expert order that names it, or M where none does.
+    """For each position in token order the row in expert order that names it, or -1 where none does.
 
     Of several such rows it is the last; indices outside the positions name nothing.
 
@@ -197,8 +197,7 @@ def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = N
     in_range = (gather_indices >= 0) & (gather_indices < num_positions)
     targets = jnp.where(in_range, gather_indices, num_positions)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    inverse = jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
-    return jnp.where(inverse < 0, num_rows, inverse)
+    return jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
 
 
 def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | None = None) -> None:
@@ -233,7 +232,7 @@ def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | Non
         num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
     )  # fmt: skip
     if indices is not None:
-        missing = jnp.sum(inverse_permutation(indices) == num_rows)
+        missing = jnp.sum(inverse_permutation(indices) < 0)
         checkify.check(
             missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
             missing=missing,

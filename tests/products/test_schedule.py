@@ -200,7 +200,7 @@ def test_tile_schedule_has_room_for_the_most_tiles(block_rows):
 
 
 def reference_inverse(gather_indices):
-    inverse = [len(gather_indices)] * len(gather_indices)
+    inverse = [-1] * len(gather_indices)
     for row, position in enumerate(gather_indices):
         if 0 <= position < len(gather_indices):
             inverse[position] = row
