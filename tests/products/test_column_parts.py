@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.backends.choice import How, Launcher
+from jgg.gpu_target import current_target
 from jgg.moe import moe_mlp
 from jgg.products import column_parts
+from jgg.products.combine import expert_order
 from tests.support.moe_oracle import DATA, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run
 
@@ -54,6 +57,19 @@ def test_parts_of_columns_of_the_warp_specialized_kernel(biased, w_layout, part_
         part_width(width)
         results.append(run(floats, chosen, dy, "triton", dtype=jnp.bfloat16, w_layout=w_layout))
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
+def test_copies_of_columns(implementation):
+    """Those of x itself, bad indices left out, at the edges of blocks and past them."""
+    rng = np.random.default_rng(0)
+    x, positions = rng.normal(size=(7, 600)).astype(np.float32), np.array([12, 0, -1, 3, 13, 14, 5, 5], np.int32)
+    launcher = Launcher.of(How(implementation, current_target()))
+    in_range = (positions >= 0) & (positions < 14)
+    for columns in range(0, 600), range(256, 512), range(528, 600):
+        copy = jax.jit(lambda x, at, columns=columns: expert_order(launcher, x, at, 2, columns))
+        want = np.where(in_range[:, None], x[np.clip(positions // 2, 0, 6)][:, columns.start : columns.stop], 0)
+        np.testing.assert_array_equal(copy(x, jnp.asarray(positions)), want)
 
 
 @pytest.mark.gpu
