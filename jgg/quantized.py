@@ -102,7 +102,8 @@ def scaled(values: Any, scales: Any, block: tuple[int, int], take: Callable[...,
 def _of_elements(scales, shape, block, take):
     """The scale of each element; by `take`, as a reshape could split an array over devices as none can name."""
     for axis, step in zip((-2, -1), block, strict=True):
-        scales = take(scales, np.arange(shape[axis]) // step, axis=axis, mode="clip")
+        if step > 1:  # else there may be a symbolic number of them
+            scales = take(scales, np.arange(shape[axis]) // step, axis=axis, mode="clip")
     return scales
 
 
