@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgg.arguments import as_array, as_dtype, check_instance
+from jgg.arguments import as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -70,8 +70,9 @@ class QuantizedArray:
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         """values * scales, rounded once.
 
-        Raises: ValueError: scales have a shape that no blocks explain.
+        Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
+        check(len(self.shape) >= 2, f"values must be [..., rows, columns], got {list(self.shape)}.")
         possible = (
             block for block in itertools.product(BLOCKS, BLOCKS) if scales_shape(self.shape, block) == self.scales.shape
         )
