@@ -110,7 +110,7 @@ _DEEPSEEK = Family(
     lambda config: _options(
         config, "n_routed_experts", "moe_intermediate_size", score="sigmoid", normalize=config["norm_topk_prob"],
         scale=config["routed_scaling_factor"], num_groups=config["n_group"], topk_groups=config["topk_group"],
-        use_selection_bias=True, shared_features=config["n_shared_experts"] * config["moe_intermediate_size"],
+        use_selection_bias=True, shared_features=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
     ),
     _QWEN | {SELECTION_BIAS: _as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
 )  # fmt: skip

@@ -37,7 +37,7 @@ class Quantization:
         expected = scales_shape(values.shape, self.block)
         if scales.shape != expected:
             raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
-        return scaled(values, scales, self.block, np.take).astype(jnp.bfloat16)
+        return scaled(values, scales, self.block, np).astype(jnp.bfloat16)
 
 
 def quantization(config: Mapping[str, Any]) -> Quantization | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgg.arguments import as_array, as_dtype, check_instance
+from jgg.arguments import as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -70,8 +70,9 @@ class QuantizedArray:
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         """values * scales, rounded once.
 
-        Raises: ValueError: scales have a shape that no blocks explain.
+        Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
+        check(len(self.shape) >= 2, f"values must be [..., rows, columns], got {list(self.shape)}.")
         possible = (
             block for block in itertools.product(BLOCKS, BLOCKS) if scales_shape(self.shape, block) == self.scales.shape
         )
@@ -81,7 +82,7 @@ class QuantizedArray:
                 f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
                 f"{list(self.scales.shape)}."
             )
-        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp.take).astype(dtype)
+        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp).astype(dtype)
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
@@ -94,16 +95,16 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
-def scaled(values: Any, scales: Any, block: tuple[int, int], take: Callable[..., Any]) -> Any:
-    """values * scales in float32, of JAX's or NumPy's arrays by the `take` of the same."""
-    return values.astype(np.float32) * _of_elements(scales.astype(np.float32), values.shape, block, take)
+def scaled(values: Any, scales: Any, block: tuple[int, int], numpy: Any) -> Any:
+    """values * scales in float32, of JAX's arrays by `jnp` or NumPy's by `np`."""
+    return values.astype(np.float32) * _of_elements(scales.astype(np.float32), values.shape, block, numpy)
 
 
-def _of_elements(scales, shape, block, take):
+def _of_elements(scales, shape, block, numpy):
     """The scale of each element; by `take`, as a reshape could split an array over devices as none can name."""
     for axis, step in zip((-2, -1), block, strict=True):
-        if step > 1:  # else there may be a symbolic number of them
-            scales = take(scales, np.arange(shape[axis]) // step, axis=axis, mode="clip")
+        # NumPy has no arange of a symbolic size
+        scales = numpy.take(scales, numpy.arange(shape[axis]) // step, axis=axis, mode="clip")
     return scales
 
 
@@ -112,7 +113,8 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
     largest = float(jnp.finfo(dtype).max)
     array = array.astype(jnp.float32)
     window = (*[1] * (array.ndim - 2), *block)
-    missing = [(0, -size % step) for size, step in zip(array.shape, window, strict=True)]
+    sizes = zip(scales_shape(array.shape, block), window, array.shape, strict=True)
+    missing = [(0, count * step - size) for count, step, size in sizes]  # of symbolic sizes the shape of scales follows
     highest, is_nan = (
         jax.lax.reduce_window(each, jnp.float32(0), jax.lax.max, window, window, missing)
         # XLA's maximum on a CPU leaves NaN out
@@ -126,7 +128,7 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
-    values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp.take), -largest, largest)
+    values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp), -largest, largest)
     return QuantizedArray(values.astype(dtype), scales)
 
 

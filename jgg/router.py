@@ -67,12 +67,12 @@ def _forward(x, w_router):
 def _backward(residuals, d_logits):
     x, w_router = residuals
     d_terms, w_terms = _terms(d_logits), _terms(w_router)
-    dw_router = _sum_of_products(x, d_terms, x_axis=0).astype(w_router.dtype)
+    dw_router = _sum_of_products(x, d_terms, x_axis=0, like=w_router).astype(w_router.dtype)
     if len(w_terms) == 1:
         w_terms = w_terms * 2
     else:  # the products of all terms but of the two low ones
         d_terms, w_terms = [*d_terms, d_terms[0]], [w_terms[0], *w_terms]
-    return _dot(jnp.concatenate(d_terms, axis=1), jnp.concatenate(w_terms, axis=1), 1, 1, x.dtype), dw_router
+    return _dot(jnp.concatenate(d_terms, axis=1), jnp.concatenate(w_terms, axis=1), 1, 1, x.dtype, x), dw_router
 
 
 _multiply.defvjp(_forward, _backward)
@@ -83,15 +83,19 @@ def _terms(matrix: jax.Array) -> list[jax.Array]:
     return [matrix] if matrix.dtype == jnp.bfloat16 else list(two_terms(matrix, jnp.dtype("bfloat16")))
 
 
-def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int) -> jax.Array:
+def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: jax.Array | None = None) -> jax.Array:
     """The sum of x's float32 products with each term, side by side in one product, so that x is read once."""
-    products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32)
+    products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32, like)
     first, *others = jnp.split(products, len(terms), axis=1)
     return sum(others, first)
 
 
-def _dot(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike) -> jax.Array:
+def _dot(
+    left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike, like: jax.Array | None = None
+) -> jax.Array:  # fmt: skip
+    """A product, split over Explicit axes of a mesh as another array is, if that is given."""
     axes = (((left_axis,), (right_axis,)), ((), ()))
     return jax.lax.dot_general(
-        left, right, axes, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.dtype(dtype)
+        left, right, axes, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.dtype(dtype),
+        out_sharding=None if like is None else jax.typeof(like).sharding,
     )  # fmt: skip

@@ -158,6 +158,8 @@ def test_errors():
     wrong = jgg.QuantizedArray(jnp.ones((2, 256, 256), ml_dtypes.float8_e4m3fn), jnp.ones((2, 3, 2)))
     with pytest.raises(ValueError, match=r"scales must be of blocks of \(1, 32, 128\) rows .* got \[2, 3, 2\]"):
         jgg.grouped_gemm(np.ones((4, 256), np.float32), wrong, np.array([2, 2]))
+    with pytest.raises(ValueError, match=r"values must be \[..., rows, columns\], got \[4\]"):
+        jgg.QuantizedArray(jnp.ones(4, ml_dtypes.float8_e4m3fn), jnp.ones(1)).dequantize()
 
 
 class QArray(NamedTuple):

@@ -170,6 +170,14 @@ def test_configs_that_transformers_5_writes():
     assert jgg.hf.moe_layer(config | {"swiglu_alpha": 1.5}).activation == clamped_swiglu(1.5, 1.5)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2", "glm4_moe"])
+def test_configs_without_shared_experts(name):
+    config, *_ = load(name)
+    layer = jgg.hf.moe_layer(config | {"n_shared_experts": None})
+    assert layer == jgg.hf.moe_layer(config | {"n_shared_experts": 0})
+    assert layer.shared_features == 0
+
+
 def test_errors_of_configs():
     config, _, _, _ = load("qwen3_moe")
     with pytest.raises(ValueError, match=r"model_type must be one of .*'mixtral'.*got 'bert'"):

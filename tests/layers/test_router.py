@@ -98,6 +98,21 @@ def test_vmap_and_shard_map():
     np.testing.assert_allclose(mapped(w, x, d_logits), whole, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+@pytest.mark.parametrize("spec", [jax.P("a"), jax.P()])
+def test_tokens_split_over_an_axis(kind, spec):
+    x, w, _, d_logits = arrays().values()
+    gradient = jax.jit(jax.grad(lambda x, w, d: jnp.sum(jgg.router_logits(x, w) * d), (0, 1)))
+    whole = gradient(x, w, d_logits)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x, d_logits = (jax.device_put(array, jax.NamedSharding(mesh, spec)) for array in (x, d_logits))
+        w = jax.device_put(w, jax.NamedSharding(mesh, jax.P()))
+        split = gradient(x, w, d_logits)
+    for got, want in zip(split, whole, strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
 def test_second_and_forward_derivatives():
     x, w, _, _ = arrays().values()
 

@@ -122,6 +122,22 @@ def test_shapes_known_when_it_runs():
             assert_close(exported.call(params, x[:count]), server(params, x[:count]))
 
 
+@pytest.mark.parametrize(("quantize", "shape"), [(jgg.quantize_tokens, "tokens, k"), (jgg.quantize_weights, "e, n, k")])
+def test_quantizing_shapes_known_when_it_runs(quantize, shape):
+    def run(array):
+        quantized = quantize(array)
+        return quantized, quantized.dequantize(jnp.float32)
+
+    symbols = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), "float32")
+    exported = jgg.export(jax.jit(run), platforms=("cpu", "cuda"))(symbols)
+    for sizes in {"tokens": 3, "e": 2, "n": 1, "k": 300}, {"tokens": 130, "e": 1, "n": 128, "k": 5}:
+        shape = [sizes.get(str(size), size) for size in symbols.shape]
+        array = np.random.default_rng(0).standard_normal(shape).astype("float32")
+        got, want = (jax.tree.leaves(results) for results in (exported.call(array), jax.jit(run)(array)))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("shapes", "implementation", "message"),
     [
