@@ -118,7 +118,8 @@ def main():
     """Trains, prints the final losses, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     COMMANDS["demo"].add_arguments(parser)
-    parser.add_argument("--variants", nargs="+", default=["xla", "triton"], help="(%(default)s)")
+    names = [name + quantization for name in ("xla", "triton", "interpret") for quantization in ("", "+fp8")]
+    parser.add_argument("--variants", nargs="+", choices=names, default=["xla", "triton"], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.set_defaults(steps=2000, out="same-training", quiet=True)
     options = parser.parse_args()
