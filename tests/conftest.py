@@ -11,7 +11,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 generated.register_profiles()
 workers.compile_quickly()
-workers.limit_memory()
+workers.share_gpus()
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -18,14 +18,24 @@ _GROUPS = Path(os.environ.setdefault("JGG_TEST_GROUPS", f"{tempfile.gettempdir()
 
 
 @functools.cache
-def gpu_memory() -> float:
-    """GiB of the smallest GPU, asked without starting CUDA; 0 where there is none."""
+def gpu_memories() -> tuple[float, ...]:
+    """GiB of each GPU, asked without starting CUDA."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
-        return 0.0
-    return min(map(int, done.stdout.split()), default=0) / 1024
+        return ()
+    return tuple(int(mebibytes) / 1024 for mebibytes in done.stdout.split())
+
+
+def gpu_memory() -> float:
+    """GiB of the smallest GPU; 0 where there is none."""
+    return min(gpu_memories(), default=0.0)
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA calls the GPUs that it may use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpu_memories()))))).split(",")
 
 
 def large_arrays() -> tuple[float, ...]:
@@ -44,9 +54,9 @@ def worker_of_large_test(needed: float = LARGE_ARRAYS[0][0]) -> str | None:
 
 
 def num_workers() -> int:
-    """As many as find memory and a CPU each."""
+    """As many as find memory and a CPU each: of several GPUs, each runs on all of them and keeps its arrays on one."""
     large = large_arrays()
-    others = (gpu_memory() - _taken(large)) / (CONTEXT + ARRAYS)
+    others = (gpu_memory() - _taken(large)) / (CONTEXT + ARRAYS / len(visible_gpus()))
     return int(max(1, min(len(large) + others, len(os.sched_getaffinity(0)))))
 
 
@@ -55,11 +65,14 @@ def compile_quickly() -> None:
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 
-def limit_memory() -> None:
-    """Gives a worker of several, before JAX starts there, its part of the GPU's memory."""
+def share_gpus() -> None:
+    """Gives a worker of several, before JAX starts there, a GPU to begin with and its part of each one's memory."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) == 1 or not gpu_memory():
         return
-    large = dict(enumerate(large_arrays())).get(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
+    worker, gpus = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), visible_gpus()
+    first = worker % len(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    large = dict(enumerate(large_arrays())).get(worker)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(large is not None).lower()  # in one piece
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{(large or ARRAYS) / gpu_memory():.4f}"
 
