@@ -81,6 +81,35 @@ def activate_backward(
 
 
 @triton.jit
+def as_pairs(pre):
+    """A pointer to the neighbours of an INTERLEAVED row, gate and up, as one integer of twice the bits.
+
+    A thread then holds the gates and ups of the features of which it holds z and hidden: no exchange between threads.
+    """
+    return pre.to(tl.pointer_type(tl.int64 if pre.dtype.element_ty == tl.float32 else tl.int32))
+
+
+@triton.jit
+def split_pairs(pairs, dtype: tl.constexpr):
+    """Gate and up of integers that `as_pairs` points to, float32."""
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    integer: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
+    gate = pairs.to(integer).to(dtype, bitcast=True)
+    up = (pairs >> BITS).to(integer).to(dtype, bitcast=True)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def join_pairs(gate, up):
+    """The reverse of `split_pairs`, of gate and up in their dtype."""
+    BITS: tl.constexpr = gate.dtype.primitive_bitwidth
+    integer: tl.constexpr = tl.int32 if gate.dtype == tl.float32 else tl.int16
+    pair: tl.constexpr = tl.int64 if gate.dtype == tl.float32 else tl.int32
+    low = gate.to(integer, bitcast=True).to(pair) & ((1 << BITS) - 1)
+    return low | (up.to(integer, bitcast=True).to(pair) << BITS)
+
+
+@triton.jit
 def load_gate_and_up(
     pre, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -92,10 +121,8 @@ def load_gate_and_up(
         gate = tl.load(row_pointers(pre, rows, columns, COLUMNS), mask=mask, other=0.0).to(tl.float32)
         up = gate
     elif INTERLEAVED:
-        wide = 2 * column + tl.arange(0, 2 * BLOCK_COLUMNS)
-        mask = exists[:, None] & (wide < 2 * COLUMNS)[None, :]
-        pairs = tl.load(row_pointers(pre, rows, wide, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(pairs, (BLOCK_ROWS, BLOCK_COLUMNS, 2)))
+        pairs = tl.load(row_pointers(as_pairs(pre), rows, columns, COLUMNS), mask=mask, other=0)
+        gate, up = split_pairs(pairs, pre.dtype.element_ty)
     else:
         gate = tl.load(row_pointers(pre, rows, columns, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
         up = tl.load(row_pointers(pre + COLUMNS, rows, columns, 2 * COLUMNS), mask=mask, other=0.0).to(tl.float32)
@@ -113,8 +140,8 @@ def store_gate_and_up(
     if not GATED:
         store_tile(pre, gate, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
     elif INTERLEAVED:
-        pairs = tl.reshape(tl.join(gate, up), (BLOCK_ROWS, 2 * BLOCK_COLUMNS))
-        store_tile(pre, pairs, rows, exists, 2 * column, 2 * COLUMNS, 2 * BLOCK_COLUMNS)
+        pairs = join_pairs(gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty))
+        tl.store(row_pointers(as_pairs(pre), rows, columns, COLUMNS), pairs, mask=mask)
     else:
         dtype = pre.dtype.element_ty
         tl.store(row_pointers(pre, rows, columns, 2 * COLUMNS), gate.to(dtype), mask=mask)
