@@ -6,8 +6,9 @@ endif
 
 BIN := .venv/bin
 ON_CPU := JAX_PLATFORMS=cpu
-# Tests compile more than they compute: not optimized, and fusions not through MLIR, which takes twice as long.
-QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 \
+# Tests compile more than they compute: not optimized, in one thread, and fusions not through MLIR, which takes twice as
+# long.
+QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true'
 PYTEST_ON_GPU := $(BIN)/pytest -m gpu
 PYTEST_ON_CPU := $(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n logical --maxprocesses 8

@@ -28,7 +28,10 @@ SHOWN = ("jax", "triton", "jax-triton", "flax")
 QUICK = ["versions", "compiling", "routing_kernels", "activation_kernels"]
 CORE = [*QUICK, "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls", "warp_specialization"]
 LOWERING = "tests/compiling/test_lowering.py::test_kernels_compile_and_fit"
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+)
 
 
 def make_environment(name: str, folder: Path) -> Path:

@@ -23,15 +23,15 @@ from tests.programs.lower_kernels import (
 )
 from tests.support import processes
 
-# test_defaults_fit.py compiles for 8.9 and 10.0 too, what the defaults choose for random problems
+# test_defaults_fit.py compiles for 8.9 and 10.0 too, and in float32, what the defaults choose for random problems
 SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]
-TARGETS = pytest.mark.parametrize("compute_capability", [80, 90, *SWEPT])
+TARGETS = [80, 90, *SWEPT]
 
 
-def lowered(folder, compute_capability, *files):
+def lowered(folder, compute_capability, *options):
     """The kernels that lower_kernels.py compiled."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": str(folder)}
-    process = processes.start("-m", "tests.programs.lower_kernels", compute_capability, *files, **environment)
+    process = processes.start("-m", "tests.programs.lower_kernels", compute_capability, *options, **environment)
     output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert "nanobind: leaked" not in errors
@@ -39,9 +39,16 @@ def lowered(folder, compute_capability, *files):
 
 
 @pytest.mark.thorough
-@TARGETS
-def test_kernels_compile_and_fit(compute_capability, tmp_path):
-    kernels = lowered(tmp_path, compute_capability)
+@pytest.mark.parametrize(
+    ("compute_capability", "options"),
+    [
+        pytest.param(80, [], id="80"),
+        pytest.param(90, [], id="90"),
+        *(pytest.param(swept, ["--all"], id=f"{swept}-all", marks=pytest.mark.sweep) for swept in (89, 90, 100)),
+    ],
+)
+def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
+    kernels = lowered(tmp_path, compute_capability, *options)
     check_shared_memory(kernels, compute_capability)
     # four registers of warps that multiply, where hidden features and what is kept are made beside gathers
     allowed = {"hopper_fp8_kernel": 64}
@@ -89,7 +96,7 @@ def table(kernels):
 
 
 @pytest.mark.thorough
-@TARGETS
+@pytest.mark.parametrize("compute_capability", TARGETS)
 @pytest.mark.parametrize(("mode", "same"), MODES.items())
 def test_every_choice_of_the_heuristic_is_compiled(mode, same, compute_capability):
     """What test_kernels_compile_and_fit compiles has every configuration that there can be."""

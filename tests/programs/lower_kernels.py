@@ -1,7 +1,8 @@
 """Lowers grouped_gemm for a GPU that need not be here; prints what each compiled kernel takes.
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
-It lowers what the heuristic chooses, routing and activations, or the configurations of the tuned files named after it.
+It lowers what the heuristic chooses, routing and activations, with --all after it those that differ little from others
+too, or the configurations of the tuned files named after it.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory, the
 bytes that it spills to memory and its kinds of stores.
 """
@@ -247,7 +248,7 @@ def lower_fp8_product(compute_capability, out_dtype, options):
         jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))
 
 
-def layer_kernels(compute_capability):
+def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS:
         yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
@@ -269,12 +270,10 @@ def layer_kernels(compute_capability):
         for case in (("float32", "plain"), ("float32", "everything")):
             yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
     if compute_capability == 90:
-        for case in (
-            ("swiglu", False, "enk", True),
-            ("swiglu", False, "enk", False),
-            ("clamped_swiglu", True, "enk", False),
-            ("relu_squared", False, "ekn", False),
-        ):
+        cases = [("swiglu", False, "enk", True), ("clamped_swiglu", True, "enk", False)]
+        if takes_all:
+            cases += [("swiglu", False, "enk", False), ("relu_squared", False, "ekn", False)]
+        for case in cases:
             yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
 
 
@@ -334,11 +333,13 @@ def assemble(folder, compute_capability):
     return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills)), "stores": stores}
 
 
-def heuristic_kernels(compute_capability):
+def heuristic_kernels(compute_capability, takes_all):
     """(what a kernel is for, the function that lowers it) of each configuration of the heuristic."""
     with jgg.target(compute_capability):
         target = current_target()
     for dtype, precision in MODES:
+        if dtype == "float32" and not takes_all:
+            continue
         if dtype == "float32" and (compute_capability == 80 or (precision == "highest" and compute_capability > 89)):
             continue  # the same kernels are compiled for 8.9, where less shared memory must be enough for them
         for problem, products in problems_to_lower(target, (dtype, precision)):
@@ -362,10 +363,11 @@ def main():
     leave_out_repeated_kernels()
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
-    kernels = [tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:]]
-    for problem, lower_it in itertools.chain.from_iterable(
-        kernels or (heuristic_kernels(compute_capability), layer_kernels(compute_capability))
-    ):
+    takes_all = "--all" in sys.argv[2:]
+    kernels = [tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:] if not takes_all]
+    if not kernels:
+        kernels = [heuristic_kernels(compute_capability, takes_all), layer_kernels(compute_capability, takes_all)]
+    for problem, lower_it in itertools.chain.from_iterable(kernels):
         before = set(dumped.iterdir())
         lower_it()
         for folder in set(dumped.iterdir()) - before:
