@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor
+from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
 from jgg.hf_quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
 from jgg.quantized import BLOCKS, QuantizedArray, scales_shape
@@ -48,11 +48,11 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
     Args:
       config: as in config.json; see `read_config`.
 
-    Raises: ValueError: the family is unknown, or the config lacks a key.
+    Raises: ValueError: the family is unknown, or the config lacks a key or has null there.
     """
     options = family(config).options
     try:
-        return MoELayer(**options(config.get("text_config", config)))
+        return MoELayer(**options(language_model(config)))
     except KeyError as error:
         raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
 

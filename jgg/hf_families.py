@@ -52,6 +52,16 @@ class Family:
         return f"{self.prefix}layers.{layer}.{self.block}."
 
 
+_COUNTS = ("n_shared_experts",)  # keys that are null where there are none
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of the language model; keys that are null are left out, but for counts, which become 0."""
+    found = config.get("text_config") or config
+    counts = {key: found[key] or 0 for key in _COUNTS if key in found}
+    return {key: value for key, value in found.items() if value is not None} | counts
+
+
 _ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
 
@@ -110,7 +120,7 @@ _DEEPSEEK = Family(
     lambda config: _options(
         config, "n_routed_experts", "moe_intermediate_size", score="sigmoid", normalize=config["norm_topk_prob"],
         scale=config["routed_scaling_factor"], num_groups=config["n_group"], topk_groups=config["topk_group"],
-        use_selection_bias=True, shared_features=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
+        use_selection_bias=True, shared_features=config["n_shared_experts"] * config["moe_intermediate_size"],
     ),
     _QWEN | {SELECTION_BIAS: _as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
 )  # fmt: skip

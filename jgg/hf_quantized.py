@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.hf_families import language_model
 from jgg.quantized import BLOCK, scaled, scales_shape
 
 GROUP = 32  # elements of MXFP4 that share a scale
@@ -45,7 +46,7 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
 
     Raises: ValueError: in a way that is none of the two.
     """
-    how = config.get("quantization_config", config.get("text_config", {}).get("quantization_config"))
+    how = config.get("quantization_config") or language_model(config).get("quantization_config")
     if how is None:
         return None
     method, block = how.get("quant_method"), how.get("weight_block_size")
