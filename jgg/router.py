@@ -87,7 +87,8 @@ def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: ja
     """The sum of x's float32 products with each term, side by side in one product, so that x is read once."""
     products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32, like)
     first, *others = jnp.split(products, len(terms), axis=1)
-    return sum(others, first)
+    # of what is infinite the low terms, which may be zero, would make NaN
+    return jnp.where(jnp.isfinite(first), sum(others, first), first) if others else first
 
 
 def _dot(

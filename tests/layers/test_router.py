@@ -82,6 +82,21 @@ def test_bad_numbers_stay_with_their_token_or_expert():
     assert jnp.all(jnp.isfinite(others)) and not jnp.any(jnp.isfinite(logits[:, 1]))
 
 
+def test_infinity_is_not_made_nan_by_low_terms_that_are_zero():
+    x, w, _, d_logits = arrays(w_dtype="bfloat16").values()
+    x = x.at[3, 5].set(jnp.inf).at[7, 2].set(-jnp.inf)
+    w, d_logits = w.astype(jnp.float32), d_logits.astype(jnp.bfloat16).astype(jnp.float32)
+    logits, vjp = jax.vjp(jgg.router_logits, x, w)
+    _, dw = vjp(d_logits)
+    with np.errstate(invalid="ignore"):
+        want, want_dw = in_float64(x) @ in_float64(w), in_float64(x).T @ in_float64(d_logits)
+    for got, wanted in ((logits, want), (dw, want_dw)):
+        assert np.isinf(wanted).any()
+        infinite = ~np.isfinite(wanted)
+        np.testing.assert_array_equal(np.asarray(got)[infinite], wanted[infinite])
+        assert np.isfinite(np.asarray(got)[~infinite]).all()
+
+
 def test_large_weights_stay_finite():
     largest = jnp.full((1, 1), 3.4e38)  # which rounds to infinity in bfloat16
     assert jnp.isfinite(jgg.router_logits(jnp.ones((1, 1), jnp.bfloat16), largest))
