@@ -27,7 +27,7 @@ from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 from jgg.quantized import QuantizedArray, dense_weights
 from jgg.routing import Routing, as_routing
-from jgg.schedule import inverse_permutation, saturated_int32
+from jgg.schedule import between_groups, inverse_permutation, saturated_int32
 
 
 def moe_mlp(
@@ -165,7 +165,8 @@ def _activation_backward(mlp: Mlp, operands: Operands, kept: Any, dy: jax.Array)
     if mlp.quantization is not None:
         return moe_fp8.activation_backward(mlp, operands, kept, dy, weights, options)
     (z,) = FORWARD(mlp.how, Forward(dy, operands.w_down, bounds, indices), problem=mlp.transposed_down)
-    d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights), **options)
+    in_group = between_groups(bounds, mlp.up.num_rows)
+    d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights, in_group), **options)
     return [d_pre, d_pre, *others]
 
 

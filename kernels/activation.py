@@ -170,22 +170,24 @@ def activate_kernel(
 
 @triton.jit
 def activate_backward_kernel(
-    pre, z, weights, row_sums, num_rows,
+    pre, z, weights, in_group, row_sums, num_rows,
     COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_HIDDEN: tl.constexpr,
     CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of rows whose d hidden is weights[i] * z[i]: d pre, hidden, and the sums over columns of hidden * z.
 
-    Arrays: as in `activate_kernel`, with z like hidden and weights and row_sums float32 [num_rows]. d pre is written
-    over pre, and hidden over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums are without it. The grid is
+    Arrays: as in `activate_kernel`, with z like hidden, weights and row_sums float32 [num_rows] and in_group int8
+    [num_rows]: rows where it is 0 get the sum 0 and are else left as they are. d pre is written over pre, and hidden
+    over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums are without it. The grid is
     (num_rows / BLOCK_ROWS,), rounded up.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    exists = rows < num_rows
+    exists = tl.load(in_group + rows, mask=rows < num_rows, other=0) != 0
     weight = tl.load(weights + rows, mask=exists, other=0.0)[:, None]
     products = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
-    for column in tl.range(0, COLUMNS, BLOCK_COLUMNS):
+    any_exists = tl.reduce(exists.to(tl.int32), 0, add) > 0
+    for column in tl.range(0, tl.where(any_exists, COLUMNS, 0), BLOCK_COLUMNS):
         gate, up = load_gate_and_up(pre, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS)
         columns = column + tl.arange(0, BLOCK_COLUMNS)
         mask = exists[:, None] & (columns < COLUMNS)[None, :]
@@ -198,4 +200,4 @@ def activate_backward_kernel(
         if SCALE_HIDDEN:
             value *= weight
         store_tile(z, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
-    tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=exists)
+    tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=rows < num_rows)

@@ -10,7 +10,8 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 @triton.jit
 def dx_kernel(
     dy, num_terms, scale, w, x, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, dx, row_sums, num_rows, num_positions, num_groups, first_column,
+    tile_group, tile_start, tile_end, tiles_through, dx, row_sums, zeros_end, num_rows, num_positions,
+    num_groups, first_column,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -55,6 +56,6 @@ def dx_kernel(
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
         store_tile(dx, acc, rows, in_group, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        dx, None, tl.load(group_starts), tl.load(group_ends + num_groups - 1), num_rows,
+        dx, None, tl.load(group_starts), tl.load(group_ends + num_groups - 1), zeros_end, num_rows,
         COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def multiply_rows(
 @triton.jit
 def forward_kernel(
     x, x_scales, w, w_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, num_rows, num_positions, num_groups, first_column,
+    tile_group, tile_start, tile_end, tiles_through, y, zeros_end, num_rows, num_positions, num_groups, first_column,
     REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
@@ -108,6 +108,7 @@ def forward_kernel(
     gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. Of x and w in FP8, x_scales [rows of
     x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up, else None.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
+    Rows that are of no group become zeros, after the last group those up to zeros_end.
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tiles = tl.load(tiles_through + num_groups - 1)
@@ -136,6 +137,6 @@ def forward_kernel(
         else:
             store_tile(y, acc, rows, rows < group_end, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        y, gather_indices, tl.load(group_starts), tl.load(group_ends + num_groups - 1), num_rows,
+        y, gather_indices, tl.load(group_starts), tl.load(group_ends + num_groups - 1), zeros_end, num_rows,
         COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
     )  # fmt: skip

@@ -189,8 +189,8 @@ def multiply_tiles(
 @gluon.jit
 def hopper_kernel(
     left, right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, hidden, num_rows, num_positions, num_groups, first_column,
-    y_row, y_column,
+    tile_group, tile_start, tile_end, tiles_through, y, hidden, zeros_end, num_rows, num_positions, num_groups,
+    first_column, y_row, y_column,
     HAS_TERMS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
@@ -251,7 +251,7 @@ def hopper_kernel(
     if RAGGED_M:
         first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
         if y is not None:
-            results.y.zero_rows(first, last, num_rows, COLUMNS)
+            results.y.zero_rows(first, last, zeros_end, COLUMNS)
         if ACTIVATES:
-            results.hidden.zero_rows(first, last, num_rows, COLUMNS // 2 if GATED else COLUMNS)
+            results.hidden.zero_rows(first, last, zeros_end, COLUMNS // 2 if GATED else COLUMNS)
         tma.store_wait(0)

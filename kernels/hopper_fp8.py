@@ -185,7 +185,7 @@ def multiply_tiles(
 def hopper_fp8_kernel(
     left, left_scales, right, right_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, hidden, hidden_scales, kept, kept_scales,
-    num_rows, num_positions, num_groups, first_column,
+    zeros_end, num_rows, num_positions, num_groups, first_column,
     REDUCED: gl.constexpr, COLUMNS: gl.constexpr, RIGHT_SCALES: gl.constexpr, BAND: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATHERS: gl.constexpr, TOPK: gl.constexpr,
     ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
@@ -235,9 +235,9 @@ def hopper_fp8_kernel(
     )  # fmt: skip
     first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
     if ACTIVATES:
-        results.hidden.values.zero_rows(first, last, num_rows, COLUMNS // HALVES)
+        results.hidden.values.zero_rows(first, last, zeros_end, COLUMNS // HALVES)
         if KEEPS:
-            results.kept.values.zero_rows(first, last, num_rows, COLUMNS)
+            results.kept.values.zero_rows(first, last, zeros_end, COLUMNS)
     else:
-        results.y.zero_rows(first, last, num_rows, COLUMNS)
+        results.y.zero_rows(first, last, zeros_end, COLUMNS)
     tma.store_wait(0)

@@ -61,8 +61,8 @@ class Result:
         tma.async_store(self.descriptor, place, self.blocks.index(warpgroup))
 
     @gluon.jit
-    def zero_rows(self, first, last, num_rows, COLUMNS: gl.constexpr):
-        """Begins to write zeros to the rows before `first` and from `last` on; all threads of a CTA take part."""
+    def zero_rows(self, first, last, end, COLUMNS: gl.constexpr):
+        """Begins to write zeros to the rows before `first` and from `last` to `end`; all threads of a CTA take part."""
         WIDTH: gl.constexpr = self.descriptor.block_shape[-1]
         columns: gl.constexpr = row_size(self.descriptor.block_shape)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0], [[1, 0]])
@@ -70,13 +70,13 @@ class Result:
         fence_async_shared()
         gl.barrier()
         strips_before = (first + TILE_ROWS - 1) // TILE_ROWS
-        strips = strips_before + (num_rows - last + TILE_ROWS - 1) // TILE_ROWS
+        strips = strips_before + (end - last + TILE_ROWS - 1) // TILE_ROWS
         for strip in range(gl.program_id(0), strips, gl.num_programs(0)):
             is_before = strip < strips_before
             row = gl.where(is_before, strip * TILE_ROWS, last + (strip - strips_before) * TILE_ROWS)
-            end = gl.where(is_before, first, num_rows)
+            row_end = gl.where(is_before, first, end)
             for column in range(0, COLUMNS * WIDTH // columns, WIDTH):
-                self.store(0, row, end, column)
+                self.store(0, row, row_end, column)
 
 
 @gluon.constexpr_function

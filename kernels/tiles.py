@@ -74,19 +74,19 @@ def store_tile(y, value, rows, exists, column, COLUMNS: tl.constexpr, BLOCK_COLU
 
 @triton.jit
 def zero_outside(
-    y, gather_indices, first_row, last_row, num_rows, COLUMNS: tl.constexpr,
+    y, gather_indices, first_row, last_row, zeros_end, num_rows, COLUMNS: tl.constexpr,
     SCATTER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros to the rows of y that belong to no group: those before first_row and from last_row on."""
+    """Writes zeros to the rows of y that belong to no group: those before first_row and from last_row to zeros_end."""
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     tiles_before = ceil_div(first_row, BLOCK_ROWS)
-    tiles = (tiles_before + ceil_div(num_rows - last_row, BLOCK_ROWS)) * column_tiles
+    tiles = (tiles_before + ceil_div(zeros_end - last_row, BLOCK_ROWS)) * column_tiles
     zeros = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row_tile = tile // column_tiles
         is_before = row_tile < tiles_before
         start = tl.where(is_before, row_tile * BLOCK_ROWS, last_row + (row_tile - tiles_before) * BLOCK_ROWS)
-        rows_end = tl.where(is_before, first_row, num_rows)
+        rows_end = tl.where(is_before, first_row, zeros_end)
         rows = start + tl.arange(0, BLOCK_ROWS)
         exists = rows < rows_end
         if SCATTER:

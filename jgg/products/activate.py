@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.backends.choice import Launcher
+from jgg.backends.choice import How, Launcher
 from jgg.products import vmap
 from jgg.products.launch import Launch, power_of_2
 from jgg.products.partitioning import WHOLE, Letters
@@ -69,24 +69,26 @@ class ActivateBackward(NamedTuple):
     Attributes:
       z: [M, I] in the dtype of pre_activation.
       weights: float32 [M].
+      in_group: bool [M]; in other rows the sum is 0, and the other results mean nothing.
     """
 
     pre_activation: jax.Array
     z: jax.Array
     weights: jax.Array
+    in_group: jax.Array
 
 
 def _backward_types(operands, **_):
-    pre_activation, z, _ = operands
+    pre_activation, z, *_ = operands
     return [(pre_activation.shape, pre_activation.dtype), (z.shape, z.dtype), (z.shape[:1], jnp.float32)]
 
 
 def _backward_plainly(operands, activation, interleaved, scale_hidden):
-    pre_activation, z, weights = operands
+    pre_activation, z, weights, in_group = operands
     z = z.astype(jnp.float32)
     hidden, vjp = jax.vjp(functools.partial(activation, interleaved=interleaved), pre_activation)
     (d_pre_activation,) = vjp(weights[:, None] * z)
-    row_sums = jnp.sum(hidden * z, axis=1)
+    row_sums = jnp.where(in_group, jnp.sum(hidden * z, axis=1), 0)
     if scale_hidden:
         hidden = weights[:, None] * hidden
     return [d_pre_activation, hidden.astype(pre_activation.dtype), row_sums]
@@ -99,10 +101,10 @@ def _launch_backward(
         return _backward_plainly(operands, activation, interleaved, scale_hidden)
     from jgg.kernels.activation import activate_backward_kernel
 
-    pre_activation, z, weights = operands
+    pre_activation, z, weights, in_group = operands
     num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
     launch = Launch(
-        operands={"weights": weights, "num_rows": num_rows},
+        operands={"weights": weights, "in_group": in_group.astype(jnp.int8), "num_rows": num_rows},
         outputs={"pre": pre_activation, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
@@ -113,6 +115,12 @@ def _launch_backward(
     return [results["pre"], results["z"], results["row_sums"]]
 
 
+def _merge_backward(how: How, operands, batched, **parameters):
+    in_group = vmap.for_each(operands.in_group, batched.in_group, vmap.batch_size(operands, batched))
+    operands, batched = operands._replace(in_group=in_group), batched._replace(in_group=True)
+    return vmap.more_rows(ACTIVATE_BACKWARD, how, operands, batched, **parameters)
+
+
 ACTIVATE_BACKWARD: Product = Product(
     "activate_backward",
     ActivateBackward,
@@ -120,9 +128,9 @@ ACTIVATE_BACKWARD: Product = Product(
     plain=_backward_plainly,
     launch=_launch_backward,
     letters=lambda operands, **_: Letters(
-        {"pre_activation": _EACH, "z": _EACH, "weights": "t"}, (_EACH, _EACH, "t"), ("", "", "")
+        {"pre_activation": _EACH, "z": _EACH, "weights": "t", "in_group": "t"}, (_EACH, _EACH, "t"), ("", "", "")
     ),
-    merge_batch=lambda *args, **parameters: vmap.more_rows(ACTIVATE_BACKWARD, *args, **parameters),
+    merge_batch=_merge_backward,
 )
 """[d pre_activation, hidden [M, I], times its row's weight with scale_hidden, float32 [M] sums of hidden * z]."""
 

@@ -75,7 +75,7 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
 
     def multiply(rows, columns):
         part = dataclasses.replace(problem, in_features=len(columns))
-        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start)[0]
+        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start, zeroes=False)[0]
 
     if problem.permute_x and x is None:
         return [sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)]
@@ -86,15 +86,19 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
 
 
 def _multiply_rows(
-    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, first_column: int = 0
+    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, first_column: int = 0,
+    zeroes: bool = True,
 ):  # fmt: skip
-    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums or None."""
+    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums or None.
+
+    Rows of dx that are of no group are zeros, if it `zeroes` them, or not written.
+    """
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
     if config.warp_specialized:
         dx = warp_specialized.multiply_rows(
             launcher, problem, terms, w, bounds, gather_indices,
-            gathers=problem.permute_y, first_column=first_column,
+            gathers=problem.permute_y, first_column=first_column, zeroes=zeroes,
         )["y"]  # fmt: skip
         return dx, None
     from jgg.kernels.dx import dx_kernel
@@ -120,6 +124,7 @@ def _multiply_rows(
             "topk_weights": flat(topk_weights),
             "gather_indices": gather_indices,
             **tile_operands(bounds, schedule),
+            "zeros_end": problem.num_rows if zeroes else 0,
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,

@@ -62,7 +62,8 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     def multiply(x, columns):
         part = dataclasses.replace(product, out_features=len(columns))
         own_bias = None if bias is None else bias[:, columns.start : columns.stop]
-        return _multiply_rows(launcher, Forward(x, w, bounds, read_at, None, own_bias), part, columns.start)
+        own = Forward(x, w, bounds, read_at, None, own_bias)
+        return _multiply_rows(launcher, own, part, columns.start, zeroes=False)
 
     return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
 
@@ -79,27 +80,33 @@ def choose(
     return launcher, x, problem
 
 
-def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0):
-    """y [M, N], of w's columns from the first on."""
+def _multiply_rows(
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0, zeroes: bool = True
+):  # fmt: skip
+    """y [M, N], of w's columns from the first on; rows of no group are zeros, if it `zeroes` them, or not written."""
     config = launcher.config
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
     operands = operands._replace(topk_weights=flat(operands.topk_weights))
     if not config.warp_specialized:
-        y = _multiply_plainly(launcher, operands, problem, first_column)
+        y = _multiply_plainly(launcher, operands, problem, first_column, zeroes)
     elif problem.is_fp8:
-        y = warp_specialized_fp8.multiply_rows(launcher, problem, *operands, first_column=first_column)["y"]
+        y = warp_specialized_fp8.multiply_rows(
+            launcher, problem, *operands, first_column=first_column, zeroes=zeroes
+        )["y"]  # fmt: skip
     else:
         x, w, bounds, gather_indices, topk_weights, bias = operands
         y = warp_specialized.multiply_rows(
             launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
-            gathers=problem.permute_x, first_column=first_column,
+            gathers=problem.permute_x, first_column=first_column, zeroes=zeroes,
         )["y"]  # fmt: skip
     return token_order(launcher, y, operands.gather_indices) if scatter_after else y
 
 
-def _multiply_plainly(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int):
+def _multiply_plainly(
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int, zeroes: bool
+):  # fmt: skip
     """By the kernel of every GPU."""
     from jgg.kernels.forward import forward_kernel
 
@@ -126,6 +133,7 @@ def _multiply_plainly(launcher: Launcher, operands: Forward, problem: GroupedGem
             "topk_weights": topk_weights,
             "gather_indices": gather_indices,
             **tile_operands(bounds, schedule),
+            "zeros_end": problem.num_rows if zeroes else 0,
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,

@@ -44,13 +44,14 @@ class Hidden(NamedTuple):
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int = 0,
-    hidden: Hidden | None = None,
+    zeroes: bool = True, hidden: Hidden | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
       terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
       first_column: of w, whose columns from here on the problem's are.
+      zeroes: whether rows of no group become zeros; else they are not written.
       hidden: asks for the hidden features too.
 
     Returns: {"y": the product, if it is kept, "hidden": [M, I], if asked for}.
@@ -85,6 +86,7 @@ def multiply_rows(
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
             **tile_operands(bounds, schedule),
+            "zeros_end": problem.num_rows if zeroes else 0,
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,
@@ -157,6 +159,7 @@ def multiply_row_blocks(
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
             **(tile_operands(bounds) | dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True))),
+            "zeros_end": 0,
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": 0,

@@ -36,12 +36,14 @@ class HiddenFp8(NamedTuple):
 
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, *, first_column: int = 0, hidden: HiddenFp8 | None = None,
+    gather_indices=None, topk_weights=None, bias=None, *, first_column: int = 0, zeroes: bool = True,
+    hidden: HiddenFp8 | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """{"y": [M, N] in expert order}, of w's columns from the first on; or what ACTIVATE_FP8 results in, by names.
 
     Args:
       x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
+      zeroes: as in `warp_specialized.multiply_rows`.
     """
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
@@ -66,6 +68,7 @@ def multiply_rows(
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
             **tile_operands(bounds, schedule),
+            "zeros_end": problem.num_rows if zeroes else 0,
             "num_rows": problem.num_rows,
             "num_positions": problem.num_positions,
             "first_column": first_column,

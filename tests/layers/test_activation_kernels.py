@@ -19,10 +19,11 @@ KERNELS = pytest.mark.parametrize(
 OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
 
 
-def run(activation, pre, z, weights, implementation, interleaved=False, scale_hidden=True):
+def run(activation, pre, z, weights, implementation, interleaved=False, scale_hidden=True, in_group=None):
     """hidden, and d pre, hidden and row sums of the backward pass."""
+    in_group = jnp.ones(len(z), bool) if in_group is None else in_group
     how, options = How(implementation, current_target()), {"activation": activation, "interleaved": interleaved}
-    backward = ActivateBackward(pre, z, weights)
+    backward = ActivateBackward(pre, z, weights, in_group)
     return [
         *ACTIVATE(how, Activate(pre), **options),
         *ACTIVATE_BACKWARD(how, backward, scale_hidden=scale_hidden, **options),
@@ -64,6 +65,21 @@ def test_every_activation_and_option(name, implementation):
 def test_sixteen_bits(features, dtype, implementation):
     inputs = arrays(ACTIVATIONS["swiglu"], 5, features, dtype)
     assert_equal_xla(ACTIVATIONS["swiglu"], implementation, inputs, 2e-2)
+
+
+@KERNELS
+def test_rows_of_no_group_have_no_sum(implementation):
+    """Whatever is there; the last of them fill blocks of rows of their own."""
+    activation, in_group = ACTIVATIONS["swiglu"], np.arange(300) % 7 > 0
+    in_group[200:] = False
+    pre, z, weights = (np.asarray(array).copy() for array in arrays(activation, rows=300))
+    want = run(activation, pre, z, weights, "xla", in_group=in_group)[1:]
+    for array in (pre, z, weights):
+        array[~in_group] = np.nan
+    got = run(activation, *map(jnp.asarray, (pre, z, weights)), implementation, in_group=jnp.asarray(in_group))[1:]
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g[in_group], w[in_group], rtol=2e-5, atol=2e-5)
+    assert (np.asarray(got[-1])[~in_group] == 0).all() and (np.asarray(want[-1])[~in_group] == 0).all()
 
 
 @KERNELS

@@ -195,9 +195,7 @@ def test_errors_of_configs():
     config, _, _, _ = load("qwen3_moe")
     with pytest.raises(ValueError, match=r"model_type must be one of .*'mixtral'.*got 'bert'"):
         jgg.hf.moe_layer(config | {"model_type": "bert"})
-    with pytest.raises(
-        ValueError, match="'qwen3_moe' must have 'moe_intermediate_size', got none"
-    ):
+    with pytest.raises(ValueError, match="'qwen3_moe' must have 'moe_intermediate_size', got none"):
         jgg.hf.moe_layer(config | {"moe_intermediate_size": None})
     with pytest.raises(ValueError, match="config of model_type 'qwen3_moe' must have 'num_experts', got none"):
         jgg.hf.moe_layer({key: value for key, value in config.items() if key != "num_experts"})

@@ -170,7 +170,7 @@ def lower_activation(compute_capability, name, interleaved, features, dtype):
         how, options = How("triton", current_target()), {"activation": activation, "interleaved": interleaved}
 
         def forward_and_backward(pre, z, weights):
-            backward = ActivateBackward(pre, z, weights)
+            backward = ActivateBackward(pre, z, weights, weights > 0)
             return ACTIVATE(how, Activate(pre), **options), ACTIVATE_BACKWARD(
                 how, backward, scale_hidden=True, **options
             )
