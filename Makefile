@@ -7,7 +7,7 @@ endif
 BIN := .venv/bin
 ON_CPU := JAX_PLATFORMS=cpu
 # Tests compile more than they compute: not optimized, in one thread, and fusions not through MLIR, which takes twice as
-# long.
+# long but which jaxlib 0.12 cannot do without.
 QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true'
 PYTEST_ON_GPU := $(BIN)/pytest -m gpu
