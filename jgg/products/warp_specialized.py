@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jgg.activations import Activation
 from jgg.backends.choice import Launcher
@@ -17,9 +16,6 @@ from jgg.products.terms import Terms
 from jgg.schedule import GroupBounds, largest_first, tile_schedule
 
 _CTAS = 2  # of a cluster
-# Tiles of dW that a cluster takes, below which the last ones decide when all is done, so that the smallest groups come
-# last. Elsewhere that order was of no use, or 1.6% slower.
-_SHORT = 40
 _PARTS = 4  # of an output tile, stored one after the other
 _TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
@@ -144,11 +140,8 @@ def multiply_row_blocks(
     stored = (part, _TILE_ROWS) if is_turned else (_TILE_ROWS, part)
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
-    clusters = target.num_sms // _CTAS
-    is_short = problem.num_experts * tiles < _SHORT * clusters
-    groups = jnp.arange(problem.num_experts, dtype=jnp.int32), bounds.starts, bounds.ends
-    if is_short:
-        groups = largest_first(bounds)
+    # a tile of a large group, taken last, would keep all clusters but one waiting
+    groups = largest_first(bounds)
     _, w_rows, w_columns = problem.w_shape
     launch = Launch(
         operands={
