@@ -157,8 +157,7 @@ def _scale(parser):
     _add_shared(parser, layer=layer)
     _add_shared(parser, "shapes", "tokens")
     parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
-    what = f"of {', '.join(FAMILIES)} (all; of one process's devices all but ragged_all_to_all, slow there)"
-    parser.add_argument("--strategy", metavar="NAME,...", help=what)
+    parser.add_argument("--strategy", metavar="NAME,...", help=f"of {', '.join(FAMILIES)} (all)")
     what = "of the experts' devices (%(default)s)"
     parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
     parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")

@@ -26,13 +26,20 @@ def problems(
     sizes, indices = routing.group_sizes, routing.gather_indices
     if sizes.shape != (num_experts,):
         raise ValueError(f"routing.group_sizes must be [E] = [{num_experts}], got {list(sizes.shape)}.")
-    if len(indices.shape) != 1 or indices.shape[0] > num_choices:
+    if indices is None:
+        if routing.topk_weights.shape[1] != 1:
+            raise ValueError(
+                "routing.gather_indices must be given unless k is 1 and the tokens are in expert order, "
+                f"got None for topk_weights {list(routing.topk_weights.shape)}."
+            )
+    elif len(indices.shape) != 1 or indices.shape[0] > num_choices:
         raise ValueError(
             f"routing.gather_indices must be [M] with M at most T * k = {num_choices}, got {list(indices.shape)}."
         )
     up = check_problem(
         x=arrays["x"], w=arrays["w_gate_up"], bias=arrays["b_gate_up"], group_sizes=sizes, gather_indices=indices,
-        topk=routing.topk_weights.shape[1], permute_x=True, some_choices=indices.shape[0] < num_choices,
+        topk=routing.topk_weights.shape[1], permute_x=indices is not None,
+        some_choices=indices is not None and indices.shape[0] < num_choices,
         w_layout=w_layout, precision=precision,
     )  # fmt: skip
     up = dataclasses.replace(up, expected_rows=expected_rows)
@@ -48,7 +55,7 @@ class Mlp:
     """The static argument of the custom_vjp.
 
     Attributes:
-      up: x in token order to the pre-activation in expert order.
+      up: x in token order (or in expert order, without gather_indices) to the pre-activation in expert order.
       down: hidden features to their product, both in expert order.
       quantization: what products but dW are quantized by.
       spare_sms: multiprocessors that the last product does not use.
@@ -73,11 +80,13 @@ class Mlp:
     @property
     def combined_down(self) -> GroupedGemmProblem:
         """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
-        return dataclasses.replace(self.weighted_down, combine_y=True, num_tokens=self.up.num_tokens)
+        return dataclasses.replace(
+            self.weighted_down, combine_y=self.up.permute_x, num_tokens=self.up.num_tokens
+        )  # fmt: skip
 
     @property
     def transposed_down(self) -> GroupedGemmProblem:
-        """From dy in token order to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
+        """From dy, in the order of x, to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
         return dataclasses.replace(
             self.up,
             in_features=self.down.out_features,
@@ -95,7 +104,7 @@ class Mlp:
             out_features=self.up.in_features,
             permute_x=False,
             has_bias=False,
-            combine_y=True,
+            combine_y=self.up.permute_x,
         )
 
     @property
@@ -130,6 +139,6 @@ class Operands(NamedTuple):
     b_down: jax.Array | None
     topk_weights: jax.Array
     group_sizes: jax.Array | Any
-    gather_indices: jax.Array | Any
+    gather_indices: jax.Array | None
     quantized_gate_up: WeightForms | None = None
     quantized_down: WeightForms | None = None

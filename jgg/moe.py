@@ -27,7 +27,7 @@ from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 from jgg.quantized import QuantizedArray, dense_weights
 from jgg.routing import Routing, as_routing
-from jgg.schedule import between_groups, inverse_permutation, saturated_int32
+from jgg.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 
 
 def moe_mlp(
@@ -67,7 +67,7 @@ def moe_mlp(
       w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. Either may be a QuantizedArray, which gets no gradient and
         without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
-        add nothing.
+        add nothing. They may be None if k is 1 and x is in expert order already; y is then too.
       activation: a name in `jgg.activations.ACTIVATIONS`, an Activation, or a function such as `jax.nn.silu` for
         `function(gate) * up`. One function object is traced once; a new lambda in each call is traced in each call.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
@@ -113,7 +113,7 @@ def moe_mlp(
         quantized_down=quantized["w_down"].forms if quantized["w_down"] else None,
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
-        gather_indices=saturated_int32(routing.gather_indices),
+        gather_indices=as_indices(routing.gather_indices),
     )
     axes = varying_axes(*jax.tree.leaves(operands))
     is_empty = up.is_empty or down.is_empty
@@ -184,7 +184,6 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
     operands, kept = residuals
     x, b_gate_up, b_down, topk_weights = operands.x, operands.b_gate_up, operands.b_down, operands.topk_weights
     gather_indices, bounds = operands.gather_indices, mlp.bounds(operands.group_sizes)
-    row_of = inverse_permutation(gather_indices, topk_weights.size)
 
     dy = dy.astype(x.dtype)
     d_pre_activation, of_dx, hidden, d_weights = _activation_backward(mlp, operands, kept, dy)
@@ -194,7 +193,9 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
         db_down = None
     else:
         weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
-        (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
+        dy_rows = dy
+        if gather_indices is not None:
+            (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
         (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         db_down = db_down.astype(b_down.dtype)
@@ -209,8 +210,10 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
         (db_gate_up,) = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
 
-    # a choice without a row has no gradient
-    d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
+    if gather_indices is not None:
+        row_of = inverse_permutation(gather_indices, topk_weights.size)
+        # a choice without a row has no gradient
+        d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
 

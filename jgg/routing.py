@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jgg.arguments import (
     as_array,
+    as_arrays,
     as_finite,
     as_flag,
     as_int,
@@ -36,13 +37,14 @@ class Routing(NamedTuple):
       topk_weights: float32 [T, k], the weight of each choice.
       topk_indices: int32 [T, k], the expert of each choice.
       group_sizes: int32 [E], rows of each expert.
-      gather_indices: int32 [M], for each row in expert order its position t * k + j in token order.
+      gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None says that the
+        tokens are the rows (k is 1), in expert order already.
     """
 
     topk_weights: jax.Array
     topk_indices: jax.Array
     group_sizes: jax.Array
-    gather_indices: jax.Array
+    gather_indices: jax.Array | None
 
 
 def route(
@@ -210,10 +212,12 @@ def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
 def as_routing(routing: Routing) -> Routing:
     """Raises unless it is a Routing of arrays, integers but for the weights."""
     check_instance("routing", routing, Routing, "a jgg.Routing")
-    routing = Routing(*(as_array(f"routing.{name}", part) for name, part in routing._asdict().items()))
-    for name in ("topk_indices", "group_sizes", "gather_indices"):
-        check_integers(f"routing.{name}", getattr(routing, name))
-    return routing
+    named = {f"routing.{name}": part for name, part in routing._asdict().items()}
+    arrays = as_arrays(named, may_be_none=("routing.gather_indices",))
+    for name, array in arrays.items():
+        if name != "routing.topk_weights" and array is not None:
+            check_integers(name, array)
+    return Routing(*arrays.values())
 
 
 def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:

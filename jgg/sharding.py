@@ -14,8 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import ActivationLike, find_activation
 from jgg.arguments import as_array, as_arrays, as_flag, as_int, as_names, check, check_instance, check_one_of
+from jgg.backends.choice import How
 from jgg.exchange import EXCHANGES, Placement
 from jgg.fp8 import Fp8
+from jgg.gpu_target import current_target
 from jgg.manual_axes import vary_over
 from jgg.mlp import RESIDUAL_NAMES
 from jgg.moe import moe_mlp
@@ -43,7 +45,8 @@ class MoESharding:
       data: one axis or several.
       fsdp, expert, tensor: an axis each.
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
-        less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device).
+        less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
+        give the same y and drop the same rows.
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
         Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
         buffer_factor = number of devices along `expert`) and takes more memory.
@@ -261,10 +264,12 @@ def moe_mlp_on_device(
             )  # fmt: skip
 
         if sharding.expert is None:
-            routing = Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts))
+            sorted_rows = sort_by_expert(topk_indices, num_experts, options.get("implementation"))
+            routing = Routing(topk_weights, topk_indices, *sorted_rows)
             return mlp(x, routing), jnp.int32(0)
         placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
-        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement)
+        how = How(options.get("implementation"), current_target())
+        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
 
     if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
         names = as_names("residual_names", options.get("residual_names"), RESIDUAL_NAMES).values()

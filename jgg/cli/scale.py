@@ -27,7 +27,6 @@ from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding, map_tokens
 
 MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
-SLOW_IN_A_PROCESS = "ragged_all_to_all"  # 50 times slower than over a network: docs/scaling.md
 REPEATS = 7
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 _COLLECTIVE = re.compile(
@@ -79,9 +78,7 @@ def run(args) -> int:
     most = args.devices or visible
     if most > visible:
         raise UsageError(f"--devices must be at most the {visible} that JAX sees, got {most}")
-    families = tuple(name for name in FAMILIES if name != SLOW_IN_A_PROCESS or jax.process_count() > 1)
-    if args.strategy:
-        families = options.names("--strategy", args.strategy, FAMILIES)
+    families = options.names("--strategy", args.strategy, FAMILIES) if args.strategy else FAMILIES
     counts = powers_of_two(most)
     chosen = [s for count in counts for s in choose_strategies(layer, count, args.buffer_factor, families)]
     if scaled_down and not args.json:

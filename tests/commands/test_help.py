@@ -89,7 +89,6 @@ def test_options_offer_what_jgg_has():
     assert f"({','.join(workloads.OPS)}; in fp8 {','.join(tuning.ops_of(gemm_in_fp8))} " in option("tune", "--op").help
     assert tuple(peers.PEERS) == parser.PEERS
     assert cost_model.FAMILIES == parser.FAMILIES
-    assert scale.SLOW_IN_A_PROCESS in option("scale", "--strategy").help
     assert f"a multiple of {demo.HEAD_DIM} " in option("demo", "--hidden").help
 
 

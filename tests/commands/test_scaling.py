@@ -98,21 +98,19 @@ REFUSED = {
 }
 
 
-# options, processes: the strategies of two devices
+# options: the strategies of two devices
 CHOSEN = {
-    "by default": ([], 1, ["data 2", "fsdp 2", "expert 2 by all_gather", "tensor 2"]),
-    "by name": (["--strategy", "ragged_all_to_all"], 1, ["expert 2 by ragged_all_to_all"]),
-    "over a network": (
-        [], 2, ["data 2", "fsdp 2", "expert 2 by all_gather", "expert 2 by ragged_all_to_all", "tensor 2"],
+    "by default": (
+        [], ["data 2", "fsdp 2", "expert 2 by all_gather", "expert 2 by ragged_all_to_all", "tensor 2"],
     ),
+    "by name": (["--strategy", "ragged_all_to_all"], ["expert 2 by ragged_all_to_all"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "processes", "names"), CHOSEN.values(), ids=CHOSEN)
-def test_scale_leaves_what_is_slow_to_who_asks_for_it(options, processes, names, monkeypatch):
+@pytest.mark.parametrize(("options", "names"), CHOSEN.values(), ids=CHOSEN)
+def test_scale_chooses_strategies(options, names, monkeypatch):
     chosen = []
     monkeypatch.setattr("jax.device_count", lambda: 2)
-    monkeypatch.setattr("jax.process_count", lambda: processes)
     monkeypatch.setattr("jgg.cli.scale.run_all", lambda layer, strategies, *_: chosen.extend(strategies) or 0)
     assert main(["scale", *options]) == 0
     assert [str(strategy) for strategy in chosen] == ["one device", *names]

@@ -71,10 +71,7 @@ def fitting(chosen, sharding):
     fits = np.zeros(chosen.shape, bool)
     rows = [(token, choice) for token in range(len(chosen)) for choice in range(TOPK)]
     source = lambda row: row[0] // num_tokens  # noqa: E731
-    if sharding.exchange == "all_gather":
-        rows.sort(key=lambda row: chosen[row])
-    else:
-        rows.sort(key=lambda row: (source(row), chosen[row]))
+    rows.sort(key=lambda row: chosen[row])  # and so, of one expert's, by token
     taken = {}
     for row in rows:
         group = source(row) // experts  # the expert axis is the last of those that split tokens
@@ -101,7 +98,7 @@ def on_one_device(floats, chosen, dy, fits):
     return y, gradients
 
 
-def on_mesh(floats, chosen, dy, sharding, implementation=None):
+def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=None):
     """y, the gradients of sum(dy * y) and the overflow, by `sharded_moe_mlp`."""
 
     def loss(floats, chosen, dy):
@@ -111,7 +108,8 @@ def on_mesh(floats, chosen, dy, sharding, implementation=None):
         )  # fmt: skip
         return jnp.sum(y * dy), (y, overflow)
 
-    (_, (y, overflow)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats, chosen, dy)
+    program = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
+    (_, (y, overflow)), gradients = program(floats, chosen, dy)
     return y, gradients, overflow
 
 
@@ -126,14 +124,16 @@ def place(floats, chosen, dy, sharding):
     return {name: split(name, array) for name, array in floats.items()}, split("", chosen), split("", dy)
 
 
-def assert_case_is_right(name, mesh):
+def assert_case_is_right(name, mesh, seed=0, compiler_options=None):
     """Compares y, every gradient and the overflow with the result of one device."""
     axes, options, load = CASES[name]
     sharding = MoESharding(mesh, **axes, **options)
-    floats, chosen, dy = make(load)
+    floats, chosen, dy = make(load, seed)
     fits = fitting(chosen, sharding)
     assert (name in MAY_OVERFLOW) == (not fits.all()), name  # so that each case tests what it says
-    y, gradients, overflow = on_mesh(*place(floats, chosen, dy, sharding), sharding)
+    y, gradients, overflow = on_mesh(
+        *place(floats, chosen, dy, sharding), sharding, compiler_options=compiler_options
+    )  # fmt: skip
     want_y, want = on_one_device(floats, chosen, dy, fits)
     assert int(overflow) == np.sum(~fits), name
     assert_close(y, want_y, f"{name}: y")

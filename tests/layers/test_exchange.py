@@ -1,0 +1,144 @@
+"""What exchanges of rows between devices are made of; tests/layers/test_sharding.py tests them whole."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.backends.choice import How
+from jgg.exchange import _cut
+from jgg.gpu_target import current_target
+from jgg.layers import MoELayer
+from jgg.products.buffer import BUFFER, Buffer
+from jgg.sharding import MoESharding
+from tests.support.moe_runs import IMPLEMENTATIONS
+from tests.support.sharded_cases import CASES, assert_case_is_right
+
+
+def test_runs_are_of_one_expert_and_even():
+    """The example of `_cut`'s docstring, with an expert between them that has no row and one that is cut off."""
+    counts, fitting, arrivals = (jnp.asarray(each, jnp.int32) for each in ([3, 0, 5], [3, 0, 4], [10, 20, 30]))
+    runs = _cut(2, counts, fitting, arrivals)
+    rows = [
+        (start + i, arrival + i)
+        for start, size, arrival in zip(*map(np.asarray, runs), strict=True)
+        for i in range(size)
+    ]
+    assert rows == [(0, 10), (1, 11), (2, 12), (3, 30), (4, 31), (5, 32), (6, 33)]
+    assert max(runs.sizes) <= 4
+
+
+def test_runs_of_no_row():
+    nothing = jnp.zeros(3, jnp.int32)
+    assert not np.any(_cut(4, nothing, nothing, nothing).sizes)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("written", "shape"), [(0, (5, 1)), (7, (33, 600)), (33, (33, 8)), (40, (33, 8))])
+def test_rows_of_a_buffer_that_nobody_writes_are_zero(written, shape, implementation):
+    how = How(implementation, current_target())
+    (buffer,) = BUFFER(how, Buffer(jnp.asarray([written], jnp.int32)), shape=shape, dtype=jnp.dtype("float16"))
+    assert buffer.shape == shape and buffer.dtype == "float16"
+    assert not np.any(np.asarray(buffer[written:]))
+
+
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tokens_in_expert_order_need_no_indices(implementation, biased, quantization):
+    """The same as with indices that name each row in turn; NaN of a row of no group reaches nothing."""
+    if quantization and implementation == "interpret":
+        pytest.skip("the interpreter has no FP8")
+    rng = np.random.default_rng(0)
+    sizes, features, hidden = np.array([5, 0, 9, 3], np.int32), 32, 48
+    num_rows = sizes.sum() + 2
+    shapes = {"x": (num_rows, features), "w_gate_up": (4, 2 * hidden, features), "w_down": (4, features, hidden)}
+    if biased:
+        shapes |= {"b_gate_up": (4, 2 * hidden), "b_down": (4, features)}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    weights, dy = rng.uniform(0.5, 1, (num_rows, 1)).astype(np.float32), rng.normal(size=shapes["x"])
+    dy = dy.astype(np.float32)
+    for array in (arrays["x"], dy, weights):
+        array[sizes.sum() :] = np.nan
+
+    def run(arrays, weights, dy, indices):
+        def forward(arrays, weights):
+            routing = jgg.Routing(weights, jnp.zeros_like(weights, jnp.int32), jnp.asarray(sizes), indices)
+            return jgg.moe_mlp(
+                **arrays, routing=routing, precision="highest", implementation=implementation,
+                quantization=quantization,
+            )  # fmt: skip
+
+        y, vjp = jax.vjp(forward, arrays, weights)
+        return y, *vjp(dy)
+
+    y, grads, d_weights = jax.jit(functools.partial(run, indices=None))(arrays, weights, dy)
+    with_indices = jax.jit(functools.partial(run, indices=jnp.arange(num_rows, dtype=jnp.int32)))
+    want_y, want, want_d_weights = with_indices(arrays, weights, dy)
+    assert not np.any(y[sizes.sum() :]) and not np.any(grads["x"][sizes.sum() :])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(y, want_y)
+    close(d_weights[: sizes.sum()], want_d_weights[: sizes.sum()])
+    for name, gradient in grads.items():
+        close(gradient, want[name], err_msg=name)
+
+
+def test_tokens_of_several_choices_need_indices():
+    routing = jgg.route(jnp.ones((3, 4)), 2)._replace(gather_indices=None)
+    message = r"routing.gather_indices must be given unless k is 1 .* got None for topk_weights \[3, 2\]"
+    with pytest.raises(ValueError, match=message):
+        jgg.moe_mlp(jnp.ones((3, 8)), jnp.ones((4, 8, 8)), jnp.ones((4, 8, 4)), routing)
+
+
+RAGGED = [name for name, (_, options, _) in CASES.items() if options.get("exchange") == "ragged_all_to_all"]
+
+
+def mesh_of_gpus(count, *names):
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    shape = (1, count, 1)[: len(names)] if len(names) > 1 else (count,)
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hides_latency", [False, True])
+@pytest.mark.parametrize("name", RAGGED)
+def test_gradients_by_either_scheduler(name, hides_latency):
+    """Uneven loads, a device without a row, one with all, and buffers that overflow, however XLA orders collectives."""
+    mesh = mesh_of_gpus(2, "a", "b", "c")
+    options = {"xla_gpu_enable_latency_hiding_scheduler": hides_latency}
+    for seed in range(3):
+        assert_case_is_right(name, mesh, seed, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hides_latency", [False, True])
+def test_scanned_layers_do_not_copy_buffers(hides_latency):
+    """Values and gradients are those of all_gather, and no array of a buffer's size is copied in the loop."""
+    mesh = mesh_of_gpus(2, "expert")
+    layer = MoELayer(64, 32, num_experts=8, topk=3)
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=(3, *shape)) / 8, "float32") for name, shape in layer.shapes.items()}
+    x = jnp.asarray(rng.normal(size=(256, 64)), "float32")
+
+    def program(exchange):
+        sharding = MoESharding(mesh, expert="expert", exchange=exchange, buffer_factor=1.75)
+
+        def loss(params, x):
+            def body(x, params):
+                return x + layer.apply(params, x, sharding=sharding, precision="highest")[0], None
+
+            return jnp.sum(jnp.square(jax.lax.scan(body, x, params)[0]))
+
+        options = {"xla_gpu_enable_latency_hiding_scheduler": hides_latency}
+        return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, x).compile(compiler_options=options)
+
+    ragged = program("ragged_all_to_all")
+    rows = 128 * 3, 128 * 3 * 7 // 4
+    assert not re.findall(rf"= f32\[(?:{rows[0]}|{rows[1]}),64\]\S* copy\(", str(ragged.as_text()))
+    got, want = ragged(params, x), program("all_gather")(params, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), *map(jax.device_get, (got, want)))
