@@ -10,6 +10,7 @@ Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a sc
 Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -139,14 +140,14 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     not quantized again: write them with a config.json without that entry.
 
     Raises:
-      ValueError: a parameter is missing, not expected, has a wrong shape or is quantized where the config says nothing
-        of it; the message names it.
+      ValueError: a parameter is missing, not expected, has a wrong shape, is quantized where the config says nothing
+        of it, or holds what the config's format cannot store exactly; the message names it.
     """
     own, shapes = family(config), _shapes(config)
     _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
 
-    def store(name: str, array: Any, suffix: str = "", write: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+    def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: Any) -> None:
         for part, value in own.tensors[name].parts(own.block_name(layer), np.asarray(array)):
             tensors[part + suffix] = np.ascontiguousarray(write(value))
 
@@ -154,15 +155,16 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
         param = params[name]
         if not isinstance(param, QuantizedArray):
             _check_shape(name, np.asarray(param), shape)
-            store(name, param)
+            store(name, "", np.asarray, param)
             continue
         how = quantization(config)
         if how is None:
             raise ValueError(f"{name} must be no QuantizedArray if config has no quantization_config, got one.")
+        of_scales = f"scales of {name}"
         _check_shape(name, param, shape)
-        _check_shape(f"scales of {name}", param.scales, _scales_shape(own.tensors[name], name, shape, how))
-        store(name, param.values, how.suffixes[0], how.write_values)
-        store(name, param.scales, how.suffixes[1], how.write_scales)
+        _check_shape(of_scales, param.scales, _scales_shape(own.tensors[name], name, shape, how))
+        store(name, how.suffixes[0], functools.partial(how.write_values, f"values of {name}"), param.values)
+        store(name, how.suffixes[1], functools.partial(how.write_scales, of_scales), param.scales)
     return tensors
 
 
