@@ -11,34 +11,46 @@ Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedA
 """
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from jgg.arguments import check_instance
 from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
+from jgg.hf_files import opened, read_float8, read_object, read_weight_map
 from jgg.hf_quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
 from jgg.quantized import BLOCKS, QuantizedArray, scales_shape
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DOWNLOAD = "huggingface_hub.snapshot_download(NAME) fetches a model from the Hub and returns its folder."
+
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads config.json. `path` is the checkpoint's folder or the file itself."""
+    """Reads config.json. `path` is the checkpoint's folder or the file itself.
+
+    Raises: FileNotFoundError: there is no such folder or file. ValueError: the file holds no JSON object.
+    """
     path = Path(path)
-    return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a folder with config.json or that file, got {path}. {_DOWNLOAD}")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"{path} must have config.json, got none.")
+    return read_object(file)
 
 
 def family(config: Mapping[str, Any]) -> Family:
     """The model family, from config["model_type"].
 
-    Raises: ValueError: its model_type is none of FAMILIES.
+    Raises: ValueError: its model_type is none of FAMILIES. TypeError: config is no mapping.
     """
+    check_instance("config", config, Mapping, "a mapping, as read_config returns it")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}.")
     return FAMILIES[model_type]
 
@@ -49,13 +61,19 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
     Args:
       config: as in config.json; see `read_config`.
 
-    Raises: ValueError: the family is unknown, or the config lacks a key or has null there.
+    Raises:
+      ValueError: the family is unknown, the config lacks a key or has null there, or its values fit no layer.
+      TypeError: a value is of another type; the message names its key.
     """
-    options = family(config).options
+    own = family(config)
     try:
-        return MoELayer(**options(language_model(config)))
+        options = own.options(language_model(config))
     except KeyError as error:
         raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
+    try:
+        return MoELayer(**options)
+    except ValueError as error:
+        raise ValueError(f"config of model_type {config['model_type']!r} must fit a layer: {error}") from error
 
 
 def from_hf(
@@ -190,23 +208,36 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     Args:
       path: folder with model.safetensors, or model.safetensors.index.json and the files that it names.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or a file of it is missing.
+      ValueError: a file is damaged; the message names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            self._files = dict(json.loads(index.read_text())["weight_map"])
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
+        if (self.path / _INDEX).exists():
+            self._files = read_weight_map(self.path / _INDEX)
+        elif (self.path / _SINGLE).exists():
+            with opened(self.path / _SINGLE) as file:
+                self._files = dict.fromkeys(file.keys(), _SINGLE)
         else:
-            with self._open("model.safetensors") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            raise FileNotFoundError(f"{path} must have {_SINGLE} or {_INDEX}, got neither.")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The tensor, in host memory."""
         path = self._files[name]
-        with self._open(path) as file:
+        with opened(self.path / path) as file:
             dtype = file.get_slice(name).get_dtype()
-            return _read_float8(self.path / path, name) if dtype == "F8_E4M3" else file.get_tensor(name)
+            if dtype == "F8_E4M3":
+                return read_float8(self.path / path, name)
+            try:
+                return file.get_tensor(name)
+            except AttributeError as error:  # safetensors looks the dtype up in NumPy
+                wanted = "a dtype that NumPy has, or F8_E4M3"
+                raise ValueError(f"{name} of {self.path / path} must have {wanted}, got {dtype}.") from error
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
@@ -222,21 +253,3 @@ class Checkpoint(Mapping[str, np.ndarray]):
         router = re.escape(own.block_name(0) + own.tensors["w_router"].names[0])
         found = (re.fullmatch(router.replace(r"layers\.0\.", r"layers\.(\d+)\."), name) for name in self)
         return sorted(int(match[1]) for match in found if match)
-
-    def _open(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        return safe_open(self.path / name, framework="np")
-
-
-def _read_float8(path: Path, name: str) -> np.ndarray:
-    """A tensor in float8_e4m3fn, for which safetensors 0.8 asks NumPy, which has no such dtype.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        tensor = json.loads(file.read(length))[name]
-        begin, end = tensor["data_offsets"]
-        values = np.fromfile(file, np.uint8, end - begin, offset=begin)
-    return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])
