@@ -207,11 +207,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
     """The tensors of a folder of safetensors files, each read when it is asked for.
 
     Args:
-      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names.
+      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. They must be
+        inside the folder by their names; symbolic links are followed, as the Hub's cache has them.
 
     Raises:
       FileNotFoundError: there is no such folder, or a file of it is missing.
-      ValueError: a file is damaged; the message names the file.
+      ValueError: a file is damaged, or the index names one outside of the folder; the message names the file.
     """
 
     def __init__(self, path: str | Path) -> None:

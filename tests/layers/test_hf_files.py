@@ -71,7 +71,7 @@ INDEXES = {
     "a list": ("[]", r"must hold a JSON object, got a list"),
     "no key": ("{}", r'must have a "weight_map" .*, got None'),
     "a list of files": ('{"weight_map": ["a"]}', r"""must have a "weight_map" .*, got \['a'\]"""),
-    "a number": ('{"weight_map": {"a": 1}}', r"must name a file for 'a', got 1"),
+    "a number": ('{"weight_map": {"a": 1}}', r"must name a file inside its folder for 'a', got 1"),
 }
 
 
@@ -81,6 +81,27 @@ def test_what_is_wrong_with_an_index_is_named(text, message, tmp_path):
     (tmp_path / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=rf"/{INDEX} {message}"):
         jgg.hf.Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/{}", "x/../../other/{}", "{folder}/other/{}", "..", ".", "", "/"])
+def test_files_outside_of_the_folder_are_not_read(name, tmp_path):
+    write(tmp_path / "other", {})
+    outside = name.format("model-1.safetensors", folder=tmp_path)
+    folder = write(tmp_path / "own", {"b": "model-1.safetensors", "a": outside})
+    (folder / "x").mkdir()
+    with pytest.raises(ValueError) as error:
+        jgg.hf.Checkpoint(folder)
+    assert f"{INDEX} must name a file inside its folder for 'a', got {outside!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "part/model-1.safetensors", "..model-1.safetensors"])
+def test_links_of_the_cache_of_the_hub_are_followed(name, tmp_path):
+    blob = write(tmp_path / "blobs", {}) / "model-1.safetensors"
+    folder = write(tmp_path / "snapshots" / "main", {"a": name})
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(blob)
+    np.testing.assert_array_equal(jgg.hf.Checkpoint(folder)["a"], TENSORS["a"])
 
 
 @pytest.mark.parametrize("read", [jgg.hf.read_config, jgg.hf.Checkpoint])
