@@ -4,6 +4,7 @@ So what jgg has to choose from (dtypes, layouts, peers) is written out here; tes
 """
 
 import argparse
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,25 +15,36 @@ FAMILIES = ("data", "fsdp", "all_gather", "ragged_all_to_all", "tensor")
 PEERS = ("dense", "ragged_dot", "tokamax", "torch", "quack")
 
 
-def positive_int(text: str) -> int:
-    """Argument type: a whole number of at least 1."""
+def _whole_number(text, least, most):
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be {most} or less, got {value}")
     return value
 
 
+def positive_int(text: str) -> int:
+    """Argument type: a whole number from 1 to the largest int32, which is what sizes are computed in."""
+    return _whole_number(text, 1, 2**31 - 1)
+
+
+def _seed(text):
+    """Argument type: a whole number that NumPy and JAX take for a seed, each giving other data."""
+    return _whole_number(text, 0, 2**32 - 1)
+
+
 def positive_float(text: str) -> float:
-    """Argument type: a number greater than 0."""
+    """Argument type: a finite number greater than 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and finite, got {value}")
     return value
 
 
@@ -72,7 +84,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "choices": ("triton", "xla", "interpret"),
         "help": "of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
     },
-    "seed": {"type": int, "default": 0, "help": "of random data (%(default)s)"},
+    "seed": {"type": _seed, "default": 0, "help": "of random data (%(default)s)"},
     "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
     "json": {"action": "store_true", "help": "print JSON rather than text"},
     "quiet": {"action": "store_true", "help": "show no progress"},

@@ -85,7 +85,7 @@ def run(args) -> int:
         message = str(error)
         raise UsageError(f"--{message}" if message.startswith("out ") else f"--out: {message}") from error
     searches = [Search(name, op, problem) for name, problem in problems for op in ops]
-    workers = args.workers or min(8, os.cpu_count() or 1, len(searches))
+    workers = min(args.workers or min(8, os.cpu_count() or 1), len(searches))
     return run_all(searches, out, "interpret" if args.interpret else "triton", workers, args.json)
 
 
