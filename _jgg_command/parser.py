@@ -5,9 +5,9 @@ So what jgg has to choose from (dtypes, layouts, peers) is written out here; tes
 
 import argparse
 import math
+import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -57,10 +57,17 @@ def _powers_of_two(text):
     return counts
 
 
+def _file(text):
+    """Argument type: the name of a file, which need not exist."""
+    if os.path.basename(text) in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"must end in the name of a file, not of a folder, got {text!r}")
+    return text
+
+
 def _prefix(text):
     """Argument type: a prefix of files, in a folder that exists and takes files."""
-    folder = Path(text).parent
-    if not folder.is_dir():
+    folder = os.path.dirname(_file(text)) or "."
+    if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -153,7 +160,8 @@ def _tune(parser):
         parser.add_argument(f"--{name}", action="store_true", help=f"of a single product: {meaning}")
     what = "comma list (forward,dx,dw; in fp8 forward alone, which is dX too, of turned weights)"
     parser.add_argument("--op", metavar="LIST", help=what)
-    parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
+    what = "to write to ($JGG_TUNED, else a file in the folder for caches)"
+    parser.add_argument("--out", type=_file, metavar="FILE", help=what)
     parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
     parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
     dtype = {

@@ -144,3 +144,21 @@ def test_numbers_that_nothing_computes_with_are_refused(kind, value, message, ca
     assert options_of(kind)
     for command, option in options_of(kind):
         assert f"argument {option}: {message}" in refused(capsys, command, f"{option}={value}")
+
+
+@pytest.mark.parametrize("name", ["/", ".", "..", "", "{folder}/", "{folder}/.", "{folder}/.."])
+def test_out_is_no_folder(name, tmp_path, capsys):
+    name = name.format(folder=tmp_path)
+    commands = [command for command, own in subparsers().items() if "--out" in own._option_string_actions]
+    assert commands == ["demo", "bench", "tune", "scale", "plan"]
+    for command in commands:
+        message = f"argument --out: must end in the name of a file, not of a folder, got {name!r}"
+        assert message in refused(capsys, command, "--out", name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["run", ".run", "run.1", "..run", "{folder}/run"])
+def test_out_is_a_prefix(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = name.format(folder=tmp_path)
+    assert parser.make_parser("").parse_args(["plan", "--out", name]).out == name
