@@ -6,6 +6,7 @@ it. So this is no part of that package, and parses the arguments first.
 
 import contextlib
 import importlib.metadata
+import io
 import os
 import sys
 import tempfile
@@ -33,9 +34,17 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator:
-    """Gives a file that takes what goes to stderr meanwhile, C++'s too; what it holds in the end goes there."""
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as notes:
+    """Gives a file that takes what goes to stderr meanwhile, C++'s too; what it holds in the end goes there.
+
+    Where no folder takes temporary files, as on a full disk, stderr is left alone.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            notes = stack.enter_context(tempfile.TemporaryFile())
+        except OSError:
+            yield io.BytesIO()
+            return
+        stderr = os.dup(2)
         os.dup2(notes.fileno(), 2)
         try:
             yield notes

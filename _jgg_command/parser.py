@@ -4,9 +4,10 @@ So what jgg has to choose from (dtypes, layouts, peers) is written out here; tes
 """
 
 import argparse
+import math
+import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -14,25 +15,36 @@ FAMILIES = ("data", "fsdp", "all_gather", "ragged_all_to_all", "tensor")
 PEERS = ("dense", "ragged_dot", "tokamax", "torch", "quack")
 
 
-def positive_int(text: str) -> int:
-    """Argument type: a whole number of at least 1."""
+def _whole_number(text, least, most):
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be {most} or less, got {value}")
     return value
 
 
+def positive_int(text: str) -> int:
+    """Argument type: a whole number from 1 to the largest int32, which is what sizes are computed in."""
+    return _whole_number(text, 1, 2**31 - 1)
+
+
+def _seed(text):
+    """Argument type: a whole number that NumPy and JAX take for a seed, each giving other data."""
+    return _whole_number(text, 0, 2**32 - 1)
+
+
 def positive_float(text: str) -> float:
-    """Argument type: a number greater than 0."""
+    """Argument type: a finite number greater than 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, got {value}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and finite, got {value}")
     return value
 
 
@@ -45,10 +57,17 @@ def _powers_of_two(text):
     return counts
 
 
+def _file(text):
+    """Argument type: the name of a file, which need not exist."""
+    if os.path.basename(text) in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"must end in the name of a file, not of a folder, got {text!r}")
+    return text
+
+
 def _prefix(text):
     """Argument type: a prefix of files, in a folder that exists and takes files."""
-    folder = Path(text).parent
-    if not folder.is_dir():
+    folder = os.path.dirname(_file(text)) or "."
+    if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -72,7 +91,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "choices": ("triton", "xla", "interpret"),
         "help": "of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
     },
-    "seed": {"type": int, "default": 0, "help": "of random data (%(default)s)"},
+    "seed": {"type": _seed, "default": 0, "help": "of random data (%(default)s)"},
     "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
     "json": {"action": "store_true", "help": "print JSON rather than text"},
     "quiet": {"action": "store_true", "help": "show no progress"},
@@ -141,7 +160,8 @@ def _tune(parser):
         parser.add_argument(f"--{name}", action="store_true", help=f"of a single product: {meaning}")
     what = "comma list (forward,dx,dw; in fp8 forward alone, which is dX too, of turned weights)"
     parser.add_argument("--op", metavar="LIST", help=what)
-    parser.add_argument("--out", metavar="FILE", help="to write to ($JGG_TUNED, else a file in the folder for caches)")
+    what = "to write to ($JGG_TUNED, else a file in the folder for caches)"
+    parser.add_argument("--out", type=_file, metavar="FILE", help=what)
     parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
     parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
     dtype = {

@@ -15,20 +15,32 @@ _logger = logging.getLogger("jgg")
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> Path:
-    """Writes a file all at once, so that whoever reads it or ends this process finds the old text or the new.
+    """Writes a file all at once, as `replacing` does.
 
     Args:
       mode: permissions of a new file, less the process's umask.
     """
+    with (
+        replacing(path) as temporary,
+        open(temporary, "x", opener=functools.partial(os.open, mode=mode)) as file,
+    ):
+        file.write(text)
+    return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives the name of a file to write, which then replaces `path`; after an error there is no such file.
+
+    So whoever reads `path` or ends this process finds the old content or the new.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # process ids repeat between containers
     try:
-        with open(temporary, "x", opener=functools.partial(os.open, mode=mode)) as file:
-            file.write(text)
-        return temporary.replace(path)
-    except OSError:
+        yield temporary
+        temporary.replace(path)
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
 
 
 def read_own_text(path: Path) -> str:

@@ -10,34 +10,47 @@ Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a sc
 Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.
 """
 
-import json
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from jgg.arguments import check_instance
 from jgg.hf_families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
+from jgg.hf_files import opened, read_float8, read_object, read_weight_map
 from jgg.hf_quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
 from jgg.quantized import BLOCKS, QuantizedArray, scales_shape
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DOWNLOAD = "huggingface_hub.snapshot_download(NAME) fetches a model from the Hub and returns its folder."
+
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads config.json. `path` is the checkpoint's folder or the file itself."""
+    """Reads config.json. `path` is the checkpoint's folder or the file itself.
+
+    Raises: FileNotFoundError: there is no such folder or file. ValueError: the file holds no JSON object.
+    """
     path = Path(path)
-    return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a folder with config.json or that file, got {path}. {_DOWNLOAD}")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"{path} must have config.json, got none.")
+    return read_object(file)
 
 
 def family(config: Mapping[str, Any]) -> Family:
     """The model family, from config["model_type"].
 
-    Raises: ValueError: its model_type is none of FAMILIES.
+    Raises: ValueError: its model_type is none of FAMILIES. TypeError: config is no mapping.
     """
+    check_instance("config", config, Mapping, "a mapping, as read_config returns it")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}.")
     return FAMILIES[model_type]
 
@@ -48,13 +61,19 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
     Args:
       config: as in config.json; see `read_config`.
 
-    Raises: ValueError: the family is unknown, or the config lacks a key or has null there.
+    Raises:
+      ValueError: the family is unknown, the config lacks a key or has null there, or its values fit no layer.
+      TypeError: a value is of another type; the message names its key.
     """
-    options = family(config).options
+    own = family(config)
     try:
-        return MoELayer(**options(language_model(config)))
+        options = own.options(language_model(config))
     except KeyError as error:
         raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
+    try:
+        return MoELayer(**options)
+    except ValueError as error:
+        raise ValueError(f"config of model_type {config['model_type']!r} must fit a layer: {error}") from error
 
 
 def from_hf(
@@ -139,14 +158,14 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     not quantized again: write them with a config.json without that entry.
 
     Raises:
-      ValueError: a parameter is missing, not expected, has a wrong shape or is quantized where the config says nothing
-        of it; the message names it.
+      ValueError: a parameter is missing, not expected, has a wrong shape, is quantized where the config says nothing
+        of it, or holds what the config's format cannot store exactly; the message names it.
     """
     own, shapes = family(config), _shapes(config)
     _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
 
-    def store(name: str, array: Any, suffix: str = "", write: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+    def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: Any) -> None:
         for part, value in own.tensors[name].parts(own.block_name(layer), np.asarray(array)):
             tensors[part + suffix] = np.ascontiguousarray(write(value))
 
@@ -154,15 +173,16 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
         param = params[name]
         if not isinstance(param, QuantizedArray):
             _check_shape(name, np.asarray(param), shape)
-            store(name, param)
+            store(name, "", np.asarray, param)
             continue
         how = quantization(config)
         if how is None:
             raise ValueError(f"{name} must be no QuantizedArray if config has no quantization_config, got one.")
+        of_scales = f"scales of {name}"
         _check_shape(name, param, shape)
-        _check_shape(f"scales of {name}", param.scales, _scales_shape(own.tensors[name], name, shape, how))
-        store(name, param.values, how.suffixes[0], how.write_values)
-        store(name, param.scales, how.suffixes[1], how.write_scales)
+        _check_shape(of_scales, param.scales, _scales_shape(own.tensors[name], name, shape, how))
+        store(name, how.suffixes[0], functools.partial(how.write_values, f"values of {name}"), param.values)
+        store(name, how.suffixes[1], functools.partial(how.write_scales, of_scales), param.scales)
     return tensors
 
 
@@ -187,24 +207,38 @@ class Checkpoint(Mapping[str, np.ndarray]):
     """The tensors of a folder of safetensors files, each read when it is asked for.
 
     Args:
-      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names.
+      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. They must be
+        inside the folder by their names; symbolic links are followed, as the Hub's cache has them.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or a file of it is missing.
+      ValueError: a file is damaged, or the index names one outside of the folder; the message names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            self._files = dict(json.loads(index.read_text())["weight_map"])
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
+        if (self.path / _INDEX).exists():
+            self._files = read_weight_map(self.path / _INDEX)
+        elif (self.path / _SINGLE).exists():
+            with opened(self.path / _SINGLE) as file:
+                self._files = dict.fromkeys(file.keys(), _SINGLE)
         else:
-            with self._open("model.safetensors") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            raise FileNotFoundError(f"{path} must have {_SINGLE} or {_INDEX}, got neither.")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The tensor, in host memory."""
         path = self._files[name]
-        with self._open(path) as file:
+        with opened(self.path / path) as file:
             dtype = file.get_slice(name).get_dtype()
-            return _read_float8(self.path / path, name) if dtype == "F8_E4M3" else file.get_tensor(name)
+            if dtype == "F8_E4M3":
+                return read_float8(self.path / path, name)
+            try:
+                return file.get_tensor(name)
+            except AttributeError as error:  # safetensors looks the dtype up in NumPy
+                wanted = "a dtype that NumPy has, or F8_E4M3"
+                raise ValueError(f"{name} of {self.path / path} must have {wanted}, got {dtype}.") from error
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
@@ -220,21 +254,3 @@ class Checkpoint(Mapping[str, np.ndarray]):
         router = re.escape(own.block_name(0) + own.tensors["w_router"].names[0])
         found = (re.fullmatch(router.replace(r"layers\.0\.", r"layers\.(\d+)\."), name) for name in self)
         return sorted(int(match[1]) for match in found if match)
-
-    def _open(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        return safe_open(self.path / name, framework="np")
-
-
-def _read_float8(path: Path, name: str) -> np.ndarray:
-    """A tensor in float8_e4m3fn, for which safetensors 0.8 asks NumPy, which has no such dtype.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        tensor = json.loads(file.read(length))[name]
-        begin, end = tensor["data_offsets"]
-        values = np.fromfile(file, np.uint8, end - begin, offset=begin)
-    return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])

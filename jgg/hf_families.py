@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jgg.activations import clamped_swiglu
+from jgg.arguments import as_finite, as_flag, as_int, check_one_of
 
 SELECTION_BIAS = "selection_bias"
 
@@ -56,8 +57,13 @@ _COUNTS = ("n_shared_experts",)  # keys that are null where there are none
 
 
 def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of the language model; keys that are null are left out, but for counts, which become 0."""
+    """What a config says of the language model; keys that are null are left out, but for counts, which become 0.
+
+    Raises: ValueError: its "text_config" is no object.
+    """
     found = config.get("text_config") or config
+    if not isinstance(found, Mapping):
+        raise ValueError(f"text_config must be an object, got {found!r}.")
     counts = {key: found[key] or 0 for key in _COUNTS if key in found}
     return {key: value for key, value in found.items() if value is not None} | counts
 
@@ -65,16 +71,23 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
 _ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
 
+def _int(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    return as_int(key, config[key], least)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    return as_flag(key, config[key])
+
+
 def _options(config: Mapping[str, Any], experts: str, hidden_features: str, **others: Any) -> dict[str, Any]:
     """The arguments of `MoELayer`, of which some architectures name two otherwise than others."""
     activation = config.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {activation!r}.")
+    check_one_of("hidden_act", activation, sorted(_ACTIVATIONS))
     return {
-        "in_features": config["hidden_size"],
-        "hidden_features": config[hidden_features],
-        "num_experts": config[experts],
-        "topk": config["num_experts_per_tok"],
+        "in_features": _int(config, "hidden_size"),
+        "hidden_features": _int(config, hidden_features),
+        "num_experts": _int(config, experts),
+        "topk": _int(config, "num_experts_per_tok"),
         "activation": _ACTIVATIONS[activation],
     } | others
 
@@ -86,7 +99,7 @@ def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
 def _qwen3_moe(config: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     # transformers 5 writes num_local_experts
     experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return _options(config, experts, "moe_intermediate_size", normalize=config["norm_topk_prob"], **others)
+    return _options(config, experts, "moe_intermediate_size", normalize=_flag(config, "norm_topk_prob"), **others)
 
 
 def _matrix(*names: str) -> Tensor:
@@ -118,9 +131,10 @@ _FUSED = {
 _DEEPSEEK = Family(
     "mlp",
     lambda config: _options(
-        config, "n_routed_experts", "moe_intermediate_size", score="sigmoid", normalize=config["norm_topk_prob"],
-        scale=config["routed_scaling_factor"], num_groups=config["n_group"], topk_groups=config["topk_group"],
-        use_selection_bias=True, shared_features=config["n_shared_experts"] * config["moe_intermediate_size"],
+        config, "n_routed_experts", "moe_intermediate_size", score="sigmoid", normalize=_flag(config, "norm_topk_prob"),
+        scale=as_finite("routed_scaling_factor", config["routed_scaling_factor"]), num_groups=_int(config, "n_group"),
+        topk_groups=_int(config, "topk_group"), use_selection_bias=True,
+        shared_features=_int(config, "n_shared_experts", 0) * _int(config, "moe_intermediate_size"),
     ),
     _QWEN | {SELECTION_BIAS: _as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
 )  # fmt: skip
@@ -130,13 +144,13 @@ FAMILIES = {
     "qwen3_next": Family(
         "mlp",
         lambda config: _qwen3_moe(
-            config, shared_features=config["shared_expert_intermediate_size"], use_shared_gate=True
+            config, shared_features=_int(config, "shared_expert_intermediate_size"), use_shared_gate=True
         ),
         _QWEN | _shared("shared_expert") | {"w_shared_gate": _matrix("shared_expert_gate.weight")},
     ),
     "olmoe": Family(
         "mlp",
-        lambda config: _options(config, "num_experts", "intermediate_size", normalize=config["norm_topk_prob"]),
+        lambda config: _options(config, "num_experts", "intermediate_size", normalize=_flag(config, "norm_topk_prob")),
         _QWEN,
     ),
     "deepseek_v3": _DEEPSEEK,
@@ -146,7 +160,7 @@ FAMILIES = {
         "feed_forward",
         lambda config: _options(
             config, "num_local_experts", "intermediate_size", score="sigmoid", normalize=False, scale_input=True,
-            shared_features=config["intermediate_size"],
+            shared_features=_int(config, "intermediate_size"),
         ),
         _FUSED | _shared("shared_expert"),
         prefix="language_model.model.",
@@ -155,7 +169,10 @@ FAMILIES = {
         "mlp",
         lambda config: _options(
             config, "num_local_experts", "intermediate_size", score="topk_softmax", interleaved=True, use_bias=True,
-            activation=clamped_swiglu(config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)),
+            activation=clamped_swiglu(
+                as_finite("swiglu_limit", config.get("swiglu_limit", 7.0)),
+                as_finite("swiglu_alpha", config.get("swiglu_alpha", 1.702)),
+            ),
             use_router_bias=True,
         ),
         _FUSED | {

@@ -19,6 +19,7 @@ from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, sp
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
 from jgg.configs.requirements import shared_memory, specialized_step, why_not_specialized
 from jgg.configs.tuned_configs import Entry, merge, parse, user_file
+from jgg.files import warn_once
 from jgg.gpu_target import Target, current_target, device_target
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
@@ -92,6 +93,7 @@ def tune(
 
     Raises:
       RuntimeError: there is no CUDA device that the kernels run on, or no configuration works.
+      OSError: the file can no longer be written as the search ends.
       ValueError: an option is none of those listed, or the file is damaged or cannot be written.
       TypeError: a size is no int, or the dtype is unsupported.
     """
@@ -153,6 +155,8 @@ def tune_op(
 ) -> Entry:  # fmt: skip
     """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
 
+    Where the file cannot be written, the search goes on, and its end tries once more and raises OSError.
+
     Args:
       implementation: "interpret" runs the search without a GPU; its entries serve none.
       report: called with each trial.
@@ -174,8 +178,12 @@ def tune_op(
             _logger.info("tuning %s: %s is out: %s", op, config, failure)
         elif best is None or trial.milliseconds < best.milliseconds:
             best = _entry(problem, config, trial.milliseconds, target, implementation)
-            with lock:
-                merge(out, best, keep_faster=True)
+            try:
+                with lock:
+                    merge(out, best, keep_faster=True)
+            except OSError as error:
+                reason = error.strerror or error
+                warn_once(f"{out} could not be written, which is tried again as the search ends: {reason}")
 
     for config in first_candidates(op, problem, target):
         attempt(config)

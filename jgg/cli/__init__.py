@@ -39,9 +39,22 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # who reads the output, such as head, has enough
+    except OSError as error:
+        if _stdout_works():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # who reads the output, such as head, has enough
+            print(f"jgg: could not write stdout: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _stdout_works():
+    """Whether stdout takes one more line."""
+    try:
+        print(flush=True)
+        return True
+    except OSError:
+        return False
 
 
 def _has_device():

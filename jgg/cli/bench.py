@@ -7,10 +7,13 @@ PREFIX.json and PREFIX.png.
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Self
 
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.cli.output import Output
+from jgg.files import replace_text
 from jgg.fp8 import Fp8
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
@@ -106,20 +109,28 @@ class Settings:
 
 
 def run(args) -> int:
-    """Measures and reports; returns 0, 1 after a wrong or failed product, or 130 after an interrupt."""
+    """Measures and reports; returns 0, 1 after a wrong or failed product or file, or 130 after an interrupt."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers that use torch need memory too
     plots = options.import_with_extra("jgg.cli.plots", "bench")
     from jgg.cli import bench_report, bench_run
 
-    result = bench_run.run(Settings.from_args(args), keep=bench_report.write_json)
+    output, picture, numbers = Output(), Path(f"{args.out}.png"), Path(f"{args.out}.json")
+
+    def keep(result):
+        text = bench_report.as_json(result)
+        output.write(numbers, lambda path: replace_text(path, text))
+        return text
+
+    result = bench_run.run(Settings.from_args(args), keep)
     if not (result.rows or result.layers):  # interrupted before anything was measured
         raise KeyboardInterrupt
-    picture, numbers = plots.write_bench(result), bench_report.write_json(result)
+    text = keep(result)
+    output.write(picture, lambda path: plots.write_bench(result, path))
     if args.json:
-        print(numbers.read_text(), end="")
+        print(text, end="")
     else:
         bench_report.show(result)
-        print(f"Wrote {picture} and {numbers}")
+    failed = output.report(quiet=args.json)
     if result.interrupted:
         return INTERRUPTED
-    return 0 if result.is_right else 1
+    return 0 if result.is_right and not failed else 1

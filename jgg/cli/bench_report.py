@@ -5,14 +5,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
 from jgg.cli import options
 from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
 from jgg.cli.options import FP8
-from jgg.files import replace_text
 from jgg.measuring.fp8 import BFLOAT16, QUANTIZE
 from jgg.measuring.peers import DENSE
 from jgg.measuring.timing import RIGHT, UNSUPPORTED
@@ -159,8 +157,8 @@ def _megabytes(count):
     return f"{number(count / 1e6)} MB"
 
 
-def write_json(result: Result) -> Path:
-    """Writes the JSON file and returns its path."""
+def as_json(result: Result) -> str:
+    """The text of the JSON file."""
     content = origin() | {
         "settings": dataclasses.asdict(result.settings),
         "copy_bytes_per_second": result.copy_bandwidth,
@@ -171,7 +169,7 @@ def write_json(result: Result) -> Path:
         "rows": [_row_as_json(result, row) for row in result.rows],
         "layers": [_layer_as_json(result, layer) for layer in result.layers],
     }
-    return replace_text(Path(f"{result.settings.out}.json"), json.dumps(content, indent=2) + "\n")
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _row_as_json(result, row):

@@ -6,9 +6,11 @@ writes PREFIX.png, efficiency over devices; with --json it prints the same numbe
 
 import dataclasses
 import json
+from pathlib import Path
 
 from jgg.cli import options
 from jgg.cli.console import number, print_table
+from jgg.cli.output import Output
 from jgg.measuring.cost_model import Cluster, best, powers_of_two, strategies
 
 _HEADINGS = (
@@ -17,7 +19,7 @@ _HEADINGS = (
 
 
 def run(args) -> int:
-    """Prints the table and writes the plot, or prints JSON; returns 0."""
+    """Prints the table and writes the plot, or prints JSON; returns 0, or 1 where the plot could not be written."""
     layer = options.one_layer(args)
     cluster = Cluster(
         1, args.node_size, args.link_gbps * 1e9, args.network_gbps * 1e9, args.tflops * 1e12, args.memory_gb * 1e9
@@ -28,9 +30,8 @@ def run(args) -> int:
         found[count] = best(layer, nodes, strategies(layer, nodes))[: args.top]
     if args.json:
         print(json.dumps(_as_json(layer, cluster, found), indent=2))
-    else:
-        _show(layer, cluster, found, args.out)
-    return 0
+        return 0
+    return _show(layer, cluster, found, Path(f"{args.out}.png"))
 
 
 def _as_json(layer, cluster, found):
@@ -51,7 +52,7 @@ def _as_json(layer, cluster, found):
     }
 
 
-def _show(layer, cluster, found, out):
+def _show(layer, cluster, found, path):
     plots = options.import_with_extra("jgg.cli.plots", "bench")
     print(f"A model, not a measurement. {layer}; forward and backward, bfloat16.")
     print(
@@ -63,7 +64,9 @@ def _show(layer, cluster, found, out):
         rows += [_cells(*pair) for pair in pairs] or [(count, "none fits", *["-"] * (len(_HEADINGS) - 2))]
     print_table(_HEADINGS, rows, texts=("strategy",))
     clusters = [dataclasses.replace(cluster, devices=count) for count in powers_of_two(max(found))[1:]]
-    print(f"Wrote {plots.write_plan(layer, clusters, out)}")
+    output = Output()
+    output.write(path, lambda path: plots.write_plan(layer, clusters, path))
+    return output.report()
 
 
 def _cells(strategy, cost):

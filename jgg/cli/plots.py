@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from jgg.cli.bench_run import JGG, Result
 from jgg.cli.info import devices
 from jgg.exchange import EXCHANGES
+from jgg.files import replacing
 from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
 from jgg.measuring.peers import DENSE
 from jgg.measuring.workloads import Layer
@@ -20,7 +21,7 @@ _FAMILY_MARKERS = dict(zip(FAMILIES, "os^vD", strict=True))
 _MORE = {"tensor": "tensor, with anything"} | {name: f"expert by {name}, with data or fsdp" for name in EXCHANGES}
 
 
-def write_bench(result: Result) -> Path:
+def write_bench(result: Result, path: Path) -> None:
     """Draws the speeds of each op and of whole layers as bars, and jgg's products under the roofs of this device."""
     panels: list[tuple[int, Callable]] = []  # heights, and what draws on axes
     for op in result.settings.gemm_ops:
@@ -42,13 +43,12 @@ def write_bench(result: Result) -> Path:
     all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (_, draw) in zip(all_axes, panels, strict=True):
         draw(axes)
-    return _save(figure, result.settings.out)
+    _save(figure, path)
 
 
-def _save(figure, prefix):
-    path = Path(f"{prefix}.png")
-    figure.savefig(path, dpi=120)
-    return path
+def _save(figure, path):
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
 
 
 def _plot_bars(title, labels, speeds, has_legend, axes):
@@ -84,7 +84,7 @@ def _plot_roofline(result, axes):
     axes.grid(alpha=0.3, which="both")
 
 
-def write_plan(layer: Layer, clusters: list[Cluster], prefix: str) -> Path:
+def write_plan(layer: Layer, clusters: list[Cluster], path: Path) -> None:
     """Draws efficiency and memory over the number of devices, for the fastest strategy of each family that fits."""
     figure = Figure(figsize=(9, 9), layout="constrained")
     figure.suptitle(f"jgg plan: {layer.name}, {layer.tokens} tokens for each device (a model, not a measurement)")
@@ -107,4 +107,4 @@ def write_plan(layer: Layer, clusters: list[Cluster], prefix: str) -> Path:
     efficiency.legend()
     for axes in (efficiency, memory):
         axes.grid(alpha=0.3)
-    return _save(figure, prefix)
+    _save(figure, path)

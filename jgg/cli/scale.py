@@ -5,6 +5,7 @@ device and the bytes that devices send, and writes PREFIX.json.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from jgg.cli import options
 from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError
+from jgg.cli.output import Output
 from jgg.files import replace_text
 from jgg.layers import MoELayer
 from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
@@ -70,7 +72,7 @@ class StrategyRow:
 
 
 def run(args) -> int:
-    """Measures and reports; returns 0, or 1 where a result was wrong."""
+    """Measures and reports; returns 0, or 1 where a result was wrong or could not be written."""
     layer, visible = options.one_layer(args), jax.device_count()
     scaled_down = options.are_scaled_down(args)
     if scaled_down:
@@ -88,27 +90,29 @@ def run(args) -> int:
 
 
 def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path, as_json: bool = False) -> int:
-    """Measures the strategies, the first of which is one device; returns 1 where a result was wrong, else 0."""
+    """Measures the strategies, the first of which is one device; returns 1 after a wrong result or file, else 0."""
     if not as_json:
         print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
     facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype, "measurements": []}
     rows: list[StrategyRow] = []
+    output = Output()
     try:
         with progress(len(strategies)) as tell:
             for strategy in strategies:
                 tell(str(strategy))
                 rows.append(measure(layer, strategy, dtype, steps))
                 facts["measurements"].append(_as_json(rows[-1], rows[0]))
+                text = json.dumps(facts, indent=2) + "\n"
                 # now, lest an end of this process lose it
-                replace_text(path, json.dumps(facts, indent=2) + "\n")
+                output.write(path, functools.partial(replace_text, text=text))
                 tell(str(strategy), 1)
     finally:  # after an interrupt too
         if as_json:
             print(json.dumps(facts, indent=2))
         else:
             print_table(_HEADINGS, [_cells(row, rows[0], dtype) for row in rows], texts=("strategy",))
-            print(f"Wrote {path}")
-    return int(any(_is_wrong(row, dtype) for row in rows))
+        failed = output.report(quiet=as_json)
+    return int(failed or any(_is_wrong(row, dtype) for row in rows))
 
 
 def _as_json(row, one_device):

@@ -85,7 +85,7 @@ def run(args) -> int:
         message = str(error)
         raise UsageError(f"--{message}" if message.startswith("out ") else f"--out: {message}") from error
     searches = [Search(name, op, problem) for name, problem in problems for op in ops]
-    workers = args.workers or min(8, os.cpu_count() or 1, len(searches))
+    workers = min(args.workers or min(8, os.cpu_count() or 1), len(searches))
     return run_all(searches, out, "interpret" if args.interpret else "triton", workers, args.json)
 
 
@@ -147,19 +147,19 @@ def run_all(searches: list[Search], out: Path, implementation: str, workers: int
             _run_in_processes(searches, out, implementation, workers, receive)
     if as_json:
         print(json.dumps({"file": str(out), "searches": [message.as_json() for message in ended]}, indent=2))
-    else:
+    elif any(isinstance(message.outcome, Entry) for message in ended):
         print(f"Wrote {out}")
     return int(any(not isinstance(message.outcome, Entry) for message in ended))
 
 
 def _run(search, out, implementation, send, **how):
-    message = _Message(search, 0, None)
+    message, fastest = _Message(search, 0, None), None
 
     def report(trial):
-        nonlocal message
-        best = message.best
-        if trial.milliseconds is not None:
-            best = max(best or 0, search.problem.flops / trial.milliseconds / 1e9)
+        nonlocal message, fastest
+        if trial.milliseconds is not None and (fastest is None or trial.milliseconds < fastest.milliseconds):
+            fastest = trial
+        best = fastest and search.problem.flops / fastest.milliseconds / 1e9
         message = _Message(search, message.trials + 1, best)
         send(message)
 
@@ -167,6 +167,11 @@ def _run(search, out, implementation, send, **how):
         outcome: Entry | str = tune_op(search.op, search.problem, out, implementation, report, **how)
     except RuntimeError as error:
         outcome = str(error)
+    except OSError as error:
+        if fastest is None:
+            raise
+        found = f"{fastest.milliseconds:.3f} ms, {message.best:.0f} TF/s, {fastest.config}"
+        outcome = f"{found}; {out} could not be written: {error.strerror or error}"
     send(message._replace(outcome=outcome))
 
 

@@ -39,10 +39,12 @@ class Layer:
     topk: int
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"name of a layer must be text, got {self.name!r}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field.name} of layer {self.name!r} must be a positive int, got {value!r}.")
+            if field.type is int and (type(value) is not int or not 0 < value < 2**31):
+                raise ValueError(f"{field.name} of layer {self.name!r} must be a positive int32, got {value!r}.")
         if self.topk > self.experts:
             raise ValueError(
                 f"topk of layer {self.name!r} must be at most its {self.experts} experts, got {self.topk}."
@@ -102,7 +104,7 @@ def load_layers(path: str | Path | None = None) -> dict[str, Layer]:
     try:
         entries = json.loads(path.read_text())["layers"]
         layers = [Layer(**{name: entry[name] for name in names}) for entry in entries]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} must be a JSON file with a list of layers, each with {names}: {what}") from error
     return {layer.name: layer for layer in layers}

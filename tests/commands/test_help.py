@@ -100,3 +100,64 @@ def test_plan_is_for_the_cost_model_s_cluster():
         cluster.link / 1e9, cluster.network / 1e9, cluster.memory / 1e9,
     )  # fmt: skip
     assert args.tflops == cluster.flops / 1e12
+
+
+def options_of(kind):
+    """(command, option) of each option of a type, by its name in the parser."""
+    return [
+        (command, action.option_strings[0])
+        for command, own in subparsers().items()
+        for action in own._actions
+        if getattr(action.type, "__name__", None) == kind
+    ]
+
+
+def refused(capsys, *arguments):
+    """The last line that the parser prints as it refuses them."""
+    with pytest.raises(SystemExit) as error:
+        parser.make_parser("").parse_args(arguments)
+    assert error.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_number_has_a_type_that_says_its_bounds():
+    kinds = {kind for kind in ("int", "float") if options_of(kind)}
+    assert not kinds
+    counts = options_of("positive_int") + options_of("_powers_of_two")
+    assert ("demo", "--steps") in counts and ("tune", "--workers") in counts and ("plan", "--devices") in counts
+    assert options_of("_seed") == [("demo", "--seed"), ("bench", "--seed")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        *(("positive_int", value, "must be 2147483647 or less, got") for value in ("2147483648", "9" * 20)),
+        ("_powers_of_two", f"8,{2**70}", "must be 2147483647 or less, got"),
+        *(("_seed", value, "must be 4294967295 or less, got") for value in ("4294967296", "9" * 20)),
+        ("_seed", "-1", "must be 0 or more, got -1"),
+        ("_seed", "1.5", "must be a whole number, got '1.5'"),
+        *(("positive_float", value, "must be greater than 0 and finite, got") for value in ("inf", "1e999", "nan")),
+    ],
+)
+def test_numbers_that_nothing_computes_with_are_refused(kind, value, message, capsys):
+    assert options_of(kind)
+    for command, option in options_of(kind):
+        assert f"argument {option}: {message}" in refused(capsys, command, f"{option}={value}")
+
+
+@pytest.mark.parametrize("name", ["/", ".", "..", "", "{folder}/", "{folder}/.", "{folder}/.."])
+def test_out_is_no_folder(name, tmp_path, capsys):
+    name = name.format(folder=tmp_path)
+    commands = [command for command, own in subparsers().items() if "--out" in own._option_string_actions]
+    assert commands == ["demo", "bench", "tune", "scale", "plan"]
+    for command in commands:
+        message = f"argument --out: must end in the name of a file, not of a folder, got {name!r}"
+        assert message in refused(capsys, command, "--out", name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["run", ".run", "run.1", "..run", "{folder}/run"])
+def test_out_is_a_prefix(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = name.format(folder=tmp_path)
+    assert parser.make_parser("").parse_args(["plan", "--out", name]).out == name

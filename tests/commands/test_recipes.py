@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.layers.test_hf import DATA, load
 from tests.support.documents import code_of, run_code
+from tests.support.hf import DATA, load
 
 
 @pytest.fixture(autouse=True)

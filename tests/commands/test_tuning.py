@@ -179,6 +179,16 @@ def test_a_miss_is_logged_once_with_the_command_that_fills_it(caplog, monkeypatc
     assert (search.problem, search.op) == (problem, "dw")
 
 
+@pytest.mark.parametrize(("asked", "workers"), [(2**31 - 1, 3), (2, 2)])
+def test_there_are_no_more_processes_than_searches(asked, workers, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("jgg.cli.tune.run_all", lambda *arguments: calls.append(arguments) or 0)
+    sizes = ["--m", "16", "--k", "16", "--n", "16", "--experts", "2", "--w-layout", "enk"]
+    assert main(["tune", *sizes, "--interpret", "--out", str(tmp_path / "own"), "--workers", str(asked)]) == 0
+    (searches, _, _, number, _), *_ = calls
+    assert (len(searches), number) == (3, workers)
+
+
 def edited(part=None, **changes):
     """A file of one entry, of which someone changed fields of the problem, of the config or its own."""
     content = entry().as_json()
@@ -415,10 +425,19 @@ def test_shapes_file(tmp_path):
     up, down = load_layers(path)["own"].gemms().values()
     assert (up.num_rows, up.in_features, up.out_features) == (16, 16, 64)
     assert (down.in_features, down.out_features, down.num_experts) == (32, 16, 4)
-    for change, message in (({"topk": 5}, "at most its 4 experts, got 5"), ({"hidden": "x"}, "hidden of layer 'own'")):
+    for change, message in (
+        ({"topk": 5}, "at most its 4 experts, got 5"),
+        ({"hidden": "x"}, "hidden of layer 'own' must be a positive int32, got 'x'"),
+        ({"tokens": 2**31}, "tokens of layer 'own' must be a positive int32, got 2147483648"),
+        ({"topk": True}, "topk of layer 'own' must be a positive int32, got True"),
+        ({"name": ["own"]}, r"name of a layer must be text, got \['own'\]"),
+    ):
         path.write_text(json.dumps({"layers": [fields | change]}))
         with pytest.raises(ValueError, match=message):
             load_layers(path)
     path.write_text(json.dumps({"layers": [{"name": "own"}]}))
     with pytest.raises(ValueError, match="no key 'tokens'"):
+        load_layers(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"shapes\.json must be a JSON file with a list of layers"):
         load_layers(path)

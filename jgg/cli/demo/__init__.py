@@ -5,10 +5,13 @@ carries for `help()`. Needs no network. Writes PREFIX.png and PREFIX.json.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Self
 
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.cli.output import Output
+from jgg.files import replace_text
 
 HEAD_DIM = 64
 
@@ -49,7 +52,7 @@ class Settings:
 
 
 def run(args) -> int:
-    """Trains and reports; returns 0, or 130 after an interrupt from the keyboard."""
+    """Trains and reports; returns 0, 1 where a file could not be written, or 130 after an interrupt."""
     train = options.import_with_extra("jgg.cli.demo.train", "demo")
     report = options.import_with_extra("jgg.cli.demo.report", "demo")
     settings = Settings.from_args(args)
@@ -60,9 +63,11 @@ def run(args) -> int:
     result = trainer.run()
     if not result.train:  # interrupted before anything was measured
         raise KeyboardInterrupt
-    paths = report.write(result)
+    output, text = Output(), report.as_json(result)
+    output.write(Path(f"{settings.out}.json"), lambda path: replace_text(path, text))
+    output.write(Path(f"{settings.out}.png"), lambda path: report.write_plot(result, path))
     if not settings.quiet:
         report.show_details(result)
     print(report.summary(result))
-    say("Wrote " + " and ".join(map(str, paths)))
-    return INTERRUPTED if result.interrupted else 0
+    failed = output.report(settings.quiet)
+    return INTERRUPTED if result.interrupted else failed

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from jgg.cli.console import print_table
 from jgg.cli.demo.train import Result
 from jgg.cli.info import devices, origin
+from jgg.files import replacing
 
 
 def header(result: Result) -> str:
@@ -59,18 +60,15 @@ def final_numbers(result: Result) -> dict:
     }
 
 
-def write(result: Result) -> list[Path]:
-    """Writes the plot and the JSON file, and returns their paths."""
-    paths = [Path(f"{result.settings.out}{suffix}") for suffix in (".png", ".json")]
-    plot(result).savefig(paths[0], dpi=120)
+def as_json(result: Result) -> str:
+    """The text of the JSON file."""
     content = dataclasses.asdict(result)
     config, history = content.pop("settings"), {name: content.pop(name) for name in ("train", "held_out")}
     content |= origin() | {"config": config, "final": final_numbers(result), "history": history}
-    paths[1].write_text(json.dumps(content, indent=2) + "\n")
-    return paths
+    return json.dumps(content, indent=2) + "\n"
 
 
-def plot(result: Result) -> Figure:
+def write_plot(result: Result, path: Path) -> None:
     """Draws the loss against the steps, and the load of each expert."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, loads = figure.subplots(1, 2)
@@ -91,4 +89,5 @@ def plot(result: Result) -> Figure:
     loads.set(xlabel="expert", ylabel="layer", title=f"load in % of a layer's rows (even: {even:.4g})")
     loads.set(xticks=range(percent.shape[1]), yticks=range(percent.shape[0]))
     figure.colorbar(image, ax=loads)
-    return figure
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

@@ -1,0 +1,62 @@
+"""The files of checkpoints of Hugging Face, read with errors that name them."""
+
+import contextlib
+import json
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file that holds a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}.")
+    return content
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file; errors in it, now or as a tensor is read, become errors that name it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} must be a file of the checkpoint, got none.") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} must be a whole safetensors file with each tensor read from it: {error}") from error
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index's "weight_map"."""
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f'{index} must have a "weight_map" from tensors to files, got {reprlib.repr(files)}.')
+    for tensor, file in files.items():
+        # judged by the name: the Hub's cache has links to files elsewhere
+        own = PurePath(file) if isinstance(file, str) else PurePath()
+        if own.anchor or ".." in own.parts or not own.name:
+            raise ValueError(f"{index} must name a file inside its folder for {tensor!r}, got {file!r}.")
+    return files
+
+
+def read_float8(path: Path, name: str) -> np.ndarray:
+    """A tensor in float8_e4m3fn, for which safetensors 0.8 asks NumPy, which has no such dtype.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        tensor = json.loads(file.read(length))[name]
+        begin, end = tensor["data_offsets"]
+        values = np.fromfile(file, np.uint8, end - begin, offset=begin)
+    return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])
