@@ -93,8 +93,8 @@ notebook: $(DEV_STAMP)
 
 venv: $(DEV_STAMP)
 
-# The plugin brings jax-cuda12-pjrt, which compiling does not need. Whenever JAX starts, it looks for CUDA's libraries and
-# a GPU, and writes a traceback if there are none.
+# The plugin brings jax-cuda12-pjrt, which compiling does not need. It looks for CUDA's libraries and a GPU whenever JAX
+# starts, and writes a traceback if there are none.
 $(DEMO_STAMP) $(DEV_STAMP): pyproject.toml $(BIN)/python
 	@echo 'Installing jgg[$(EXTRAS)] into .venv, which takes a few minutes.'
 	@rm -f .venv/.installed-*
