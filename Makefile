@@ -20,7 +20,7 @@ DEMO_STAMP := .venv/.installed-demo$(GPU:%=-%)
 DEV_STAMP := .venv/.installed-dev$(GPU:%=-%)
 $(DEMO_STAMP): EXTRAS := demo$(GPU:%=,%)
 $(DEMO_STAMP): STAMPS := $(DEMO_STAMP)
-# dev is test, docs and the cuda12 plugin; with a GPU the plugin comes from its extra.
+# dev is test, docs and the cuda12 plugin, to compile with; with a GPU the plugin comes from its extra.
 $(DEV_STAMP): EXTRAS := $(if $(GPU),$(GPU:%=docs,test,%),dev)
 $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
@@ -93,11 +93,14 @@ notebook: $(DEV_STAMP)
 
 venv: $(DEV_STAMP)
 
+# The plugin brings jax-cuda12-pjrt, which compiling does not need. It looks for CUDA's libraries and a GPU whenever JAX
+# starts, and writes a traceback if there are none.
 $(DEMO_STAMP) $(DEV_STAMP): pyproject.toml $(BIN)/python
 	@echo 'Installing jgg[$(EXTRAS)] into .venv, which takes a few minutes.'
 	@rm -f .venv/.installed-*
 	@$(BIN)/python -m pip uninstall -qq -y jax-$(OTHER_CUDA)-plugin jax-$(OTHER_CUDA)-pjrt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(if $(GPU),,@$(BIN)/python -m pip uninstall -qq -y jax-cuda12-pjrt)
 	@touch $(STAMPS)
 
 $(BIN)/python:

@@ -4,7 +4,7 @@
     python examples/export_for_gpu.py --load step.jax                # where the GPU is, or on a CPU
 
 Where it is loaded, the program needs JAX with the same minor version of jaxlib, but neither jgg nor Triton. Exporting
-needs JAX's CUDA plugin, without a GPU: `pip install jax-cuda12-plugin` of jaxlib's version.
+needs JAX's CUDA plugin, of jaxlib's version: without a GPU, `pip install --no-deps jax-cuda12-plugin==VERSION`.
 """
 
 import argparse

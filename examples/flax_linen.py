@@ -1,6 +1,6 @@
 """A Flax Linen model with a mixture-of-experts layer, whose experts a selection bias balances, as in DeepSeek-V3.
 
-python examples/flax_linen.py    # on a GPU, or seconds on a CPU; needs `pip install 'jgg[flax]'`
+python examples/flax_linen.py    # on a GPU, or seconds on a CPU; needs `pip install '.[flax]'`
 """
 
 import flax.linen as nn

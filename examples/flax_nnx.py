@@ -1,6 +1,6 @@
 """A Flax NNX model with a mixture-of-experts layer, trained by Optax, with the losses that balance its experts.
 
-python examples/flax_nnx.py    # on a GPU, or seconds on a CPU; needs `pip install 'jgg[flax]'`
+python examples/flax_nnx.py    # on a GPU, or seconds on a CPU; needs `pip install '.[flax]'`
 """
 
 import jax

@@ -6,7 +6,7 @@
 
 Tokens are split over all devices; experts over `--expert-parallel` of them, everything else is stored split (FSDP).
 MFU is model FLOPs utilization: the FLOPs that the model needs, without those that rematerialization repeats, over what
-the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install 'jgg[flax]'`.
+the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install '.[flax]'`.
 """
 
 import argparse

@@ -3,8 +3,7 @@
     config = jgg.hf.read_config(folder)
     checkpoint = jgg.hf.Checkpoint(folder)
     layer = jgg.nnx.MoE(**vars(jgg.hf.moe_layer(config)), rngs=nnx.Rngs(0))
-    for name, value in jgg.hf.from_hf(config, checkpoint, layer=3).items():
-        getattr(layer, name)[...] = value
+    jgg.nnx.load_params(layer, jgg.hf.from_hf(config, checkpoint, layer=3))
 
 Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
 Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
+from jgg.arguments import as_dtype, check, check_instance
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
@@ -114,3 +116,57 @@ class MoE(nnx.Module):
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)
         return y
+
+
+def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array]) -> None:
+    """Sets all parameters of a layer, and its selection bias, and keeps the dtype and the sharding of each.
+
+    Arrays in host memory, such as `jgg.hf.from_hf` returns, are cast there. Each device then gets its shard of them and
+    no more. If something is wrong, nothing is set.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jgg.nnx
+      >>> from flax import nnx
+      >>> sizes = {"in_features": 64, "hidden_features": 128, "num_experts": 8, "topk": 2}
+      >>> trained = jgg.nnx.MoE(**sizes, rngs=nnx.Rngs(0))
+      >>> layer = jgg.nnx.MoE(**sizes, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+      >>> jgg.nnx.load_params(layer, nnx.to_pure_dict(nnx.state(trained, (nnx.Param, jgg.nnx.SelectionBias))))
+      >>> layer.w_down.dtype
+      dtype(bfloat16)
+
+    Args:
+      layer: the layer, which may be from `nnx.eval_shape`: then the parameters come into being here, split by the
+        layer's `sharding`.
+      params: arrays of floats by name: those of `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the router
+        has one.
+
+    Raises:
+      ValueError: a name is missing or is not expected, or a shape is wrong.
+      TypeError: the layer is no `MoE`, or what is to be a parameter is no array of floats.
+    """
+    check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
+    check_instance("params", params, Mapping, "a dict of arrays by name")
+    names = [*layer.layer.shapes, *(["selection_bias"] if layer.layer.use_selection_bias else [])]
+    for name in names:
+        check(name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
+    for name, array in params.items():
+        check(name in names, f"params must have {', '.join(names)} and nothing else, got {name!r} too.")
+        check_instance(name, array, np.ndarray | jax.Array, "a NumPy or JAX array")
+        as_dtype(f"the dtype of {name}", array.dtype)
+        shape = getattr(layer, name).shape
+        check(array.shape == shape, f"{name} must have the layer's shape {list(shape)}, got {list(array.shape)}.")
+    for name, array in params.items():
+        variable = getattr(layer, name)
+        value = variable.get_value()
+        variable.set_value(jax.device_put(array.astype(value.dtype), _placement(name, value, layer.sharding)))
+
+
+def _placement(
+    name: str, value: jax.Array | jax.ShapeDtypeStruct, sharding: MoESharding | None
+) -> jax.sharding.Sharding | None:
+    """The devices that a parameter is committed to, or will be in an abstract layer; None if JAX chooses them."""
+    if isinstance(value, jax.Array):
+        return value.sharding if value.committed else None
+    if value.sharding is None and sharding is not None:
+        return sharding.named(sharding.weight_specs("ekn").get(name, jax.P()))
+    return value.sharding

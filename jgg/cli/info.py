@@ -22,7 +22,9 @@ from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, installed, numbers, satisfies, unlike
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
-_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, "flax")
+# JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.
+_PJRT = {"jax-cuda12-plugin": "jax-cuda12-pjrt", "jax-cuda13-plugin": "jax-cuda13-pjrt"}
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, *_PJRT.values(), "flax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ def run(args) -> int:
 def assess(facts: Facts) -> dict:
     """Says from the facts alone which implementation runs, why, and what to mend by which command, as --json does."""
     implementation, reason, command = _choose(facts)
-    problems = dict(_version_problems(facts))
+    problems = dict([*_version_problems(facts), *_pjrt_without_gpu(facts)])
     if facts.backend_error:
         problems[f"JAX has no device: {facts.backend_error}"] = "unset JAX_PLATFORMS"
     if command and command not in problems.values():
@@ -133,7 +135,9 @@ def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
         return f"the Triton kernels run on Linux only, and this is {facts.system}", None
     if not facts.has_nvidia_gpu:
         return "no NVIDIA GPU is visible here", None
-    extras = [extra for plugin, extra in CUDA_PLUGINS.items() if facts.versions[plugin]]
+    extras = [
+        extra for plugin, extra in CUDA_PLUGINS.items() if facts.versions[plugin] and facts.versions[_PJRT[plugin]]
+    ]
     if not extras:
         return "JAX's CUDA plugin is not installed", "pip install 'jgg[cuda12]'"
     if not any(_matches_jaxlib(facts, plugin) for plugin in CUDA_PLUGINS):
@@ -154,6 +158,20 @@ def _version_problems(facts):
         if version is not None and not _matches_jaxlib(facts, plugin):
             what = f"JAX ignores {plugin} {version}: it must be of jaxlib's version, {jaxlib}."
             yield what, f"pip install 'jgg[{extra}]'"
+
+
+def _pjrt_without_gpu(facts):
+    """What writes a traceback whenever JAX starts, and the command that mends it."""
+    if facts.has_nvidia_gpu or facts.jax_platforms or any(device.platform == "cuda" for device in facts.devices):
+        return
+    for plugin, pjrt in _PJRT.items():
+        if facts.versions[pjrt] is not None:
+            what = (
+                f"{pjrt} looks for a GPU whenever JAX starts, and writes a traceback because none is here. "
+                f"JAX compiles for GPUs with {plugin} alone. If a machine with a GPU uses this environment too, keep "
+                f"{pjrt} and set JAX_PLATFORMS=cpu here."
+            )
+            yield what, f"pip uninstall -y {pjrt}"
 
 
 def _matches_jaxlib(facts, plugin):

@@ -34,6 +34,8 @@ VERSIONS = {
     "triton": "3.9.0",
     "jax-cuda12-plugin": "0.11.2",
     "jax-cuda13-plugin": None,
+    "jax-cuda12-pjrt": "0.11.2",
+    "jax-cuda13-pjrt": None,
     "flax": "0.12.1",
 }
 CPU = Device("cpu", "cpu")
@@ -49,14 +51,28 @@ def facts(device=CPU, versions=None, **changes):
 
 
 NO_TRITON = {"triton": None, "jax-triton": None}
+NO_PJRT = {"jax-cuda12-pjrt": None}
 INSTALL_TRITON = "pip install 'triton>=3.7.1' 'jax-triton>=0.4.1,<0.5'"
 # name: (facts, implementation, part of the reason, commands)
 ASSESSMENTS = {
     "GPU": (facts(H100), "triton", "compute capability 9.0", []),
-    "CPU": (facts(), "xla", "no NVIDIA GPU", []),
-    "CPU without Triton": (facts(versions=NO_TRITON), "xla", "no NVIDIA GPU", []),
+    "CPU": (facts(versions=NO_PJRT), "xla", "no NVIDIA GPU", []),
+    "CPU without Triton": (facts(versions=NO_TRITON | NO_PJRT), "xla", "no NVIDIA GPU", []),
+    "what looks for a GPU where there is none": (
+        facts(),
+        "xla",
+        "no NVIDIA GPU",
+        ["pip uninstall -y jax-cuda12-pjrt"],
+    ),
+    "the same for CUDA 13": (
+        facts(versions=NO_PJRT | {"jax-cuda13-pjrt": "0.11.2"}),
+        "xla",
+        "no NVIDIA GPU",
+        ["pip uninstall -y jax-cuda13-pjrt"],
+    ),
+    "the same, told not to look": (facts(jax_platforms="cpu"), "xla", "no NVIDIA GPU", []),
     "old GPU": (facts(V100), "xla", "need 8.0", []),
-    "macOS": (facts(system="Darwin"), "xla", "Linux only", []),
+    "macOS": (facts(versions=NO_PJRT, system="Darwin"), "xla", "Linux only", []),
     "no Triton": (facts(H100, NO_TRITON), "xla", "triton and jax-triton", [INSTALL_TRITON]),
     "old Triton": (
         facts(H100, {"triton": "3.6.1"}),
@@ -83,8 +99,17 @@ ASSESSMENTS = {
         "plugin is not installed",
         ["pip install 'jgg[cuda12]'"],
     ),
+    "a plugin that only compiles": (
+        facts(versions=NO_PJRT, has_nvidia_gpu=True),
+        "xla",
+        "plugin is not installed",
+        ["pip install 'jgg[cuda12]'"],
+    ),
     "plugin of another version": (
-        facts(versions={"jax-cuda12-plugin": None, "jax-cuda13-plugin": "0.11.1"}, has_nvidia_gpu=True),
+        facts(
+            versions=NO_PJRT | {"jax-cuda12-plugin": None, "jax-cuda13-plugin": "0.11.1", "jax-cuda13-pjrt": "0.11.1"},
+            has_nvidia_gpu=True,
+        ),
         "xla",
         "another version",
         ["pip install 'jgg[cuda13]'"],
@@ -102,7 +127,7 @@ ASSESSMENTS = {
         ["python -c 'import jax; jax.devices(\"cuda\")'"],
     ),
     "no backend": (
-        dataclasses.replace(facts(), devices=(), backend_error="Unable to initialize cuda"),
+        dataclasses.replace(facts(versions=NO_PJRT), devices=(), backend_error="Unable to initialize cuda"),
         "xla",
         "no NVIDIA GPU",
         ["unset JAX_PLATFORMS"],
@@ -212,7 +237,7 @@ def test_module_runs_as_the_command():
 
 
 def test_command_as_installed_starts_quietly():
-    """Without a GPU the CUDA plugin of a development environment has much to say."""
+    """Also where `pip install -e '.[dev]'` left jax-cuda12-pjrt, which has much to say without a GPU."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["jgg"].split(":")
     command = [sys.executable, "-c", f"import sys, {module}; sys.exit({module}.{function}())", "info"]

@@ -76,6 +76,16 @@ def test_pictures_of_speed_have_the_numbers_of_the_table(tmp_path):
         assert (tmp_path / name).read_text() == (DOCS / "pictures" / name).read_text(), name
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_installing_begins_with_what_a_checkout_has(page):
+    """A package that is not published yet comes later, and is said to be none."""
+    install = (ROOT / page).read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    commands, *_ = re.findall(r"```sh\n(.*?)```", install, re.DOTALL)
+    assert [line.partition("  ")[0] for line in commands.splitlines()] == ["make demo", "make test"]
+    assert install.index("make demo") < install.index("pip install")
+    assert "published on PyPI: it is not yet" in install
+
+
 def test_readme_and_the_quick_start_have_the_same_program():
     (program,) = PROGRAM.findall((ROOT / "README.md").read_text())
     assert program in PROGRAM.findall((DOCS / "index.md").read_text())

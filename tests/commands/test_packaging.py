@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import shutil
+import subprocess
 import sysconfig
 import zipfile
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import jgg
+from jgg import versions
+from jgg.cli import info
 from tests.support import processes
 from tests.support.processes import ROOT
 
@@ -142,6 +145,28 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
         "entry_points.txt",
         "licenses/LICENSE",
     }
+
+
+def pip_commands(*arguments):
+    """What `make` would have pip do in an empty checkout."""
+    done = subprocess.run(["make", "-Bn", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [line.partition(" -m pip ")[2] for line in done.stdout.splitlines() if " -m pip " in line]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("target", ["test", "demo"])
+def test_without_a_gpu_make_leaves_nothing_that_looks_for_one(target):
+    assert pip_commands(target, "GPU=")[-1] == "uninstall -qq -y jax-cuda12-pjrt"
+    assert "cuda12]" in pip_commands(target, "GPU=cuda12")[-1]
+
+
+def test_jax_starts_quietly_where_no_gpu_is():
+    """As it does for a user of the environment that `make test` made."""
+    installed = [name for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt") if versions.installed(name)]
+    if installed or info.has_nvidia_gpu():
+        pytest.skip(f"JAX looks for a GPU here, with {installed}; `jgg info` says what to do if there is none")
+    out, errors = processes.start("-c", "import jax; jax.devices()", JAX_PLATFORMS="").communicate(timeout=60)
+    assert (out, errors) == ("", "")
 
 
 def test_citation_names_this_version():

@@ -46,12 +46,20 @@ def test_hugging_face(tmp_path, monkeypatch):
     others = {"model.embed_tokens.weight": np.ones((4, 4), np.float32)}
     save_file(weights | others, folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    (code,) = code_of("integrations.md", "Hugging Face")
-    tensors = run_code(code)["tensors"]
+    in_nnx, in_linen = code_of("integrations.md", "Hugging Face")
+    names = run_code(in_nnx + in_linen)
+    tensors = names["tensors"]
     assert tensors.keys() == weights.keys() | others.keys()
     for name, value in (weights | others).items():
         np.testing.assert_array_equal(tensors[name], value)
     assert (tmp_path / "trained.safetensors").exists()
+
+    assert np.all(np.isfinite(names["y"].astype(np.float32)))
+    assert jax.tree.structure(names["variables"]) == jax.tree.structure(names["made"])
+    bias = names["variables"]["router"]["selection_bias"]
+    (stored,) = (array for name, array in weights.items() if name.endswith("correction_bias"))
+    np.testing.assert_array_equal(bias, stored)
+    assert {array.dtype.name for array in names["variables"]["params"].values()} == {"bfloat16"}
 
 
 # how many comparisons of `before` and `after` a section of migrate.md has

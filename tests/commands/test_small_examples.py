@@ -51,7 +51,7 @@ def test_gradient_checks(implementation, main):
 
 @pytest.mark.thorough
 def test_export(main, tmp_path):
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="lowering for CUDA needs JAX's plugin")
+    pytest.importorskip("jax_cuda12_plugin", reason="lowering for CUDA needs JAX's plugin")
     path = str(tmp_path / "step.jax")
     printed = main("export_for_gpu", ["--out", path, "--load", path])
     assert "for cpu and cuda" in printed

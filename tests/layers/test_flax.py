@@ -173,6 +173,84 @@ def test_metrics_are_intermediates():
     module.apply(variables, X)  # nobody asks for them
 
 
+def params_of(layer):
+    """The parameters of a layer by name, as docs/integrations.md takes them."""
+    return nnx.to_pure_dict(nnx.state(layer, (nnx.Param, jgg.nnx.SelectionBias)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_params_are_loaded_into_the_dtype_that_they_have(dtype):
+    """There and back, without JAX's warning of values that it does not cast safely."""
+    file = {name: np.asarray(array) for name, array in params_of(nnx_layer(**OPTIONS["DeepSeek-V3"])).items()}
+    layer = nnx_layer(seed=1, param_dtype=dtype, **OPTIONS["DeepSeek-V3"])
+    jgg.nnx.load_params(layer, file)
+    loaded = params_of(layer)
+    assert loaded.keys() == file.keys()
+    for name, array in file.items():
+        kept = "float32" if name == "selection_bias" else dtype
+        assert loaded[name].dtype == kept
+        np.testing.assert_array_equal(loaded[name], array.astype(kept))
+    jgg.nnx.load_params(layer, params_of(nnx_layer(**OPTIONS["DeepSeek-V3"])))  # from a layer's arrays too
+    for name, array in loaded.items():
+        np.testing.assert_array_equal(params_of(layer)[name], array)
+    assert not layer.w_down[...].committed  # so that it can be used beside arrays on several devices
+
+
+def test_params_are_loaded_into_a_stack_of_layers():
+    make = nnx.vmap(lambda key: jgg.nnx.MoE(24, rngs=nnx.Rngs(key), **SIZES), in_axes=0, out_axes=0)
+    layers = make(jax.random.split(jax.random.key(0), 3))
+    params = {name: np.ones((3, *shape)) for name, shape in layers.layer.shapes.items()}
+    jgg.nnx.load_params(layers, params)
+    assert all(np.all(np.asarray(array) == 1) for array in params_of(layers).values())
+
+
+PARAMS = {name: np.ones(shape) for name, shape in MoELayer(24, **SIZES).shapes.items()}
+WRONG_PARAMS = {
+    "missing": (
+        ValueError,
+        {name: array for name, array in PARAMS.items() if name != "w_down"},
+        "params must have w_router, w_gate_up, w_down, got none of the name 'w_down'.",
+    ),
+    "surplus": (
+        ValueError,
+        PARAMS | {"selection_bias": np.ones(8)},
+        "params must have w_router, w_gate_up, w_down and nothing else, got 'selection_bias' too.",
+    ),
+    "misshapen": (
+        ValueError,
+        PARAMS | {"w_down": PARAMS["w_down"].swapaxes(1, 2)},
+        "w_down must have the layer's shape [8, 20, 24], got [8, 24, 20].",
+    ),
+    "integers": (
+        TypeError,
+        PARAMS | {"w_down": PARAMS["w_down"].astype(np.int8)},
+        "the dtype of w_down must be a float dtype, got int8.",
+    ),
+    "quantized": (
+        TypeError,
+        PARAMS | {"w_down": jgg.QuantizedArray(np.ones((8, 128, 128), jnp.float8_e4m3fn), np.ones((8, 1, 1), "f"))},
+        "w_down must be a NumPy or JAX array, got QuantizedArray.",
+    ),
+    "no dict": (TypeError, list(PARAMS.values()), "params must be a dict of arrays by name, got list."),
+}
+
+
+@pytest.mark.parametrize(("error", "params", "message"), WRONG_PARAMS.values(), ids=WRONG_PARAMS)
+def test_wrong_params_are_named_and_none_is_loaded(error, params, message):
+    layer = nnx_layer()
+    before = params_of(layer)
+    with pytest.raises(error) as raised:
+        jgg.nnx.load_params(layer, params)
+    assert str(raised.value) == message
+    for name, array in params_of(layer).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_params_are_loaded_into_a_layer_of_jgg_only():
+    with pytest.raises(TypeError, match=r"layer must be a jgg\.nnx\.MoE, got Linear\."):
+        jgg.nnx.load_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), PARAMS)
+
+
 def test_scan_and_remat_over_layers():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):

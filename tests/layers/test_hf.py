@@ -60,8 +60,7 @@ def test_flax_layers_take_the_parameters(name):
     params = jgg.hf.from_hf(config, weights, 0)
     options = vars(jgg.hf.moe_layer(config))
     layer = jgg.nnx.MoE(**options, precision="highest", rngs=nnx.Rngs(0))
-    for key, value in params.items():
-        getattr(layer, key)[...] = value
+    jgg.nnx.load_params(layer, params)
     close(layer(jnp.asarray(data["x"])), data["y"], "nnx")
 
     module = jgg.linen.MoE(

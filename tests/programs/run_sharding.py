@@ -81,6 +81,32 @@ def check_flax():
     assert_close(nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(whole.apply)(variables, X), "NNX")
 
 
+def check_load_params():
+    """A float32 file goes into a sharded bfloat16 layer: no array is whole on one device, and each stays split."""
+    for kind, is_abstract in (("Auto", False), ("Explicit", False), ("Explicit", True)):
+        sharding = MoESharding(mesh_of(kind), **ALL)
+
+        def make(sharding=sharding):
+            return jgg.nnx.MoE(
+                24, 20, num_experts=8, topk=2, interleaved=True, use_bias=True, use_selection_bias=True,
+                sharding=sharding, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
+            )  # fmt: skip
+
+        layer = nnx.eval_shape(make) if is_abstract else make()
+        rng = np.random.default_rng(0)
+        shapes = layer.layer.shapes | {"selection_bias": (8,)}
+        params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        with jax.transfer_guard_device_to_device("disallow_explicit"):
+            jgg.nnx.load_params(layer, params)
+        specs = dict.fromkeys(params, jax.P()) | sharding.weight_specs("ekn")
+        for name, array in params.items():
+            got = getattr(layer, name)[...]
+            dtype = jnp.float32 if name == "selection_bias" else jnp.bfloat16
+            assert got.sharding.is_equivalent_to(sharding.named(specs[name]), got.ndim), (kind, name, got.sharding)
+            assert got.dtype == dtype, (name, got.dtype)
+            np.testing.assert_array_equal(got, array.astype(dtype), name)
+
+
 def check_weights_are_not_moved():
     """Forward and backward gather no weight but those of fsdp, and keep none of those gathered."""
     floats, chosen, dy = make("uneven")
@@ -127,8 +153,11 @@ def main():
     for name in CASES:
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
-    for check in (check_weights_are_not_moved, check_explicit_weights_are_refused, check_interleave, check_flax):
-        check()
+    check_weights_are_not_moved()
+    check_explicit_weights_are_refused()
+    check_interleave()
+    check_flax()
+    check_load_params()
     for kind in KINDS:
         check_layer(kind)
     print("all right", flush=True)
