@@ -202,12 +202,14 @@ _KNOWN: dict[Callable[..., jax.Array], str] = {
     _Partial(jax.nn.gelu, (), (("approximate", False),)): "gelu",
 }
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+_UNGATED = {f"ungated_{curve}": curve for curve in _CURVES}
 
 ACTIVATIONS = {
     **{name: Activation(name, _Gated(_Curve(curve))) for name, curve in _GATED.items()},
     "clamped_swiglu": dataclasses.replace(clamped_swiglu(), name="clamped_swiglu"),
-    **{name: Activation(name, _Curve(name), is_gated=False) for name in _CURVES},
+    **{name: Activation(name, _Curve(curve), is_gated=False) for name, curve in _UNGATED.items()},
 }
+"""Those that do not begin with "ungated_" are gated."""
 
 
 ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
@@ -218,13 +220,19 @@ def find_activation(activation: ActivationLike) -> Activation:
     """The activation of that name, the one given or, of a function of the gate, `function(gate) * up`.
 
     Raises:
-      ValueError: there is none of that name, or it is neither.
+      ValueError: there is none of that name, or it is neither. Words such as "silu", which models with a gate and
+        models without one write, are no names.
       TypeError: the function is not hashable.
     """
     if isinstance(activation, Activation):
         return activation
     if callable(activation):
         return Activation("gated function", _Gated(_comparable("activation", activation)))
+    if isinstance(activation, str) and activation in _CURVES:
+        gated = [f"{name!r}, which is {curve}(gate) * up, or " for name, curve in _GATED.items() if curve == activation]
+        raise ValueError(
+            f"activation must be {''.join(gated)}'ungated_{activation}', which has no gate, got {activation!r}."
+        )
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"activation must be an Activation or one of {sorted(ACTIVATIONS)} or a function, got {activation!r}."

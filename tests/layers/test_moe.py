@@ -324,6 +324,10 @@ def test_a_function_without_a_name_to_import_is_copied_and_not_pickled():
         pickle.dumps(activation)
 
 
+def test_names_say_whether_there_is_a_gate():
+    assert all(activation.is_gated != name.startswith("ungated_") for name, activation in ACTIVATIONS.items())
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [
@@ -411,6 +415,16 @@ ERRORS = {
         ValueError,
         "activation must be an Activation or one of .*'swiglu'.*'swish'",
     ),
+    "gated or not": (
+        {"activation": "silu"},
+        ValueError,
+        r"activation must be 'swiglu', which is silu\(gate\) \* up, or 'ungated_silu', which has no gate, got 'silu'",
+    ),
+    "no gated one": (
+        {"activation": "relu_squared"},
+        ValueError,
+        "activation must be 'ungated_relu_squared', which has no gate, got 'relu_squared'",
+    ),
     "array in a partial": (
         {"activation": functools.partial(jax.nn.leaky_relu, negative_slope=jnp.float32(0.1))},
         TypeError,
@@ -470,7 +484,7 @@ def test_derivatives_under_shard_map_and_vmap(name):
     exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
     activation = find_activation(exact_gelu if name == "partial" else name)
     plain = (lambda gate, up: exact_gelu(gate) * up) if activation.curve == ("gelu", 0.0, 0.0) else activation.function
-    if name == "gelu":
+    if name == "ungated_gelu":
         plain = exact_gelu
 
     def derivatives(function):

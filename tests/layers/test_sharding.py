@@ -236,11 +236,11 @@ def test_lowers_for_gpus_that_are_not_there(exchange):
     assert ("ragged_all_to_all" in text) == (exchange == "ragged_all_to_all")
 
 
-@pytest.mark.parametrize("activation", ["geglu", "gelu"])
+@pytest.mark.parametrize("activation", ["geglu", "ungated_gelu"])
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_gradients_of_exact_gelu_on_a_mesh(implementation, activation):
     floats, chosen, dy = make("uneven")
-    if activation == "gelu":
+    if activation == "ungated_gelu":
         floats |= {name: floats[name][..., ::2] for name in ("w_gate_up", "b_gate_up")}
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = MoESharding(mesh, expert="a")
