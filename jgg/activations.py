@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +20,13 @@ class Activation:
 
     Two are equal, and share a compiled program, if they have the same name and the same function object, or a
     `functools.partial` of the same function and arguments. A lambda in the body of a function is a new object in each
-    call, for which JAX traces and compiles again: define it once, outside.
+    call, for which JAX traces and compiles again: define it once, outside. A deep copy of an Activation is equal to it.
+    So is what `pickle` loads, if the function can be imported by its name.
 
     Attributes:
       name: as users give it.
-      function: (gate, up) -> hidden where `is_gated`, else up -> hidden; elementwise, float32.
+      function: (gate, up) -> hidden where `is_gated`, else up -> hidden; elementwise, float32. It must be hashable: a
+        `functools.partial` may hold numbers, but no arrays.
       is_gated: the first product has two halves, gate and up, of I features each.
     """
 
@@ -32,18 +37,18 @@ class Activation:
     def __post_init__(self) -> None:
         check_instance("name", self.name, str, "a str")
         check_instance("function", self.function, Callable, "a function")
-        object.__setattr__(self, "function", _comparable(self.function))
+        object.__setattr__(self, "function", _comparable("function", self.function))
         object.__setattr__(self, "is_gated", as_flag("is_gated", self.is_gated))
 
     @property
     def curve(self) -> tuple[str, float, float] | None:
         """Name, limit and alpha of what `kernels.activation` computes it by; None for a function of one's own."""
-        if isinstance(self.function, _ClampedSwiglu) and self.is_gated:
-            return "clamped_silu", self.function.limit, self.function.alpha
-        for name, curve in _CURVES.items():
-            if self.function == (_Gated(curve) if self.is_gated else curve):
-                return name, 0.0, 0.0
-        return None
+        function: Any = self.function
+        if self.is_gated:
+            if isinstance(function, _ClampedSwiglu):
+                return "clamped_silu", function.limit, function.alpha
+            function = function.curve if isinstance(function, _Gated) else None
+        return (function.name, 0.0, 0.0) if isinstance(function, _Curve) else None
 
     def __call__(self, pre_activation: jax.Array, interleaved: bool = False) -> jax.Array:
         """Hidden features [M, I], float32, from the first product, [M, 2 * I] if gated and else [M, I].
@@ -93,10 +98,49 @@ class _Partial:
         return self.function(*self.args, *args, **dict(self.keywords))
 
 
-def _comparable(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    if not isinstance(function, functools.partial):
-        return function
-    return _Partial(function.func, function.args, tuple(sorted(function.keywords.items())))
+@dataclasses.dataclass(frozen=True)
+class _Decorated:
+    """What `jax.jit` or `jax.custom_jvp` makes of a function; unlike that alone, it is equal to its copies."""
+
+    function: Callable[..., jax.Array]
+
+    def __call__(self, *args: Any, **keywords: Any) -> jax.Array:
+        return self.function(*args, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Decorated":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module, name = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
+        if getattr(sys.modules.get(module), name, None) is self.function:
+            return _import, (module, name)
+        return _Decorated, (self.function,)  # pickle says why it cannot take that
+
+
+def _import(module: str, name: str) -> _Decorated:
+    __import__(module)
+    return _Decorated(getattr(sys.modules[module], name))
+
+
+def _comparable(name: str, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The function as an object that is equal to its copies; raises if JAX cannot take it as a static argument."""
+    comparable: Callable[..., jax.Array]
+    if isinstance(function, functools.partial):
+        comparable = _Partial(_copyable(function.func), function.args, tuple(sorted(function.keywords.items())))
+    else:
+        comparable = _copyable(function)
+    try:
+        curve = _KNOWN.get(comparable)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be hashable, and a functools.partial may hold numbers but no arrays, got {function!r}."
+        ) from None
+    return comparable if curve is None else _Curve(curve)
+
+
+def _copyable(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    is_decorated = hasattr(function, "__wrapped__") and not isinstance(function, types.FunctionType)
+    return _Decorated(function) if is_decorated else function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +151,36 @@ class _Gated:
         return self.curve(gate) * up
 
 
+@dataclasses.dataclass(frozen=True)
+class _Curve:
+    """A function in _CURVES, by its name there."""
+
+    name: str
+
+    def __call__(self, up: jax.Array) -> jax.Array:
+        return _CURVES[self.name](up)
+
+
+@jax.custom_jvp
+def _erfc(x: jax.Array) -> jax.Array:
+    """`jax.lax.erfc`, whose own derivative fails inside `jax.shard_map` with JAX 0.12.0."""
+    return jax.lax.erfc(x)
+
+
+@_erfc.defjvp
+def _erfc_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (x_dot,) = primals, tangents
+    return _erfc(x), -2 / math.sqrt(math.pi) * jnp.exp(-x * x) * x_dot
+
+
+def _gelu(up: jax.Array) -> jax.Array:
+    return 0.5 * up * _erfc(-math.sqrt(0.5) * up)
+
+
+def _gelu_tanh(up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(up, approximate=True)
+
+
 def _relu_squared(up: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(up))
 
@@ -114,18 +188,28 @@ def _relu_squared(up: jax.Array) -> jax.Array:
 # as `kernels.activation` names them
 _CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": _comparable(functools.partial(jax.nn.gelu, approximate=False)),
-    "gelu_tanh": _comparable(functools.partial(jax.nn.gelu, approximate=True)),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
     "relu": jax.nn.relu,
     "relu_squared": _relu_squared,
 }
+# JAX's functions, as `_comparable` makes them, that are one of the curves
+_KNOWN: dict[Callable[..., jax.Array], str] = {
+    _copyable(jax.nn.silu): "silu",
+    _copyable(jax.nn.relu): "relu",
+    jax.nn.gelu: "gelu_tanh",  # by default
+    _Partial(jax.nn.gelu, (), (("approximate", True),)): "gelu_tanh",
+    _Partial(jax.nn.gelu, (), (("approximate", False),)): "gelu",
+}
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+_UNGATED = {f"ungated_{curve}": curve for curve in _CURVES}
 
 ACTIVATIONS = {
-    **{name: Activation(name, _Gated(_CURVES[curve])) for name, curve in _GATED.items()},
+    **{name: Activation(name, _Gated(_Curve(curve))) for name, curve in _GATED.items()},
     "clamped_swiglu": dataclasses.replace(clamped_swiglu(), name="clamped_swiglu"),
-    **{name: Activation(name, curve, is_gated=False) for name, curve in _CURVES.items()},
+    **{name: Activation(name, _Curve(curve), is_gated=False) for name, curve in _UNGATED.items()},
 }
+"""Those that do not begin with "ungated_" are gated."""
 
 
 ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
@@ -135,13 +219,20 @@ ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
 def find_activation(activation: ActivationLike) -> Activation:
     """The activation of that name, the one given or, of a function of the gate, `function(gate) * up`.
 
-    Raises: ValueError: there is none of that name, or it is neither.
+    Raises:
+      ValueError: there is none of that name, or it is neither. Words such as "silu", which models with a gate and
+        models without one write, are no names.
+      TypeError: the function is not hashable.
     """
     if isinstance(activation, Activation):
         return activation
     if callable(activation):
-        curve = _CURVES["gelu_tanh"] if activation is jax.nn.gelu else _comparable(activation)  # gelu's default
-        return Activation("gated function", _Gated(curve))
+        return Activation("gated function", _Gated(_comparable("activation", activation)))
+    if isinstance(activation, str) and activation in _CURVES:
+        gated = [f"{name!r}, which is {curve}(gate) * up, or " for name, curve in _GATED.items() if curve == activation]
+        raise ValueError(
+            f"activation must be {''.join(gated)}'ungated_{activation}', which has no gate, got {activation!r}."
+        )
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"activation must be an Activation or one of {sorted(ACTIVATIONS)} or a function, got {activation!r}."

@@ -68,8 +68,10 @@ def moe_mlp(
         without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
       routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
         add nothing. They may be None if k is 1 and x is in expert order already; y is then too.
-      activation: a name in `jgg.activations.ACTIVATIONS`, an Activation, or a function such as `jax.nn.silu` for
-        `function(gate) * up`. One function object is traced once; a new lambda in each call is traced in each call.
+      activation: "swiglu", "geglu", "geglu_tanh", "reglu" or "clamped_swiglu", which are gated; "ungated_silu",
+        "ungated_gelu", "ungated_gelu_tanh", "ungated_relu" or "ungated_relu_squared", which are not; an Activation; or
+        a function such as `jax.nn.silu` for `function(gate) * up`. One function object is traced once; a new lambda in
+        each call is traced in each call.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the first product.
       b_down: [E, H], added to the second.

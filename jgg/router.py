@@ -1,5 +1,7 @@
 """The router's projection, in float32 by 16-bit tensor cores."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -95,8 +97,18 @@ def _dot(
     left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike, like: jax.Array | None = None
 ) -> jax.Array:  # fmt: skip
     """A product, split over Explicit axes of a mesh as another array is, if that is given."""
-    axes = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(
-        left, right, axes, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.dtype(dtype),
+    dot = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.dtype(dtype),
         out_sharding=None if like is None else jax.typeof(like).sharding,
-    )  # fmt: skip
+    )
+    if dtype != jnp.float32:
+        return dot(left, right)
+
+    def dot_of_float32(left: jax.Array, right: jax.Array) -> jax.Array:
+        return dot(left.astype(jnp.float32), right.astype(jnp.float32))
+
+    # XLA for CPUs multiplies bfloat16 to float32 in some forms only: not that of the gradient of w_router under vmap
+    return jax.lax.platform_dependent(left, right, cpu=dot_of_float32, default=dot)

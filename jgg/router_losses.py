@@ -82,8 +82,8 @@ def update_selection_bias(selection_bias: ArrayLike, group_sizes: ArrayLike, rat
 
     Args:
       selection_bias: float [E], as `route` takes it; float32, since a narrower one loses small steps.
-      group_sizes: integer [E], rows of each expert in the step, summed over devices (`jax.lax.psum`) where each has its
-        own tokens.
+      group_sizes: integer [E], rows of each expert in one step or several, summed over devices (`jax.lax.psum`) where
+        each has its own tokens. Their sum may be more than the dtype can hold.
       rate: number or scalar array, 0.001 in DeepSeek-V3.
 
     Returns: [E] in the dtype of selection_bias.
@@ -99,11 +99,21 @@ def update_selection_bias(selection_bias: ArrayLike, group_sizes: ArrayLike, rat
     selection_bias = as_selection_bias(selection_bias, group_sizes.shape[0])
     if rate.ndim:
         raise ValueError(f"rate must be a scalar, got {list(rate.shape)}.")
-    loads = saturated_int32(group_sizes)
-    # in integers: experts with the mean load keep their bias exactly
-    mean, rest = jnp.divmod(jnp.sum(loads, dtype=jnp.int32), jnp.int32(len(loads)))
-    signs = jnp.where(loads == mean, jnp.sign(rest), jnp.sign(mean - loads))
+    signs = _signs_of_mean_minus(group_sizes)
     return selection_bias + rate.astype(selection_bias.dtype) * signs.astype(selection_bias.dtype)
+
+
+def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
+    """The sign of mean(counts) - counts, exact for all counts of up to 46,340 experts, even if their sum overflows."""
+    counts = counts.astype(jnp.int32) if jnp.iinfo(counts.dtype).bits < 32 else counts
+    num_experts = jnp.array(len(counts), counts.dtype)
+    # The sum is num_experts * sum(quotients) + sum(remainders). The sum of the quotients may wrap around, but then the
+    # mean wraps back, since it lies between the smallest and the largest count.
+    quotients, remainders = (jnp.sum(part, dtype=counts.dtype) for part in jnp.divmod(counts, num_experts))
+    carry, rest = jnp.divmod(remainders, num_experts)
+    mean = quotients + carry  # rounded down by rest / num_experts
+    is_below = jnp.where(counts == mean, rest > 0, counts < mean)
+    return is_below.astype(jnp.int32) - (counts > mean).astype(jnp.int32)
 
 
 def _masked(logits: jax.Array, mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:

@@ -154,8 +154,8 @@ def _top_k(scores: jax.Array, k: int, implementation: str | None) -> jax.Array:
 def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bool) -> jax.Array:
     """The weights of the chosen experts before scaling, float32 [T, k]."""
     if score == "softmax" and not normalize:
-        return jnp.take_along_axis(jax.nn.softmax(logits), topk_indices, axis=1)
-    chosen = jnp.take_along_axis(logits, topk_indices, axis=1)
+        return _of_choices(jax.nn.softmax(logits), topk_indices)
+    chosen = _of_choices(logits, topk_indices)
     if score != "sigmoid":
         return jax.nn.softmax(chosen)  # what dividing by the sum makes of a softmax over all experts, too
     if not normalize:
@@ -164,6 +164,13 @@ def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bo
     # of s are tiny
     terms = jnp.pad(jax.nn.log_sigmoid(chosen), ((0, 0), (0, 1)), constant_values=math.log(1e-20))
     return jax.nn.softmax(terms)[:, :-1]
+
+
+def _of_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
+    """The scores [T, E] of the chosen experts, [T, k]."""
+    # not by take_along_axis, whose gradient checkify's index_checks cannot check
+    tokens = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
+    return scores.at[tokens, topk_indices].get(out_sharding=jax.typeof(topk_indices).sharding)
 
 
 def sort_by_expert(

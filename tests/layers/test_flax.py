@@ -37,7 +37,7 @@ OPTIONS = {
     },
     "Qwen2-MoE": {"shared_features": 24, "use_shared_gate": True},
     "Llama-4": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "shared_features": 20},
-    "not gated": {"activation": "relu_squared", "shared_features": 12},
+    "not gated": {"activation": "ungated_relu_squared", "shared_features": 12},
 }
 QUICK = "gpt-oss", "DeepSeek-V3"  # which have most of them
 X = np.random.default_rng(0).normal(size=(3, 5, 24)).astype(np.float32)
@@ -84,7 +84,9 @@ def oracle(layer, x):
     chosen = np.asarray(routing.topk_indices)
     y, _ = expected(floats, chosen, np.zeros_like(tokens), options.activation, options.interleaved, "ekn")
     if options.shared_features:
-        halves = np.split(tokens @ p["w_shared_gate_up"], 2 if options.activation != "relu_squared" else 1, axis=1)
+        halves = np.split(
+            tokens @ p["w_shared_gate_up"], 2 if options.activation != "ungated_relu_squared" else 1, axis=1
+        )
         shared = FUNCTIONS[options.activation](*halves) @ p["w_shared_down"]
         y += shared * (sigmoid(tokens @ p["w_shared_gate"]) if options.use_shared_gate else 1)
     return y.reshape(x.shape)

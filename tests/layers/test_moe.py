@@ -1,7 +1,9 @@
 """The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
 
+import copy
 import functools
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -290,6 +292,42 @@ def test_a_new_lambda_is_traced_in_each_call():
     assert min(traces(lambda curve: lambda gate: curve(gate))) > 0
 
 
+@jax.jit
+def jitted(gate):
+    return jnp.sin(gate)
+
+
+COPIED = ACTIVATIONS | {
+    "parameters": clamped_swiglu(2.0),
+    "gate": find_activation(jax.nn.elu),
+    "partial": find_activation(functools.partial(jax.nn.leaky_relu, negative_slope=0.1)),
+    "ungated": Activation("own", jnp.tanh, is_gated=False),
+    "jitted": find_activation(jitted),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda whole: pickle.loads(pickle.dumps(whole))])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_is_equal_and_is_not_compiled_again(name, copied):
+    activation = COPIED[name]
+    function = jax.jit(lambda activation, pre: activation(pre), static_argnums=0)
+    want, got = (function(one, jnp.ones((2, 6))) for one in (activation, copied(activation)))
+    assert copied(activation) == activation and copied(activation).curve == activation.curve
+    assert function._cache_size() == 1
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_function_without_a_name_to_import_is_copied_and_not_pickled():
+    activation = find_activation(jax.jit(lambda gate: jnp.sin(gate)))
+    assert copy.deepcopy(activation) == activation
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(activation)
+
+
+def test_names_say_whether_there_is_a_gate():
+    assert all(activation.is_gated != name.startswith("ungated_") for name, activation in ACTIVATIONS.items())
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [
@@ -377,6 +415,21 @@ ERRORS = {
         ValueError,
         "activation must be an Activation or one of .*'swiglu'.*'swish'",
     ),
+    "gated or not": (
+        {"activation": "silu"},
+        ValueError,
+        r"activation must be 'swiglu', which is silu\(gate\) \* up, or 'ungated_silu', which has no gate, got 'silu'",
+    ),
+    "no gated one": (
+        {"activation": "relu_squared"},
+        ValueError,
+        "activation must be 'ungated_relu_squared', which has no gate, got 'relu_squared'",
+    ),
+    "array in a partial": (
+        {"activation": functools.partial(jax.nn.leaky_relu, negative_slope=jnp.float32(0.1))},
+        TypeError,
+        "activation must be hashable, and a functools.partial may hold numbers but no arrays, got functools.partial",
+    ),
     "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
     "layout": ({"w_layout": "ekn"}, ValueError, "w_gate_up must have H in-features equal to x's 24"),
     "expected_rows": ({"expected_rows": 0}, ValueError, "expected_rows must be None or an int of at least 1, got 0"),
@@ -416,6 +469,39 @@ def test_errors_name_the_argument(changes, error, message):
     assert np.isfinite(np.asarray(call())).all()
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_an_activation_of_a_partial_with_an_array(is_gated):
+    function = functools.partial(jax.nn.leaky_relu, negative_slope=np.float32([0.1]))
+    with pytest.raises(TypeError, match=r"function must be hashable, and a functools\.partial may hold numbers"):
+        Activation("own", function, is_gated=is_gated)
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "partial"])
+def test_derivatives_under_shard_map_and_vmap(name):
+    """First and second ones, under both transformations together."""
+    exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+    activation = find_activation(exact_gelu if name == "partial" else name)
+    plain = (lambda gate, up: exact_gelu(gate) * up) if activation.curve == ("gelu", 0.0, 0.0) else activation.function
+    if name == "ungated_gelu":
+        plain = exact_gelu
+
+    def derivatives(function):
+        def first(pre):
+            return jax.grad(lambda pre: jnp.sum(jnp.sin(function(pre))))(pre)
+
+        return jax.jit(lambda pre: (first(pre), jax.grad(lambda pre: jnp.sum(jnp.cos(first(pre))))(pre)))
+
+    def on_halves(pre):
+        return plain(*jnp.split(pre, 2, axis=-1)) if activation.is_gated else plain(pre)
+
+    pre = jnp.linspace(-12, 12, 3 * 4 * 10).reshape(3, 4, 10)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(jax.vmap(derivatives(activation)), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    got, want = sharded(pre), jax.vmap(derivatives(on_halves))(pre)
+    for order, one, other in zip((1, 2), got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=f"order {order}")
 
 
 def test_oracle_agrees_with_the_grouped_gemm_oracle():

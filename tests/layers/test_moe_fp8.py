@@ -93,7 +93,7 @@ def distance(got, want):
         ("swiglu", "enk", False, False, {"hidden": 256, "features": 128}, "e5m2"),
         ("swiglu", "ekn", True, True, {}, "e4m3"),
         ("swiglu", "ekn", False, False, {"topk": 4, "tokens": 700}, "e4m3"),
-        ("relu_squared", "enk", False, True, {"features": 256}, "e5m2"),
+        ("ungated_relu_squared", "enk", False, True, {"features": 256}, "e5m2"),
     ],
 )
 def test_against_float64(activation, w_layout, interleaved, biased, sizes, recipe, implementation):
@@ -142,8 +142,8 @@ def test_without_rows(tokens, interleaved, implementation):
 @IMPLEMENTATIONS
 def test_one_projection_has_no_turns(implementation):
     """`interleaved` has no effect on an activation that is not gated."""
-    arrays, routing = make(activation="relu_squared")
-    options = {"activation": "relu_squared", "implementation": implementation}
+    arrays, routing = make(activation="ungated_relu_squared")
+    options = {"activation": "ungated_relu_squared", "implementation": implementation}
     got, want = (run(arrays, routing, jgg.Fp8(), interleaved=flag, **options) for flag in (True, False))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -266,7 +266,7 @@ def test_layers(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["swiglu", "clamped_swiglu", "geglu", "relu_squared", "own"])
+@pytest.mark.parametrize("name", ["swiglu", "clamped_swiglu", "geglu", "ungated_relu_squared", "own"])
 @pytest.mark.parametrize(("columns", "interleaved"), [(768, False), (300, False), (128, True)])
 def test_activation_kernels(name, columns, interleaved):
     own = Activation("own", lambda gate, up: jnp.sin(gate) * up)

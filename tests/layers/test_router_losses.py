@@ -113,6 +113,10 @@ UPDATES = {
     "nearly-even-past-float32": ([2**24, 2**24 + 1, 2**24 + 2], [1, 0, -1]),
     "no-row": ([0, 0], [0, 0]),
     "one-expert": ([5], [0]),
+    "sum-past-int32": ([2**30, 2**30 + 1, 2**30 - 1, 2**30], [0, -1, 1, 0]),
+    "even-at-the-end-of-int32": ([2**31 - 1] * 5, [0] * 5),
+    "mean-between-at-the-end-of-int32": ([2**31 - 1, 2**31 - 1, 2**31 - 2], [-1, -1, 1]),
+    "both-ends-of-int32": ([2**31 - 1, -(2**31), 0], [-1, 1, -1]),
 }
 
 
@@ -121,6 +125,22 @@ def test_update_selection_bias(group_sizes, signs):
     selection_bias = jnp.linspace(-1, 1, len(signs))
     updated = update_selection_bias(selection_bias, jnp.array(group_sizes), 0.125)
     np.testing.assert_array_equal(updated, np.asarray(selection_bias) + np.float32(0.125) * np.array(signs, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("num_experts", [1, 7, 256])
+def test_update_compares_counts_exactly(num_experts, dtype):
+    """Against Python's integers, with counts from all of the dtype, from its upper end, and from around one value."""
+    lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    rng = np.random.default_rng(0)
+    ranges = (lowest, highest), (highest - 100, highest), (highest // 2 - 1, highest // 2 + 1)
+    with jax.enable_x64(dtype == "int64"):
+        for ends in ranges:
+            counts = rng.integers(*ends, num_experts, dtype=dtype, endpoint=True)
+            total = sum(counts.tolist())
+            signs = [(total > num_experts * count) - (total < num_experts * count) for count in counts.tolist()]
+            updated = update_selection_bias(jnp.zeros(num_experts, jnp.float32), jnp.asarray(counts), 1.0)
+            assert updated.tolist() == signs, ends
 
 
 def test_updates_balance_the_experts():

@@ -236,6 +236,29 @@ def test_lowers_for_gpus_that_are_not_there(exchange):
     assert ("ragged_all_to_all" in text) == (exchange == "ragged_all_to_all")
 
 
+@pytest.mark.parametrize("activation", ["geglu", "ungated_gelu"])
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_gradients_of_exact_gelu_on_a_mesh(implementation, activation):
+    floats, chosen, dy = make("uneven")
+    if activation == "ungated_gelu":
+        floats |= {name: floats[name][..., ::2] for name in ("w_gate_up", "b_gate_up")}
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = MoESharding(mesh, expert="a")
+    options = {"activation": activation, "w_layout": "ekn", "implementation": implementation, "precision": "highest"}
+
+    def on_mesh(floats):
+        y, _ = sharded_moe_mlp(**floats, topk_indices=chosen, sharding=sharding, **options)
+        return jnp.sum(y * dy)
+
+    def on_one_device(floats):
+        floats = dict(floats)
+        routing = jgg.Routing(floats.pop("topk_weights"), chosen, *jgg.sort_by_expert(chosen, 8))
+        return jnp.sum(jgg.moe_mlp(**floats, routing=routing, **options) * dy)
+
+    got, want = (jax.jit(jax.grad(loss))(floats) for loss in (on_mesh, on_one_device))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
 def test_room():
     """The buffer is the factor times the even share, T * k, and never more than all rows there are."""
     rooms = [MoESharding(MESH, expert="b", buffer_factor=factor).capacity(30) for factor in (None, 4, 9, 1, 1.25)]

@@ -71,8 +71,8 @@ def assert_equal(got, want, tolerance):
         ("clamped_swiglu", True, "enk", 264, False, False),
         ("clamped_swiglu", True, "ekn", 296, True, False),
         ("geglu", False, "enk", 136, True, False),
-        ("relu_squared", False, "enk", 264, True, True),
-        ("gelu_tanh", False, "ekn", 160, False, False),
+        ("ungated_relu_squared", False, "enk", 264, True, True),
+        ("ungated_gelu_tanh", False, "ekn", 160, False, False),
     ],
 )
 def test_results_are_those_of_plain_jax(name, interleaved, w_layout, hidden, gathers, biased, keeps, dtype, tolerance):
@@ -101,8 +101,8 @@ def test_one_kernel_where_it_spills_no_registers():
         return program.count("stablehlo.custom_call @triton_kernel_call") == 1
 
     assert is_one("swiglu", keeps=True)
-    assert not is_one("gelu", keeps=False)
-    assert is_one("relu_squared", keeps=False, w_layout="ekn")
+    assert not is_one("ungated_gelu", keeps=False)
+    assert is_one("ungated_relu_squared", keeps=False, w_layout="ekn")
     assert is_one("swiglu", keeps=True, w_layout="ekn", interleaved=True)
     assert not is_one("swiglu", keeps=False, w_layout="ekn")
     assert not is_one("swiglu", keeps=False, hidden=1028)

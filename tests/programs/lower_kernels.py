@@ -257,7 +257,7 @@ def layer_kernels(compute_capability, takes_all):
     cases += [
         ("swiglu", False, 768, "bfloat16"),
         ("swiglu", False, 17, "float32"),
-        ("relu_squared", False, 96, "float16"),
+        ("ungated_relu_squared", False, 96, "float16"),
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
@@ -272,7 +272,7 @@ def layer_kernels(compute_capability, takes_all):
     if compute_capability == 90:
         cases = [("swiglu", False, "enk", True), ("clamped_swiglu", True, "enk", False)]
         if takes_all:
-            cases += [("swiglu", False, "enk", False), ("relu_squared", False, "ekn", False)]
+            cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
         for case in cases:
             yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
 

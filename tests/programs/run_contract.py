@@ -60,7 +60,7 @@ def everything():
     """(name, function without arguments)."""
     for kind, case, dtype, configs in products():
         yield f"{kind}: {case.name}", lambda case=case, dtype=dtype, configs=configs: run_product(case, dtype, configs)
-    for activation, biased in (("swiglu", True), ("relu_squared", False), ("clamped_swiglu", False)):
+    for activation, biased in (("swiglu", True), ("ungated_relu_squared", False), ("clamped_swiglu", False)):
         yield f"layer: {activation}", lambda name=activation, biased=biased: run_layer(name, biased=biased)
     for shape in ((33, 130, 9), (1500, 16, 2), (7, 8, 1)):
         yield f"router: {shape}", lambda shape=shape: run_router(*shape)

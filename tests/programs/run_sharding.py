@@ -23,7 +23,7 @@ KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.E
 ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
 # those options that a mesh could treat differently
 LAYERS = {
-    "Auto": {"activation": "relu_squared", "shared_features": 12, "use_bias": True, "use_selection_bias": True},
+    "Auto": {"activation": "ungated_relu_squared", "shared_features": 12, "use_bias": True, "use_selection_bias": True},
     "Explicit": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "interleaved": True},
 }
 X = np.random.default_rng(0).normal(size=(4, 3, 24)).astype(np.float32)

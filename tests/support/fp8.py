@@ -75,7 +75,7 @@ def _activation(name, pre):
     """hidden, float64, and the function from its gradient to that of pre."""
     pre = np.asarray(pre).astype(np.float64)
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
-    if name == "relu_squared":
+    if name == "ungated_relu_squared":
         relu = np.maximum(pre, 0)
         return relu**2, lambda d: 2 * relu * d
     gate, up = np.split(pre, 2, axis=1)

@@ -30,11 +30,11 @@ FUNCTIONS = {
     "geglu_tanh": lambda gate, up: gelu_tanh(gate) * up,
     "reglu": lambda gate, up: np.maximum(gate, 0) * up,
     "clamped_swiglu": clamped,
-    "silu": lambda up: up * sigmoid(up),
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": lambda up: np.maximum(up, 0),
-    "relu_squared": lambda up: np.maximum(up, 0) ** 2,
+    "ungated_silu": lambda up: up * sigmoid(up),
+    "ungated_gelu": gelu,
+    "ungated_gelu_tanh": gelu_tanh,
+    "ungated_relu": lambda up: np.maximum(up, 0),
+    "ungated_relu_squared": lambda up: np.maximum(up, 0) ** 2,
 }
 DATA = {"tokens": 13, "features": 24, "hidden": 20, "experts": 5, "topk": 2}
 

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import jgg
+from jgg.layers import MoELayer
 from tests.support.cases import EVERYTHING, Case, make_data
 from tests.support.transforms import (
     IMPLEMENTATIONS,
@@ -104,6 +105,36 @@ def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
 
     error, _ = jax.jit(checkify.checkify(jax.grad(loss, (0, 1, 2)), checkify.all_checks))(*floats)
     error.throw()
+
+
+ROUTERS = {
+    "softmax": {},
+    "softmax as it is": {"normalize": False},
+    "topk_softmax": {"score": "topk_softmax"},
+    "sigmoid": {"score": "sigmoid", "use_selection_bias": True, "num_groups": 2, "topk_groups": 1},
+    "sigmoid as it is": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True},
+}
+
+
+@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+def test_checkify_reports_nothing_in_the_layer(implementation, options):
+    """With its router, shared experts and losses, and their gradients."""
+    layer = MoELayer(8, 5, 4, **({"topk": 2, "shared_features": 6, "use_bias": True} | options))
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in layer.shapes.items()}
+    x, selection_bias = jnp.asarray(rng.standard_normal((6, 8)), jnp.float32), jnp.linspace(-0.1, 0.1, 4)
+
+    def loss(params, x):
+        bias = selection_bias if layer.use_selection_bias else None
+        y, metrics = layer.apply(params, x, bias, implementation=implementation)
+        new_bias = jgg.update_selection_bias(selection_bias, metrics.group_sizes, 0.1)
+        return jnp.sum(jnp.sin(y)) + metrics.load_balancing_loss + metrics.router_z_loss, new_bias
+
+    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    error, outputs = jax.jit(checkify.checkify(gradient, checkify.all_checks))(params, x)
+    error.throw()
+    assert_close(outputs, jax.jit(gradient)(params, x))
 
 
 def test_checkify_reports_nan():
