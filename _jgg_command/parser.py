@@ -78,7 +78,10 @@ def _prefix(text):
 
 _SHARED: dict[str, dict[str, Any]] = {
     "layer": {"action": "append", "metavar": "NAME", "help": "a layer that jgg knows; repeat for more (all)"},
-    "shapes": {"metavar": "FILE", "help": "JSON file of layers to know instead, of the form of jgg/layers.json"},
+    "shapes": {
+        "metavar": "FILE",
+        "help": "JSON file of layers to know instead of those in jgg/measuring/layers.json",
+    },
     "tokens": {"type": positive_int, "help": "of each device (the layer's own)"},
     "m": {"type": positive_int, "help": "of a single product: routed rows, tokens times experts of each"},
     "k": {"type": positive_int, "help": "of a single product: features of x"},

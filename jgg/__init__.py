@@ -1,20 +1,23 @@
 """jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs."""
 
+from typing import TYPE_CHECKING, Any
+
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.core.gpu_target import target
+from jgg.core.quantized import QuantizedArray
+from jgg.core.schedule import check
+from jgg.core.versions import __version__
+from jgg.experts.moe import moe_mlp
 from jgg.exporting import export
 from jgg.fp8 import Fp8, QuantizedWeights, quantize_tokens, quantize_weights
-from jgg.gpu_target import target
 from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
-from jgg.moe import moe_mlp
-from jgg.quantized import QuantizedArray
 from jgg.ragged_dot import ragged_dot, ragged_dot_general
-from jgg.router import router_logits
-from jgg.router_losses import load_balancing_loss, router_z_loss, update_selection_bias
-from jgg.routing import Routing, route, sort_by_expert
-from jgg.schedule import check
-from jgg.tuning import tune
+from jgg.router.logits import router_logits
+from jgg.router.losses import load_balancing_loss, router_z_loss, update_selection_bias
+from jgg.router.routing import Routing, route, sort_by_expert
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from jgg.tuning import tune
 
 __all__ = [
     "Fp8",
@@ -24,6 +27,7 @@ __all__ = [
     "QuantizedArray",
     "QuantizedWeights",
     "Routing",
+    "__version__",
     "check",
     "export",
     "grouped_gemm",
@@ -44,3 +48,16 @@ __all__ = [
     "tune",
     "update_selection_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`tune` is imported when it is first used, as it brings what measures."""
+    if name == "tune":
+        from jgg.tuning import tune
+
+        return tune
+    raise AttributeError(f"module 'jgg' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

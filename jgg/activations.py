@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.arguments import as_finite, as_flag, check_instance
+from jgg.core.arguments import as_finite, as_flag, check_instance
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
-from jgg.backends.choice import How
-from jgg.gpu_target import current_target
+from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
+from jgg.core.gpu_target import current_target
+from jgg.core.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
+from jgg.launching.choice import How
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
 
 
 def quantize_tokens(

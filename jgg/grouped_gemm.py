@@ -8,21 +8,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_arrays, check_instance
-from jgg.backends.choice import How, how_of, is_plain_jax
-from jgg.backends.xla import plain
-from jgg.backends.xla.row_blocks import guarded
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.grouped_gemm_fp8 import multiply_quantized
-from jgg.manual_axes import vary_over, varying_axes
-from jgg.problem import GroupedGemmProblem, check_problem
+from jgg.core.arguments import as_arrays, check_instance
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.problem import GroupedGemmProblem, check_problem
+from jgg.core.quantized import QuantizedArray, dense_weights
+from jgg.core.schedule import GroupBounds, as_indices, group_bounds, group_of_rows, guarded, inverse_permutation
+from jgg.launching.choice import How, how_of, is_plain_jax
+from jgg.primitives.product import Product
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.product import Product
-from jgg.quantized import QuantizedArray, dense_weights
-from jgg.schedule import GroupBounds, as_indices, group_bounds, group_of_rows, inverse_permutation
+from jgg.products.grouped_gemm_fp8 import multiply_quantized
+from jgg.products.plain import grouped_gemm as plain
 
 
 def grouped_gemm(

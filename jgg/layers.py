@@ -12,15 +12,15 @@ from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import ActivationLike, find_activation
-from jgg.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
-from jgg.backends.choice import check_implementation
+from jgg.core.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
+from jgg.core.problem import DTYPES
+from jgg.core.quantized import QuantizedArray, dense_weights
+from jgg.experts.moe import moe_mlp
 from jgg.fp8 import Fp8, check_quantization
-from jgg.moe import moe_mlp
-from jgg.problem import DTYPES
-from jgg.quantized import QuantizedArray, dense_weights
-from jgg.router import router_logits
-from jgg.router_losses import load_balancing_loss, router_z_loss
-from jgg.routing import Routing, check_counts, check_scores, route
+from jgg.launching.choice import check_implementation
+from jgg.router.logits import router_logits
+from jgg.router.losses import load_balancing_loss, router_z_loss
+from jgg.router.routing import Routing, check_counts, check_scores, route
 from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
 
 expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))

@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.arguments import as_dtype, check, check_instance
+from jgg.core.arguments import as_dtype, check, check_instance
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding

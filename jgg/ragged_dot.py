@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.arguments import as_array, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
-from jgg.problem import DTYPES
-from jgg.ragged_products import contract_dense, contract_ragged, other_axes
+from jgg.core.arguments import as_array, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
+from jgg.core.problem import DTYPES
+from jgg.products.ragged import contract_dense, contract_ragged, other_axes
 
 
 def ragged_dot(

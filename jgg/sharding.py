@@ -13,16 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import ActivationLike, find_activation
-from jgg.arguments import as_array, as_arrays, as_flag, as_int, as_names, check, check_instance, check_one_of
-from jgg.backends.choice import How
-from jgg.exchange import EXCHANGES, Placement
+from jgg.core.arguments import as_array, as_arrays, as_flag, as_int, as_names, check, check_instance, check_one_of
+from jgg.core.gpu_target import current_target
+from jgg.core.manual_axes import vary_over
+from jgg.core.problem import W_LAYOUTS, check_choices, check_mlp
+from jgg.experts.exchange import EXCHANGES, Placement
+from jgg.experts.mlp import RESIDUAL_NAMES
+from jgg.experts.moe import moe_mlp
 from jgg.fp8 import Fp8
-from jgg.gpu_target import current_target
-from jgg.manual_axes import vary_over
-from jgg.mlp import RESIDUAL_NAMES
-from jgg.moe import moe_mlp
-from jgg.problem import W_LAYOUTS, check_choices, check_mlp
-from jgg.routing import Routing, sort_by_expert
+from jgg.launching.choice import How
+from jgg.router.routing import Routing, sort_by_expert
 
 P = jax.P
 # Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/trials.md has others.

@@ -13,18 +13,18 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-import jgg
-from jgg.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, specialized_config
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
 from jgg.configs.requirements import shared_memory, specialized_step, why_not_specialized
 from jgg.configs.tuned_configs import Entry, merge, parse, user_file
-from jgg.files import warn_once
-from jgg.gpu_target import Target, current_target, device_target
+from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
+from jgg.core.files import warn_once
+from jgg.core.gpu_target import Target, current_target, device_target
+from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.core.quantized import E4M3
+from jgg.core.versions import __version__
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
-from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.quantized import E4M3
 
 _logger = logging.getLogger("jgg")
 
@@ -271,6 +271,6 @@ def _entry(
         milliseconds=milliseconds,
         device=target.name if is_real else "interpreter",
         compute_capability=target.compute_capability if is_real else 0,
-        versions={"jgg": jgg.__version__} | versions,
+        versions={"jgg": __version__} | versions,
         date=datetime.date.today().isoformat(),
     )

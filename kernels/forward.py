@@ -1,8 +1,8 @@
 """Ragged-M main loop and the forward kernel: y rows = x rows @ w[group]^T, scaled, biased, gathered and scattered.
 
-In FP8 x and w come with scales, as `jgg.quantized` explains: a step is of BLOCK features, so that a row of x has one
-scale in it and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step's begins anew,
-and is scaled and added up in float32.
+In FP8 x and w come with scales, as `jgg.core.quantized` explains: a step is of BLOCK features, so that a row of x has
+one scale in it and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step's begins
+anew, and is scaled and added up in float32.
 """
 
 import triton

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgg.backends import compile_ahead, triton
+from jgg.launching import compile_ahead, triton
 from tests.support import generated, workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -81,7 +81,7 @@ def results(python: Path, quick: bool) -> dict[str, str]:
     if not quick:
         for capability in ("80", "90"):
             found[f"sm_{capability}"] = run_tests(python, "-m", "thorough", f"{LOWERING}[{capability}]")
-    program = "from jgg.versions import *; print(unlike(WARP_SPECIALIZED) or 'yes')"
+    program = "from jgg.core.versions import *; print(unlike(WARP_SPECIALIZED) or 'yes')"
     found["warp-specialized"] = subprocess.run(
         [python, "-c", program], check=True, text=True, stdout=subprocess.PIPE
     ).stdout.strip()

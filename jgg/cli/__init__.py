@@ -7,14 +7,14 @@ import sys
 
 import jax
 
-import jgg
 from _jgg_command.parser import make_parser
 from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.core.versions import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `jgg` with `argv`, by default the process's arguments, and returns the exit code."""
-    return run(make_parser(jgg.__version__).parse_args(argv))
+    return run(make_parser(__version__).parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:

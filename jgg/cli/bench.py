@@ -13,12 +13,12 @@ from typing import Self
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
-from jgg.files import replace_text
+from jgg.core.files import replace_text
+from jgg.core.problem import GroupedGemmProblem
 from jgg.fp8 import Fp8
 from jgg.measuring.layer import LayerProblem
 from jgg.measuring.peers import PEERS
 from jgg.measuring.workloads import Layer, gemm
-from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw", "gather")
 LAYER = "layer"

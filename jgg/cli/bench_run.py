@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from jgg.cli.bench import Settings
 from jgg.cli.console import progress
+from jgg.core.problem import GroupedGemmProblem
 from jgg.measuring import fp8
 from jgg.measuring.layer import PASSES, LayerProblem, LayerReference, Memory, layer_function, logits_of, measure_memory
 from jgg.measuring.peers import DENSE, PEERS, JaxProduct, Unsupported
 from jgg.measuring.timing import FAILED, RIGHT, UNSUPPORTED, WRONG, Measurement, Reference, first_line, measure, product
 from jgg.measuring.workloads import OPS, group_sizes, operands
-from jgg.problem import GroupedGemmProblem
-from jgg.routing import route
+from jgg.router.routing import route
 
 JGG = "jgg"
 BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it

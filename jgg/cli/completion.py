@@ -6,16 +6,16 @@ shtab makes it from the parser, once: what a shell then runs at each key is plai
 import argparse
 from collections.abc import Iterator
 
-import jgg
 from _jgg_command.parser import make_parser
 from jgg.cli import options
+from jgg.core.versions import __version__
 from jgg.measuring.workloads import load_layers
 
 
 def run(args) -> int:
     """Prints the script; returns 0."""
     shtab = options.import_with_extra("shtab", "completion")
-    parser = make_parser(jgg.__version__)
+    parser = make_parser(__version__)
     for action in _actions(parser):
         if action.dest == "layer":
             action.choices = list(load_layers(None))

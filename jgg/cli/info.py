@@ -15,11 +15,10 @@ from pathlib import Path
 
 import jax
 
-import jgg
 from jgg.configs import tuned_configs
 from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
-from jgg.gpu_target import MIN_COMPUTE_CAPABILITY
-from jgg.versions import REQUIREMENTS, WARP_SPECIALIZED, installed, numbers, satisfies, unlike
+from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
+from jgg.core.versions import REQUIREMENTS, WARP_SPECIALIZED, __version__, installed, numbers, satisfies, unlike
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 # JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.
@@ -249,7 +248,7 @@ def origin() -> dict:
 
 def versions() -> dict[str, str | None]:
     """Versions of jgg, Python and the packages used; None for one that is not installed."""
-    own: dict[str, str | None] = {"jgg": jgg.__version__, "python": platform.python_version()}
+    own: dict[str, str | None] = {"jgg": __version__, "python": platform.python_version()}
     return own | {package: installed(package) for package in _PACKAGES}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import jax
 
-from jgg.backends import choice
-from jgg.gpu_target import device_target
+from jgg.core.gpu_target import device_target
+from jgg.launching import choice
 from jgg.measuring.workloads import Layer, load_layers
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended

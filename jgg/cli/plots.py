@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from jgg.cli.bench_run import JGG, Result
 from jgg.cli.info import devices
-from jgg.exchange import EXCHANGES
-from jgg.files import replacing
+from jgg.core.files import replacing
+from jgg.experts.exchange import EXCHANGES
 from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
 from jgg.measuring.peers import DENSE
 from jgg.measuring.workloads import Layer

@@ -21,7 +21,7 @@ from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError
 from jgg.cli.output import Output
-from jgg.files import replace_text
+from jgg.core.files import replace_text
 from jgg.layers import MoELayer
 from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
 from jgg.measuring.timing import median_seconds

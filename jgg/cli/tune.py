@@ -15,10 +15,10 @@ from jgg.cli import options
 from jgg.cli.console import progress
 from jgg.cli.options import UsageError
 from jgg.configs.tuned_configs import Entry
-from jgg.gpu_target import device_target
+from jgg.core.gpu_target import device_target
+from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
+from jgg.core.quantized import E4M3
 from jgg.measuring.workloads import gemm
-from jgg.problem import W_LAYOUTS, GroupedGemmProblem
-from jgg.quantized import E4M3
 from jgg.tuning import ops_of, output_file, tune_op
 
 # option: the problem's name for it, and what progress says of a product that has it

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
 from jgg.configs.requirements import can_run, max_columns, specialized_step
-from jgg.gpu_target import Target
-from jgg.problem import GroupedGemmProblem
-from jgg.quantized import BLOCK
+from jgg.core.gpu_target import Target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK
 
 
 def heuristic_config(

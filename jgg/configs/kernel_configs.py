@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
-from jgg.arguments import as_flag, as_int
-from jgg.problem import GroupedGemmProblem
+from jgg.core.arguments import as_flag, as_int
+from jgg.core.problem import GroupedGemmProblem
 
 _BLOCK = "a power of two of at least 16"
 

@@ -3,10 +3,10 @@
 import jax
 
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigDX, KernelConfigForward
-from jgg.files import warn_once
-from jgg.gpu_target import Target
-from jgg.problem import GroupedGemmProblem
-from jgg.versions import WARP_SPECIALIZED, unlike
+from jgg.core.files import warn_once
+from jgg.core.gpu_target import Target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.versions import WARP_SPECIALIZED, unlike
 
 SPECIALIZED_COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
 FP8_COMPUTE_CAPABILITY = 89  # the least that multiplies in FP8, and converts to it

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDX
 from jgg.configs.requirements import can_run, why_not_specialized
-from jgg.files import cache_folder, locked, replace_text
-from jgg.gpu_target import Target
-from jgg.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.quantized import E4M3
+from jgg.core.files import cache_folder, locked, replace_text
+from jgg.core.gpu_target import Target
+from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.core.quantized import E4M3
 
 _logger = logging.getLogger("jgg")
 _FORMAT = 1

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.activations import ActivationLike
-from jgg.moe import moe_mlp
+from jgg.experts.moe import moe_mlp
 from jgg.ragged_dot import ragged_dot as jgg_ragged_dot
-from jgg.routing import Routing, sort_by_expert
+from jgg.router.routing import Routing, sort_by_expert
 
 
 def ragged_dot(

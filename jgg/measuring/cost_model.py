@@ -8,7 +8,7 @@ has the formulas and what they leave out.
 import dataclasses
 from typing import NamedTuple
 
-from jgg.exchange import EXCHANGES
+from jgg.experts.exchange import EXCHANGES
 from jgg.measuring.workloads import Layer
 
 BYTES = 2  # of an activation or a weight in bfloat16

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
 from jgg.fp8 import quantize_tokens, quantize_weights
 from jgg.grouped_gemm import grouped_gemm
-from jgg.problem import GroupedGemmProblem
-from jgg.quantized import QuantizedArray
 
 BFLOAT16, QUANTIZE = "bfloat16", "quantize"  # the same product in bfloat16, and making rows of FP8
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jgg.core.problem import GroupedGemmProblem
+from jgg.experts.moe import moe_mlp
 from jgg.fp8 import Fp8
 from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
 from jgg.measuring.workloads import OPS, Layer
-from jgg.moe import moe_mlp
-from jgg.problem import GroupedGemmProblem
-from jgg.router import router_logits
-from jgg.routing import Routing, route, sort_by_expert
+from jgg.router.logits import router_logits
+from jgg.router.routing import Routing, route, sort_by_expert
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
 PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and the ops of the experts' products in them

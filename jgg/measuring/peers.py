@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.core.problem import GroupedGemmProblem
 from jgg.measuring import timing
 from jgg.measuring.timing import Timing, first_line, measure
-from jgg.problem import GroupedGemmProblem
 
 DENSE = "dense"  # the peer that is a dense product of the same FLOPs
 

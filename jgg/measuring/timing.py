@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
+from jgg.core.schedule import group_bounds
 from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from jgg.launching.choice import How
 from jgg.measuring.workloads import operands
-from jgg.problem import GroupedGemmProblem
 from jgg.products.dx import DX, Dx
-from jgg.quantized import QuantizedArray
-from jgg.schedule import group_bounds
 
 REPEATS = 5
 MAX_CALLS = 256

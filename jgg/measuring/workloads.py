@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.arguments import as_precision
+from jgg.core.arguments import as_precision
+from jgg.core.problem import GroupedGemmProblem
 from jgg.fp8 import quantize_tokens, quantize_weights
-from jgg.problem import GroupedGemmProblem
 
 OPS = ("forward", "dx", "dw")
 GROUPS = ("uneven", "even", "one", "some-empty")
 _DIRICHLET = 1 / 0.09
-_LAYERS = Path(__file__).parent.parent / "layers.json"
+_LAYERS = Path(__file__).parent / "layers.json"
 
 
 @dataclasses.dataclass(frozen=True)

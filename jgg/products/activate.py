@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.backends.choice import How, Launcher
-from jgg.products import vmap
-from jgg.products.launch import Launch, power_of_2
-from jgg.products.partitioning import WHOLE, Letters
-from jgg.products.product import Product
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch, power_of_2
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import WHOLE, Letters
+from jgg.primitives.product import Product
 
 _EACH = "t" + WHOLE  # of rows that do not depend on each other
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.backends.choice import Launcher
+from jgg.core.quantized import BLOCK, E4M3, QuantizedArray, quantize
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import Launch, power_of_2
+from jgg.primitives.product import Product
 from jgg.products.activate import Activate, activation_constants
-from jgg.products.launch import Launch, power_of_2
-from jgg.products.product import Product
 from jgg.products.quantize import (
     QUANTIZE_ROWS,
     Quantize,
@@ -18,7 +19,6 @@ from jgg.products.quantize import (
     quantized_types,
     quantizing_constants,
 )
-from jgg.quantized import BLOCK, E4M3, QuantizedArray, quantize
 
 _ROW = 1, BLOCK
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import Launcher
-from jgg.products.launch import Launch, power_of_2
-from jgg.products.product import Product
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import Launch, power_of_2
+from jgg.primitives.product import Product
 
 
 class Buffer(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import jax
 
-from jgg.gpu_target import Target
-from jgg.problem import GroupedGemmProblem
+from jgg.core.gpu_target import Target
+from jgg.core.problem import GroupedGemmProblem
 
 STEP = 256  # of a part's first column: a column of the widest tiles
 # A part has enough columns that what is loaded for each again costs little, and enough tiles for each multiprocessor

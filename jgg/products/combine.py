@@ -6,14 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla.row_blocks import guarded
-from jgg.problem import MAX_ROWS
-from jgg.products import column_parts, vmap
-from jgg.products.launch import Launch, flat, power_of_2
-from jgg.products.partitioning import Letters
-from jgg.products.product import Product
-from jgg.schedule import between_groups, inverse_permutation
+from jgg.core.problem import MAX_ROWS
+from jgg.core.schedule import between_groups, guarded, inverse_permutation
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch, flat, power_of_2
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import Letters
+from jgg.primitives.product import Product
+from jgg.products import column_parts
 
 
 class Combine(NamedTuple):

@@ -6,17 +6,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla import plain, row_blocks
-from jgg.backends.xla.multilinear import outer_dot
-from jgg.backends.xla.row_blocks import Rows
-from jgg.problem import GroupedGemmProblem
-from jgg.products import vmap
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, Rows
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch, power_of_2
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import Letters
+from jgg.primitives.product import Product
 from jgg.products.dw import row_scales
-from jgg.products.launch import Launch, power_of_2
-from jgg.products.partitioning import Letters
-from jgg.products.product import Product
-from jgg.schedule import GroupBounds
+from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain import row_blocks
+from jgg.products.plain.multilinear import outer_dot
 
 
 class Dbias(NamedTuple):

@@ -7,20 +7,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla import plain
-from jgg.backends.xla.multilinear import outer_dot
-from jgg.backends.xla.row_blocks import Rows
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.configs.tuned_configs import choose_config
-from jgg.problem import GroupedGemmProblem
-from jgg.products import column_parts, vmap, warp_specialized
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, Rows
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import Letters
+from jgg.primitives.product import Product
+from jgg.products import column_parts
+from jgg.products import hopper as warp_specialized
 from jgg.products.combine import combine, expert_order
-from jgg.products.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
-from jgg.products.partitioning import Letters
-from jgg.products.product import Product
+from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain.multilinear import outer_dot
 from jgg.products.terms import Terms
-from jgg.schedule import GroupBounds
 
 
 class Dw(NamedTuple):

@@ -7,16 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla import plain
-from jgg.backends.xla.multilinear import row_dots, rows_dot
-from jgg.backends.xla.row_blocks import Rows
 from jgg.configs.kernel_configs import KernelConfigDX
 from jgg.configs.tuned_configs import choose_config
-from jgg.problem import GroupedGemmProblem
-from jgg.products import vmap, warp_specialized
-from jgg.products.combine import combine, gather, sum_by_token, token_order
-from jgg.products.launch import (
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, Rows, between_groups, tile_schedule
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import (
     PRECISIONS,
     Launch,
     dy_by_tma,
@@ -28,10 +24,14 @@ from jgg.products.launch import (
     w_block,
     w_by_tma,
 )
-from jgg.products.partitioning import Letters
-from jgg.products.product import Product
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import Letters
+from jgg.primitives.product import Product
+from jgg.products import hopper as warp_specialized
+from jgg.products.combine import combine, gather, sum_by_token, token_order
+from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain.multilinear import row_dots, rows_dot
 from jgg.products.terms import Terms
-from jgg.schedule import GroupBounds, between_groups, tile_schedule
 
 
 class Dx(NamedTuple):

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
-from jgg.backends.xla import plain
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
-from jgg.problem import GroupedGemmProblem
-from jgg.products import vmap, warp_specialized, warp_specialized_fp8
-from jgg.products.combine import expert_order, gather, sum_by_token, token_order
-from jgg.products.launch import (
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK, values_and_scales
+from jgg.core.schedule import GroupBounds, tile_schedule
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import (
     PRECISIONS,
     Launch,
     flat,
@@ -26,11 +25,14 @@ from jgg.products.launch import (
     w_by_tma,
     x_by_tma,
 )
-from jgg.products.partitioning import Letters
-from jgg.products.product import Product
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import Letters
+from jgg.primitives.product import Product
+from jgg.products import hopper as warp_specialized
+from jgg.products import hopper_fp8 as warp_specialized_fp8
+from jgg.products.combine import expert_order, gather, sum_by_token, token_order
+from jgg.products.plain import grouped_gemm as plain
 from jgg.products.terms import Terms
-from jgg.quantized import BLOCK, values_and_scales
-from jgg.schedule import GroupBounds, tile_schedule
 
 
 class Forward(NamedTuple):

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import How, Launcher
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.requirements import why_not_fp8
-from jgg.problem import GroupedGemmProblem
+from jgg.core.problem import GroupedGemmProblem
+from jgg.launching.choice import How, Launcher
+from jgg.primitives.product import Product
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.product import Product
 
 
 def in_dtype(operands: Forward, problem: GroupedGemmProblem, dtype) -> tuple[Forward, GroupedGemmProblem]:

@@ -1,4 +1,4 @@
-"""Quantization to FP8 with block scales, `jgg.quantized`, by kernels where the device has such numbers."""
+"""Quantization to FP8 with block scales, `jgg.core.quantized`, by kernels where the device has such numbers."""
 
 import math
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import Launcher
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
-from jgg.products.launch import Launch, power_of_2
-from jgg.products.product import Product
-from jgg.quantized import BLOCK, quantize, scales_shape
+from jgg.core.quantized import BLOCK, quantize, scales_shape
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import Launch, power_of_2
+from jgg.primitives.product import Product
 
 
 class Quantize(NamedTuple):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import Launcher
-from jgg.products.launch import MAX_EXPERTS, Launch, power_of_2
-from jgg.products.partitioning import ROWS, WHOLE, Letters
-from jgg.products.product import Product
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
+from jgg.primitives.partitioning import ROWS, WHOLE, Letters
+from jgg.primitives.product import Product
 
 _MAX_PROGRAMS = 512  # one program adds up what they counted
 _BLOCK_ROWS = 64  # of a program's step, which compares each with each

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.backends.choice import Launcher
-from jgg.products import vmap
-from jgg.products.launch import MAX_EXPERTS, Launch, power_of_2
-from jgg.products.partitioning import WHOLE, Letters
-from jgg.products.product import Product
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import WHOLE, Letters
+from jgg.primitives.product import Product
 
 
 class TopK(NamedTuple):

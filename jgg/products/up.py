@@ -5,16 +5,17 @@ from collections.abc import Callable
 import jax
 
 from jgg.activations import Activation
-from jgg.backends.choice import How, Launcher
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
-from jgg.problem import GroupedGemmProblem
-from jgg.products import forward, warp_specialized
+from jgg.core.problem import GroupedGemmProblem
+from jgg.launching.choice import How, Launcher
+from jgg.primitives.product import Product
+from jgg.products import forward
+from jgg.products import hopper as warp_specialized
 from jgg.products.activate import ACTIVATE, Activate
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.product import Product
+from jgg.products.hopper import Hidden
 from jgg.products.terms import Terms
-from jgg.products.warp_specialized import Hidden
 
 
 def _one_by_one(call: Callable, operands: Forward, problem: GroupedGemmProblem, keeps: bool, **activation):

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from jgg.activations import Activation
-from jgg.backends.choice import How, Launcher
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.requirements import why_not_fp8
 from jgg.configs.tuned_configs import choose_config
-from jgg.problem import GroupedGemmProblem
-from jgg.products import warp_specialized_fp8
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK
+from jgg.launching.choice import How, Launcher
+from jgg.primitives.product import Product
+from jgg.products import hopper_fp8 as warp_specialized_fp8
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_FP8, activated_types
 from jgg.products.forward import Forward
 from jgg.products.forward_fp8 import FORWARD_FP8
-from jgg.products.product import Product
-from jgg.products.warp_specialized_fp8 import HiddenFp8
-from jgg.quantized import BLOCK
+from jgg.products.hopper_fp8 import HiddenFp8
 
 
 def _one_by_one(call: Callable, operands: Forward, problem: GroupedGemmProblem, **activation):

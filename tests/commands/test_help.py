@@ -12,11 +12,11 @@ import pytest
 import jgg
 from _jgg_command import parser
 from jgg import tuning
-from jgg.backends import choice
 from jgg.cli import bench, demo, options, scale
+from jgg.core.problem import DTYPES, W_LAYOUTS
+from jgg.core.quantized import E4M3
+from jgg.launching import choice
 from jgg.measuring import cost_model, peers, workloads
-from jgg.problem import DTYPES, W_LAYOUTS
-from jgg.quantized import E4M3
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX

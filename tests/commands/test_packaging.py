@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import jgg
-from jgg import versions
 from jgg.cli import info
+from jgg.core import versions
 from tests.support import processes
 from tests.support.processes import ROOT
 

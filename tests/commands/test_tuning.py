@@ -11,15 +11,15 @@ import pytest
 
 import jgg
 from jgg import tuning
-from jgg.backends.choice import Launcher
 from jgg.cli import main
 from jgg.configs import tuned_configs
 from jgg.configs.heuristic import heuristic_config, specialized_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.gpu_target import Target
+from jgg.core.gpu_target import Target
+from jgg.core.schedule import group_bounds
+from jgg.launching.choice import Launcher
 from jgg.measuring.workloads import gemm, load_layers
 from jgg.products.forward import FORWARD, Forward
-from jgg.schedule import group_bounds
 from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
 
 

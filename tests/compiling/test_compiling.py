@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg import files
+from jgg.core import files
 
 jax_triton = pytest.importorskip("jax_triton")
 
 from jax_triton import triton_lib  # noqa: E402
 
-from jgg.backends import compile_ahead  # noqa: E402
-from jgg.backends.interpret import InterpreterLock  # noqa: E402
-from jgg.versions import WARP_SPECIALIZED, unlike  # noqa: E402
+from jgg.core.versions import WARP_SPECIALIZED, unlike  # noqa: E402
+from jgg.launching import compile_ahead  # noqa: E402
+from jgg.launching.interpret import InterpreterLock  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
 needs_gluon = pytest.mark.skipif(not HAS_GLUON_KERNEL, reason=f"{unlike(WARP_SPECIALIZED)}")

@@ -16,7 +16,7 @@ from jgg.configs import tuned_configs
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import can_run
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
 from tests.programs.lower_defaults import random_problem
 from tests.support import processes
 

@@ -10,8 +10,8 @@ import pytest
 import jgg
 from jgg.configs import tuned_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.gpu_target import current_target
-from jgg.versions import WARP_SPECIALIZED, unlike
+from jgg.core.gpu_target import current_target
+from jgg.core.versions import WARP_SPECIALIZED, unlike
 from tests.programs.lower_kernels import (
     FP8_KERNELS,
     KERNELS,

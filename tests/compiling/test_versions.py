@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jgg
-from jgg import versions
+from jgg.core import versions
 from tests.support import processes
 
 pytest.importorskip("jax_triton")
@@ -18,7 +18,7 @@ LOWER = """
 import os, pathlib, sys
 import jax, jax.numpy as jnp
 import jgg
-from jgg import versions
+from jgg.core import versions
 versions.installed = {"triton": sys.argv[1], "jax-triton": "0.4.1"}.get
 shapes = [(4096, 256), jnp.bfloat16], [(4, 256, 256), jnp.bfloat16], [(4,), jnp.int32]
 with jgg.target(90):
@@ -33,8 +33,8 @@ print(sorted(path.name.partition("-")[0] for path in pathlib.Path(os.environ["XD
 @pytest.mark.parametrize(
     ("triton", "module", "kept"),
     [
-        pytest.param("3.9.0", "jgg.backends.jax_triton_fixes", ["hopper_kernel"], marks=pytest.mark.thorough),
-        ("3.8.0", "jgg.backends.jax_triton_fixes", ["forward_kernel"]),
+        pytest.param("3.9.0", "jgg.launching.jax_triton_fixes", ["hopper_kernel"], marks=pytest.mark.thorough),
+        ("3.8.0", "jgg.launching.jax_triton_fixes", ["forward_kernel"]),
         ("3.10.0", "jax_triton.triton_lib", []),
     ],
 )
@@ -51,7 +51,7 @@ def test_the_way_that_a_triton_takes(triton, module, kept, tmp_path, monkeypatch
 ROUTE = """
 import numpy as np
 import jgg
-from jgg.backends import jax_triton_fixes
+from jgg.launching import jax_triton_fixes
 jax_triton_fixes.interpreted_reductions = dict
 logits = np.random.default_rng(0).normal(size=(7, 5)).astype("float32")
 ours, expected = (jgg.route(logits, topk=2, implementation=name) for name in ("interpret", "xla"))

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg import files, tuning
-from jgg.backends import choice
+from jgg import tuning
 from jgg.cli import info, main
 from jgg.configs import tuned_configs
 from jgg.configs.heuristic import heuristic_config
-from jgg.gpu_target import Target
+from jgg.core import files
+from jgg.core.gpu_target import Target
+from jgg.launching import choice
 from jgg.measuring.workloads import gemm
 from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
 
@@ -121,7 +122,7 @@ def test_where_nothing_can_be_written_tuning_does_not_begin(where, tmp_path, cap
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = files.replace_text(tmp_path / "text", "old")
-    monkeypatch.setattr("jgg.files.open", OpenOnFullDisk, raising=False)
+    monkeypatch.setattr("jgg.core.files.open", OpenOnFullDisk, raising=False)
     with pytest.raises(OSError, match="No space left"):
         files.replace_text(path, "new")
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("text", "old")]

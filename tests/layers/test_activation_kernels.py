@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
-from jgg.backends.choice import How
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.launching.choice import How
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 
 KERNELS = pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.backends.choice import How
-from jgg.exchange import _cut
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.experts.exchange import _cut
+from jgg.launching.choice import How
 from jgg.layers import MoELayer
 from jgg.products.buffer import BUFFER, Buffer
 from jgg.sharding import MoESharding

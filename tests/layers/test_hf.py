@@ -14,8 +14,8 @@ import jgg.hf
 import jgg.linen
 import jgg.nnx
 from jgg.activations import clamped_swiglu
-from jgg.hf_families import FAMILIES, SELECTION_BIAS
-from jgg.hf_quantized import quantization
+from jgg.hf.families import FAMILIES, SELECTION_BIAS
+from jgg.hf.quantized import quantization
 from tests.support.hf import load
 
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jgg.hf
-from jgg.hf_families import SELECTION_BIAS
+from jgg.hf.families import SELECTION_BIAS
 from tests.support.hf import DATA, load
 
 

@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 
 import jgg
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
-from jgg.moe import moe_mlp
+from jgg.experts.moe import moe_mlp
 from tests.support import oracle
 from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run

@@ -11,12 +11,12 @@ import jgg
 import jgg.linen
 import jgg.nnx
 from jgg.activations import ACTIVATIONS, Activation
-from jgg.backends.choice import How
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.core.quantized import quantize
+from jgg.launching.choice import How
 from jgg.layers import MoELayer
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
-from jgg.quantized import quantize
 from tests.support import fp8
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])

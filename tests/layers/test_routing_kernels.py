@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.backends.choice import How
-from jgg.gpu_target import current_target
-from jgg.products.launch import MAX_EXPERTS
+from jgg.core.gpu_target import current_target
+from jgg.launching.choice import How
+from jgg.launching.launch import MAX_EXPERTS
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.products.partitioning import WAY_OUT, Axes, split_letters
+from jgg.primitives.partitioning import WAY_OUT, Axes, split_letters
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support import processes
 from tests.support.sharded_cases import CASES, assert_case_is_right, make

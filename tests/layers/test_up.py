@@ -9,14 +9,14 @@ import pytest
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from jgg.backends.choice import How
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
-from jgg.gpu_target import current_target
-from jgg.problem import check_problem
+from jgg.core.gpu_target import current_target
+from jgg.core.problem import check_problem
+from jgg.core.schedule import group_bounds
+from jgg.launching.choice import How
 from jgg.products.forward import Forward
 from jgg.products.up import UP
-from jgg.schedule import group_bounds
 
 TOKENS, TOPK, SIZES = 700, 2, (300, 0, 1, 640, 190, 129)  # of 1400 rows 140 are of no group
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.backends.choice import How, Launcher
-from jgg.gpu_target import current_target
-from jgg.moe import moe_mlp
+from jgg.core.gpu_target import current_target
+from jgg.experts.moe import moe_mlp
+from jgg.launching.choice import How, Launcher
 from jgg.products import column_parts
 from jgg.products.combine import expert_order
 from tests.support.moe_oracle import DATA, make

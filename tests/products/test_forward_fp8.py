@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.backends.choice import How
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.requirements import can_run, why_not_fp8, why_not_specialized
-from jgg.gpu_target import Target, current_target
+from jgg.core.gpu_target import Target, current_target
+from jgg.core.versions import WARP_SPECIALIZED, unlike
+from jgg.launching.choice import How
 from jgg.measuring.workloads import gemm
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.versions import WARP_SPECIALIZED, unlike
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, Case, make_data
 from tests.support.comparison import oracle_arguments

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.arguments import as_precision
+from jgg.core.arguments import as_precision
 from jgg.layers import MoELayer
 
 DEFAULT, HIGH, HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.schedule import GroupBounds, group_bounds, group_of_rows, inverse_permutation, largest_first, tile_schedule
+from jgg.core.schedule import (
+    GroupBounds,
+    group_bounds,
+    group_of_rows,
+    inverse_permutation,
+    largest_first,
+    tile_schedule,
+)
 from tests.support import oracle
 
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1

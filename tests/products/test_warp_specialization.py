@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg import files, versions
 from jgg.configs.heuristic import heuristic_config, specialized_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import why_not_specialized
-from jgg.gpu_target import Target
+from jgg.core import files, versions
+from jgg.core.gpu_target import Target
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
-from jgg.products import warp_specialized
+from jgg.products import hopper as warp_specialized
 from tests.support.cases import CASES, OPTIONS
 from tests.support.comparison import assert_right, forward_and_backward
 from tests.support.specialized import ARGUMENTS, LARGE_CASES, columns_of, specialized_configs

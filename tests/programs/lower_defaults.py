@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 import jgg
-from jgg.backends import compile_ahead, jax_triton_fixes
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import choose_config
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.launching import compile_ahead, jax_triton_fixes
 from jgg.measuring.workloads import gemm, load_layers, operands
 from jgg.products import dw, dx, forward
 from tests.programs.lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels

@@ -23,19 +23,19 @@ import triton
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from jgg.backends import triton as triton_implementation
-from jgg.backends.choice import How
 from jgg.configs import tuned_configs
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.gpu_target import current_target
+from jgg.core.gpu_target import current_target
+from jgg.core.problem import check_problem
+from jgg.core.schedule import group_bounds
+from jgg.launching import triton as triton_implementation
+from jgg.launching.choice import How
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
-from jgg.problem import check_problem
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.forward import Forward
 from jgg.products.up import UP
-from jgg.schedule import group_bounds
 
 EXPERTS = 4
 OPTIONS = {

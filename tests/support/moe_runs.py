@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.moe import moe_mlp
+from jgg.experts.moe import moe_mlp
 
 IMPLEMENTATIONS = [
     None,

@@ -3,7 +3,7 @@
 import jgg
 from jgg.configs import tuned_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.gpu_target import Target
+from jgg.core.gpu_target import Target
 from jgg.measuring.workloads import gemm
 
 HOPPER = Target(90, 132, "NVIDIA H200")

@@ -11,7 +11,7 @@ from typing import Any, Self
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
-from jgg.files import replace_text
+from jgg.core.files import replace_text
 
 HEAD_DIM = 64
 

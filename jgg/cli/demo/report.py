@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from jgg.cli.console import print_table
 from jgg.cli.demo.train import Result
 from jgg.cli.info import devices, origin
-from jgg.files import replacing
+from jgg.core.files import replacing
 
 
 def header(result: Result) -> str:

@@ -1,0 +1,292 @@
+"""What is to be computed: shapes, dtypes and options of one grouped GEMM. Every argument error is raised here."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from jgg.activations import Activation
+from jgg.core.arguments import as_dtype, as_flag, as_int, as_precision, check, check_integers, check_one_of, check_rank
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+W_LAYOUTS = ("enk", "ekn")
+# Row numbers are int32 and a TMA coordinate's limit is 2**30.
+MAX_ROWS = 2**30 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGemmProblem:
+    """A grouped GEMM without its data: y [M, N] from x [M or T, K] and w of E experts.
+
+    Attributes:
+      num_rows: M, routed rows.
+      num_experts: E.
+      in_features: K.
+      out_features: N.
+      topk: k, rows of each token in token order.
+      dtype: of x, w and dy; that of FP8 values if x and w are quantized.
+      out_dtype: of y.
+      w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
+      permute_x: x is [T, K] in token order.
+      permute_y: y is in token order.
+      has_topk_weights: rows are scaled.
+      has_bias: a bias is added.
+      precision: how float32 operands are multiplied.
+      num_tokens: T where tokens have M rows for only some of their T * k choices; None where all choices have one.
+      combine_y: y is [T, N], the sum of each token's rows, scaled.
+      expected_rows: about how many rows will be of a group, by which kernels are chosen; None for all of them.
+    """
+
+    num_rows: int
+    num_experts: int
+    in_features: int
+    out_features: int
+    topk: int
+    dtype: Any
+    out_dtype: Any
+    w_layout: str
+    permute_x: bool
+    permute_y: bool
+    has_topk_weights: bool
+    has_bias: bool
+    precision: jax.lax.Precision
+    num_tokens: int | None = None
+    combine_y: bool = False
+    expected_rows: int | None = None
+
+    @property
+    def rows_of_groups(self) -> int:
+        """The rows that kernels are chosen for."""
+        return self.num_rows if self.expected_rows is None else min(self.num_rows, self.expected_rows)
+
+    @property
+    def num_positions(self) -> int:
+        """T * k, the positions in token order that gather_indices are of."""
+        return self.num_rows if self.num_tokens is None else self.num_tokens * self.topk
+
+    @property
+    def x_shape(self) -> tuple[int, int]:
+        """[M, K], or [T, K] with permute_x."""
+        return (self.num_positions // self.topk if self.permute_x else self.num_rows, self.in_features)
+
+    @property
+    def y_shape(self) -> tuple[int, int]:
+        """[M, N], or [T, N] with combine_y."""
+        return (self.num_positions // self.topk if self.combine_y else self.num_rows, self.out_features)
+
+    @property
+    def w_shape(self) -> tuple[int, int, int]:
+        """[E, N, K] or [E, K, N], by w_layout."""
+        if self.w_layout == "enk":
+            return self.num_experts, self.out_features, self.in_features
+        return self.num_experts, self.in_features, self.out_features
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some array has no element, so that there is nothing to launch a kernel for."""
+        return 0 in (self.num_rows, self.num_experts, self.in_features, self.out_features)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether some shape is known only when a program that `jax.export` made is run."""
+        sizes = (self.num_rows, self.num_positions, self.num_experts, self.in_features, self.out_features)
+        return any(map(jax.export.is_symbolic_dim, sizes))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether x and w are of 8 bits, with scales."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def rows_are_aligned(self) -> bool:
+        """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
+        return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))
+
+    @property
+    def label(self) -> str:
+        """What a profiler shows."""
+        sizes = {"M": self.num_rows, "K": self.in_features, "N": self.out_features, "E": self.num_experts}
+        return ",".join(f"{letter}={size}" for letter, size in sizes.items()) + f",{self.dtype}"
+
+    def of_a_device(self, devices: dict[str, int]) -> Self:
+        """One device's part, of so many that split e, the experts, k, the in-features, and n, the out-features."""
+        names = {"num_experts": "e", "in_features": "k", "out_features": "n"}
+        part = {name: getattr(self, name) // devices.get(letter, 1) for name, letter in names.items()}
+        return dataclasses.replace(self, **part)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of each of forward, dX and dW when every row belongs to a group."""
+        return 2 * self.num_rows * self.in_features * self.out_features
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes of x, y and the matrices of experts that can have rows, each counted once."""
+        experts = min(self.num_experts, self.num_rows)
+        weights = experts * self.in_features * self.out_features
+        return (math.prod(self.x_shape) + weights + math.prod(self.y_shape)) * self.dtype.itemsize
+
+
+def check_problem(
+    *, x=None, dy=None, w=None, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
+    topk_weights=None, bias=None, w_layout="enk", precision=None, out_dtype=None, group_offset=None, some_choices=False,
+) -> GroupedGemmProblem:  # fmt: skip
+    """The problem that the given arrays describe; those that an operation does not take are None.
+
+    Args:
+      some_choices: gather_indices name only some of the positions in the token order of x.
+
+    Raises:
+      ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
+      TypeError: a dtype is wrong.
+    """
+    check_one_of("w_layout", w_layout, W_LAYOUTS)
+    topk = as_int("topk", topk, least=1)
+    permute_x, permute_y = as_flag("permute_x", permute_x), as_flag("permute_y", permute_y)
+    operands = {name: array for name, array in (("x", x), ("dy", dy), ("w", w)) if array is not None}
+    dtype = _check_operands(operands, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"})
+    check_integers("group_sizes", group_sizes)
+    check_rank("group_sizes", group_sizes, "[E]")
+    check(
+        not jax.export.is_symbolic_dim(group_sizes.shape[0]),
+        f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
+    )
+    num_experts = group_sizes.shape[0] if w is None else w.shape[0]
+    if group_offset is None:
+        check(
+            group_sizes.shape[0] == num_experts,
+            f"group_sizes must be [E] with E equal to w's {num_experts}, got {list(group_sizes.shape)}.",
+        )
+    num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
+    in_features, out_features = _check_features(x, dy, w, w_layout)
+    num_tokens = operands["x"].shape[0] if some_choices else None
+    _check_topk_weights(topk_weights, num_rows if num_tokens is None else num_tokens * topk, topk)
+    _check_bias("bias", bias, (num_experts, out_features))
+    if out_dtype is not None:
+        out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
+    return GroupedGemmProblem(
+        num_rows=num_rows, num_experts=num_experts, in_features=in_features, out_features=out_features, topk=topk,
+        dtype=dtype, out_dtype=out_dtype or dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
+        has_topk_weights=topk_weights is not None, has_bias=bias is not None, precision=as_precision(precision),
+        num_tokens=num_tokens,
+    )  # fmt: skip
+
+
+def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:
+    if gather_indices is not None:
+        check_integers("gather_indices", gather_indices)
+        check_rank("gather_indices", gather_indices, "[M]")
+    elif permute_x or permute_y:
+        raise ValueError("gather_indices must be given with permute_x or permute_y: int32 [M], got None.")
+    rows: dict[str, int] = {}
+    if x is not None:
+        rows["x"] = x.shape[0] * (topk if permute_x else 1)
+    if dy is not None:
+        rows["dy"] = dy.shape[0]
+    if gather_indices is not None:
+        rows["gather_indices"] = gather_indices.shape[0]
+    (first, num_rows), *others = rows.items()
+    is_known = not jax.export.is_symbolic_dim(num_rows)
+    check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    if some_choices:
+        return rows["gather_indices"]
+    of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
+    for name, count in others:
+        check(count == num_rows, f"{name} must have M rows with M equal to {of_x}, got {count}.")
+    check(not permute_x or num_rows % topk == 0, f"dy must have a multiple of topk {topk} rows, got {num_rows}.")
+    return rows[first]
+
+
+def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
+    if w is None:
+        return x.shape[1], dy.shape[1]
+    in_axis, out_axis = (2, 1) if w_layout == "enk" else (1, 2)
+    layout = "[E, N, K]" if w_layout == "enk" else "[E, K, N]"
+    for name, array, axis, letter in (("x", x, in_axis, "K"), ("dy", dy, out_axis, "N")):
+        if array is not None:
+            check(
+                w.shape[axis] == array.shape[1],
+                f"w must be {layout} with {letter} equal to {name}'s {array.shape[1]}, got w {list(w.shape)} "
+                f"(w_layout={w_layout!r}).",
+            )
+    return w.shape[in_axis], w.shape[out_axis]
+
+
+def _check_topk_weights(topk_weights, num_rows, topk):
+    if topk_weights is None:
+        return
+    as_dtype("topk_weights", topk_weights.dtype, DTYPES)
+    shapes = [(num_rows,)] + ([(num_rows // topk, topk)] if num_rows % topk == 0 else [])
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    check(
+        topk_weights.shape in shapes,
+        f"topk_weights must be [M] or [T, topk], here {expected}, got {list(topk_weights.shape)}.",
+    )
+
+
+def _check_operands(operands: dict[str, Any], axes: dict[str, str]) -> jnp.dtype:
+    """The dtype that all of them must have; raises unless they do, and the axes by their names."""
+    dtypes: dict[str, jnp.dtype] = {}
+    for name, array in operands.items():
+        dtypes[name] = as_dtype(name, array.dtype, DTYPES)
+        check_rank(name, array, axes[name])
+    first = next(iter(dtypes))
+    for name, dtype in dtypes.items():
+        if dtype != dtypes[first]:
+            raise TypeError(f"{name} must have the dtype of {first}, {dtypes[first]}, got {dtype}.")
+    return dtypes[first]
+
+
+def _check_bias(name, bias, shape):
+    if bias is not None:
+        as_dtype(name, bias.dtype, DTYPES)
+        check(bias.shape == shape, f"{name} must be [E, N] = {list(shape)}, got {list(bias.shape)}.")
+
+
+def check_mlp(arrays, activation: Activation, w_layout: str) -> int:
+    """I, the hidden features of an expert; raises where the tokens and the parameters disagree.
+
+    Args:
+      arrays: by the names of `moe_mlp`'s arguments; biases may be None or missing.
+    """
+    check_one_of("w_layout", w_layout, W_LAYOUTS)
+    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
+    _check_operands({name: arrays[name] for name in axes}, axes)
+    x, w_gate_up, w_down = (arrays[name] for name in axes)
+    in_by_out = [w.shape[1:] if w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
+    (got_features, wide), down_features = in_by_out
+    num_experts, features = w_gate_up.shape[0], x.shape[1]
+    if got_features != features:
+        raise ValueError(f"w_gate_up must have H in-features equal to x's {features}, got {list(w_gate_up.shape)}.")
+    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
+    if rest:
+        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
+    expected, got = [num_experts, hidden, features], [w_down.shape[0], *down_features]
+    if got != expected:
+        raise ValueError(
+            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
+        )
+    for name, out_features in (("b_gate_up", wide), ("b_down", features)):
+        _check_bias(name, arrays.get(name), (num_experts, out_features))
+    return hidden
+
+
+def check_choices(x, topk_weights, topk_indices, prefix: str = ""):
+    """Raises unless both are [T, k] with T of x, floats and integers; `prefix` goes before their names."""
+    as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
+    check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
+    check_integers(f"{prefix}topk_indices", topk_indices)
+    num_tokens, topk = topk_weights.shape
+    if num_tokens != x.shape[0] or topk == 0:
+        raise ValueError(
+            f"{prefix}topk_weights must be [T, k] with T equal to x's {x.shape[0]} and k at least 1, "
+            f"got {[num_tokens, topk]}."
+        )
+    if topk_indices.shape != topk_weights.shape:
+        raise ValueError(
+            f"{prefix}topk_indices must be [T, k] = {[num_tokens, topk]} as {prefix}topk_weights, "
+            f"got {list(topk_indices.shape)}."
+        )

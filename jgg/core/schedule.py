@@ -1,0 +1,260 @@
+"""Group sizes to row ranges and tiles: pure functions of one small array, computed on the device.
+
+Up to a number of groups, running sums, searches and sorts are comparisons of all with all and a sum, which XLA fuses
+into one kernel; scans and binary searches take several, of one or two microseconds each. Of more groups they are those,
+whose memory grows with the number of groups rather than with its square.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+
+from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
+
+_MAX_COMPARED = 1024  # groups that are compared all with all
+_MOST = 2**30  # rows or tiles, more than there ever are
+NO_ROW = 2**31 - 1  # an index past the end of any array
+
+
+class GroupBounds(NamedTuple):
+    """Where the rows of each group are, in expert order; each int32 [E], starts and ends ascending.
+
+    Attributes:
+      starts, ends: the first row and one past the last.
+      sizes: as many rows, or as many as were asked for if no group after this one has rows, from 0 to M.
+    """
+
+    starts: jax.Array
+    ends: jax.Array
+    sizes: jax.Array
+
+
+class Rows(NamedTuple):
+    """M routed rows: row `at[i]` of `array` [any, features] is the i-th; `at` is int32 [M] or None for i itself.
+
+    An index past the end reads zero and writes nothing.
+    """
+
+    array: jax.Array
+    at: jax.Array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """M."""
+        return (self.array if self.at is None else self.at).shape[0]
+
+
+def guarded(indices, num_rows):
+    """Indices with every one outside [0, M) far past the end, where `at` neither wraps it around nor writes it."""
+    return jnp.where((indices >= 0) & (indices < num_rows), indices, NO_ROW)
+
+
+class TileSchedule(NamedTuple):
+    """The row tiles of a ragged-M kernel; no tile holds rows of two groups.
+
+    Attributes:
+      group: int32 [T], the group of each tile.
+      start: int32 [T], the tile's first row.
+      end: int32 [T], one past the last row of the tile's group.
+      tiles_through: int32 [E], how many tiles each group and those before it have; of T tiles the last of these numbers
+        are in use, and entries past them mean nothing. Tiles for rows that were asked for but are not there are empty.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    end: jax.Array
+    tiles_through: jax.Array
+
+
+def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_groups: int | None = None):
+    """Row ranges of the groups, for any values of `group_sizes`.
+
+    A negative size counts as 0 and no range passes `num_rows`: sizes (3, -1, 0, 9) of 8 rows give the starts
+    (0, 3, 3, 3) and the ends (3, 3, 3, 8).
+
+    Args:
+      group_sizes: integer [G], rows of each group.
+      num_rows: rows there are.
+      group_offset: integer scalar or [1], the first of the `num_groups` groups to return; the rest keep their rows.
+      num_groups: number of groups to return where `group_offset` is given.
+
+    Returns: GroupBounds of [G] or, with `group_offset`, [num_groups]; groups past G are empty.
+    """
+    sizes = jnp.clip(saturated_int32(group_sizes), 0, num_rows)
+    starts, ends = _running_sums(num_rows, sizes)
+    if group_offset is not None:
+        past = jnp.full((num_groups,), jnp.max(ends, initial=0))
+        first = jnp.clip(saturated_int32(group_offset.reshape(())), 0, len(group_sizes))
+        starts, ends, sizes = (
+            jax.lax.dynamic_slice(jnp.concatenate([array, padding]), (first,), (num_groups,))
+            for array, padding in ((starts, past), (ends, past), (sizes, jnp.zeros_like(past)))
+        )
+    return GroupBounds(starts, ends, sizes)
+
+
+def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """min(limit, sum of the terms before each) and the same with its own, of int32 terms from 0 to `limit`."""
+    if len(terms) > _MAX_COMPARED:
+        # no more than what is above any limit, though sums may pass int32
+        through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]])
+    else:
+        index = jnp.arange(len(terms))
+        before, through = (
+            _sum_up_to_most(jnp.where(counts, terms[None, :], 0))
+            for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
+        )
+    return jnp.minimum(before, limit), jnp.minimum(through, limit)
+
+
+def _sum_up_to_most(terms):
+    """min(_MOST, sum of each row of terms), int32, of up to 2**15 terms a row from 0 to _MOST."""
+    # plain sums of each half of the bits, which XLA can also split over devices
+    high, low = (jnp.sum(half, axis=1, dtype=jnp.int32) for half in (terms >> 15, terms & 0x7FFF))
+    high += low >> 15
+    return jnp.where(high < _MOST >> 15, (high << 15) + (low & 0x7FFF), _MOST)
+
+
+def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
+    """Cuts each group's rows into tiles of `block_rows`, the last of a group possibly short.
+
+    Groups may lie anywhere, with rows of none between them, as long as no two share a row. Those of rows 0-4, none and
+    7-9, with tiles of 4 rows:
+
+        group          0  0  2        rows 0-3, row 4, rows 7-9
+        start          0  4  7
+        end            5  5  10
+        tiles_through  2  2  3
+    """
+    num_groups = len(bounds.ends)
+    max_tiles = min(num_rows, num_rows // block_rows + num_groups)
+    # of sizes, not of ends - starts, for which XLA would have to wait
+    tiles = jnp.minimum((bounds.sizes + (block_rows - 1)) // block_rows, max_tiles)
+    first_tile, tiles_through = _running_sums(max_tiles, tiles)
+    tile = jnp.arange(max_tiles, dtype=jnp.int32)
+    # where a group's tile number 0 would begin
+    origin = bounds.starts - first_tile * block_rows
+    if num_groups > _MAX_COMPARED:
+        group = jnp.minimum(jnp.searchsorted(tiles_through, tile, side="right"), num_groups - 1).astype(jnp.int32)
+        return TileSchedule(group, origin[group] + tile * block_rows, bounds.ends[group], tiles_through)
+    is_own = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < tiles_through[None, :])
+    group, start, end = (
+        jnp.sum(jnp.where(is_own, values[None, :], 0), axis=1, dtype=jnp.int32)
+        for values in (jnp.arange(num_groups, dtype=jnp.int32), origin, bounds.ends)
+    )
+    return TileSchedule(group, start + tile * block_rows, end, tiles_through)
+
+
+def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
+    """The group of each row, int32 [num_rows]; E for a row of none."""
+    num_groups, row = len(bounds.ends), jnp.arange(num_rows, dtype=jnp.int32)
+    method = "scan" if num_groups > _MAX_COMPARED else "compare_all"
+    group = jnp.searchsorted(bounds.ends, row, side="right", method=method).astype(jnp.int32)
+    start = bounds.starts[jnp.minimum(group, num_groups - 1)]  # not past the last, which checkify reports
+    return jnp.where(start <= row, group, num_groups)
+
+
+def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
+    """Whether each row lies from the first group's first to the last group's last, bool [num_rows]."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    return (row >= bounds.starts[0]) & (row < bounds.ends[-1])
+
+
+def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The groups from that with most rows to that with fewest, of equal ones the lower first.
+
+    Sizes (3, 0, 5, 3) give (2, 0, 3, 1), (3, 0, 8, 3) and (8, 3, 11, 3).
+
+    Returns: the groups, their first rows and one past their last rows: int32 [E] each.
+    """
+    sizes = bounds.ends - bounds.starts
+    group = jnp.arange(len(sizes), dtype=jnp.int32)
+    if len(sizes) > _MAX_COMPARED:
+        order = jnp.argsort(-sizes, stable=True).astype(jnp.int32)
+        return order, bounds.starts[order], bounds.ends[order]
+    is_before = (sizes[None, :] > sizes[:, None]) | (
+        (sizes[None, :] == sizes[:, None]) & (group[None, :] < group[:, None])
+    )
+    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    takes = rank[None, :] == group[:, None]
+    order, starts, ends = (
+        jnp.sum(jnp.where(takes, values[None, :], 0), axis=1, dtype=jnp.int32)
+        for values in (group, bounds.starts, bounds.ends)
+    )
+    return order, starts, ends
+
+
+def saturated_int32(array: jax.Array) -> jax.Array:
+    """`array` of any integer dtype as int32, values past int32's range at its ends."""
+    info = jnp.iinfo(array.dtype)
+    if info.bits < 32 or array.dtype == jnp.int32:
+        return array.astype(jnp.int32)
+    lowest, highest = max(info.min, -(2**31)), 2**31 - 1
+    return jnp.clip(array, jnp.array(lowest, array.dtype), jnp.array(highest, array.dtype)).astype(jnp.int32)
+
+
+def as_indices(gather_indices: jax.Array | None) -> jax.Array | None:
+    """gather_indices as int32, or None where there are none."""
+    return None if gather_indices is None else saturated_int32(gather_indices)
+
+
+def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = None) -> jax.Array:
+    """For each position in token order the row in expert order that names it, or -1 where none does.
+
+    Of several such rows it is the last; indices outside the positions name nothing.
+
+    Args:
+      gather_indices: integer [M].
+      num_positions: how many positions there are; M by default.
+
+    Returns: int32 [num_positions].
+    """
+    num_rows = gather_indices.shape[0]
+    num_positions = num_rows if num_positions is None else num_positions
+    gather_indices = saturated_int32(gather_indices)
+    in_range = (gather_indices >= 0) & (gather_indices < num_positions)
+    targets = jnp.where(in_range, gather_indices, num_positions)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
+
+
+def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | None = None) -> None:
+    """Reports values that `grouped_gemm` would clamp or ignore, under `jax.experimental.checkify`.
+
+    Checks that no group size is negative, that their sum is at most `num_rows`, and that `gather_indices` names each
+    position of [0, num_rows) once.
+
+    Args:
+      group_sizes: integer [E].
+      num_rows: M.
+      gather_indices: integer [M].
+
+    Raises: ValueError, TypeError: a shape or a dtype is wrong; the message names the argument.
+    """
+    num_rows = as_int("num_rows", num_rows, least=0)
+    arrays = as_arrays({"group_sizes": group_sizes, "gather_indices": gather_indices}, may_be_none=("gather_indices",))
+    for (name, array), axes in zip(arrays.items(), ("[E]", "[M]"), strict=True):
+        if array is not None:
+            check_integers(name, array)
+            check_rank(name, array, axes)
+    sizes, indices = arrays.values()
+    if indices is not None and indices.shape != (num_rows,):
+        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
+    sizes = saturated_int32(sizes)
+    smallest = jnp.min(sizes, initial=0)
+    checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)
+    bounds = group_bounds(sizes, num_rows)
+    fits = jnp.all(bounds.ends - bounds.starts >= sizes)
+    checkify.check(
+        fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
+        num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
+    )  # fmt: skip
+    if indices is not None:
+        missing = jnp.sum(inverse_permutation(indices) < 0)
+        checkify.check(
+            missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
+            missing=missing,
+        )  # fmt: skip

@@ -1,0 +1,290 @@
+"""Tokens to the devices that hold their experts and back, inside `jax.shard_map`: two ways with one result.
+
+Both are a function of the device's own tokens and of `mlp`, which maps tokens and their Routing among this device's
+experts to the sums of their rows, of which there are R. R, the buffer, is `capacity` rows on every device; rows that
+find no room in it, those of a device's last experts, are counted and add nothing to y.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
+from jgg.launching.choice import How
+from jgg.products.buffer import BUFFER, Buffer
+from jgg.products.combine import COMBINE, Combine
+from jgg.router.routing import Routing, sort_by_expert
+
+Mlp = Callable[[jax.Array, Routing], jax.Array]
+_RUNS = 1024  # that a device sends within a machine, beside those that experts make
+
+
+class Placement(NamedTuple):
+    """Where the experts are.
+
+    Attributes:
+      axis: mesh axis over which they are split, in order.
+      num_experts: experts of each device.
+      capacity: R, rows that a device has room for.
+    """
+
+    axis: str
+    num_experts: int
+    capacity: int
+
+
+def by_all_gather(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement, how: How
+) -> tuple[jax.Array, jax.Array]:
+    """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
+
+    Moves (p - 1) * T rows to each device and as many back, whatever the routing.
+
+    Args:
+      x: [T, H], this device's tokens.
+      topk_weights, topk_indices: [T, k].
+      how: rows are sorted and copied.
+
+    Returns: y [T, H], and how many rows of all tokens found no room on this device, int32: those of its last experts.
+    """
+    axis = placement.axis
+    tokens, weights, experts = (
+        jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
+    )
+    experts -= jax.lax.axis_index(axis) * placement.num_experts  # those of other devices go past every group
+    group_sizes, gather_indices = sort_by_expert(experts, placement.num_experts, how.implementation)
+    partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
+    y = jax.lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
+    return y, jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+
+
+def by_ragged_all_to_all(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement, how: How
+) -> tuple[jax.Array, jax.Array]:
+    """Every row goes to the device of its expert and its result comes back; arguments as `by_all_gather`.
+
+    Moves only rows, on average k * T * (p - 1) / p from each device and as many back. Rows arrive in expert order.
+
+    Returns: y [T, H], and how many rows found no room on this device, int32: those of its last experts.
+    """
+    num_tokens, topk = topk_indices.shape
+    num_devices = jax.lax.axis_size(placement.axis)
+    group_sizes, gather_indices = sort_by_expert(
+        topk_indices, num_devices * placement.num_experts, how.implementation
+    )  # fmt: skip
+    plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
+    positions = plan.positions
+    here, there = Target(placement.axis, len(positions), how), Target(placement.axis, placement.capacity, how)
+    move_there = functools.partial(move, there, there=plan.there, back=plan.back)
+    move_back = functools.partial(move, here, there=plan.back, back=plan.there)
+
+    rows = move_there(take_tokens(how, topk, x, positions))
+    weights = topk_weights.reshape(-1).at[guarded(positions, topk_indices.size)].get(mode="fill", fill_value=0)
+    weights = move_there(weights[:, None])
+    experts = group_of_rows(group_bounds(plan.group_sizes, placement.capacity), placement.capacity)
+    y = move_back(mlp(rows, Routing(weights, experts[:, None], plan.group_sizes, None)))
+    return sum_choices(how, (num_tokens, topk), y, positions), plan.overflow
+
+
+EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_all}
+
+
+class Moves(NamedTuple):
+    """Runs of rows to and from every device, u for each: int32 [p * u], as `jax.lax.ragged_all_to_all` takes them.
+
+    Attributes:
+      input_offsets: first row here of each run.
+      send_sizes: its rows.
+      output_offsets: where it begins on the other device.
+      recv_sizes: rows of each run that comes.
+    """
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+class Plan(NamedTuple):
+    """What goes where.
+
+    Attributes:
+      there: moves to the experts.
+      back: moves of their results.
+      positions: int32 [M], the position in token order of each row that is sent, in order of its expert; -1 for a row
+        that finds no room or has no expert.
+      group_sizes: int32 [num_experts], rows of each of this device's experts that have room.
+      overflow: int32, rows for this device that have none.
+    """
+
+    there: Moves
+    back: Moves
+    positions: jax.Array
+    group_sizes: jax.Array
+    overflow: jax.Array
+
+
+class _Runs(NamedTuple):
+    """Runs of rows from one device to another, each of one expert; int32 [u].
+
+    Attributes:
+      starts: the first row of each, counted from the first for that device.
+      sizes: its rows that find room.
+      arrivals: where its first row goes.
+    """
+
+    starts: jax.Array
+    sizes: jax.Array
+    arrivals: jax.Array
+
+
+def _plan(group_sizes: jax.Array, gather_indices: jax.Array, placement: Placement) -> Plan:
+    """The plan for rows in expert order, `group_sizes` [E] of each expert of any device.
+
+    Two devices of two experts each, with room for 4 rows, where device 0 has (2, 1, 0, 0) rows of the experts and
+    device 1 has (1, 2, 0, 0): device 0 gets expert 0's 2 + 1 rows, then of expert 1's 1 + 2 rows its own one. The
+    2 of device 1 find no room.
+    """
+    axis, num_experts, capacity = placement
+    here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+    counts = jax.lax.all_gather(group_sizes, axis).reshape(num_devices, num_devices, num_experts)  # [from, to, expert]
+    by_expert = counts.transpose(1, 2, 0).reshape(num_devices, -1)  # [to, (expert, from)], as rows arrive
+    arrivals = jnp.minimum(jnp.cumsum(by_expert, axis=1, dtype=jnp.int32) - by_expert, capacity)
+    fitting = jnp.minimum(by_expert, capacity - arrivals)
+    arrivals, fitting = (
+        array.reshape(num_devices, num_experts, num_devices).transpose(2, 0, 1) for array in (arrivals, fitting)
+    )
+    rows = jnp.sum(counts, axis=2, dtype=jnp.int32)
+    firsts = jnp.cumsum(rows, axis=1, dtype=jnp.int32) - rows  # [from, to], where the sender has them
+    # between machines a run is a message of NCCL
+    parts = max(1, _RUNS // num_devices) if jax.process_count() == 1 else 1
+    cut = jax.vmap(functools.partial(_cut, parts))
+    sent = cut(counts[here], fitting[here], arrivals[here])
+    received = cut(counts[:, here], fitting[:, here], arrivals[:, here])
+    from_here = (firsts[here][:, None] + sent.starts).reshape(-1)
+    from_there = (firsts[:, here][:, None] + received.starts).reshape(-1)
+    send_sizes, recv_sizes = sent.sizes.reshape(-1), received.sizes.reshape(-1)
+    return Plan(
+        Moves(from_here, send_sizes, sent.arrivals.reshape(-1), recv_sizes),
+        Moves(received.arrivals.reshape(-1), recv_sizes, from_there, send_sizes),
+        _with_room(gather_indices, group_sizes, fitting[here].reshape(-1)),
+        jnp.sum(fitting[:, here], axis=0, dtype=jnp.int32),
+        jnp.sum((counts - fitting)[:, here], dtype=jnp.int32),
+    )
+
+
+def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Array) -> _Runs:
+    """The rows that one device sends to another, cut between experts and into `num_parts` even parts.
+
+    Rows (3, 5) of two experts in 2 parts are the runs 0-2, 3-3 and 4-7.
+
+    Args:
+      counts, fitting, arrivals: of each expert the rows, those of them that find room, and where they begin there.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    firsts, num_rows = ends - counts, ends[-1]
+    part = -(-num_rows // num_parts)
+    even = jnp.minimum(part * jnp.arange(num_parts, dtype=jnp.int32), num_rows)
+    starts = jnp.sort(jnp.concatenate([firsts, even[1:]]))
+    stops = jnp.concatenate([starts[1:], num_rows[None]])
+    # of experts that begin at the same row, the last is the one that has it
+    expert = jnp.searchsorted(firsts, starts, side="right", method="compare_all").astype(jnp.int32) - 1
+    offsets = starts - firsts[expert]
+    sizes = jnp.clip(fitting[expert] - offsets, 0, stops - starts)
+    return _Runs(starts, sizes, arrivals[expert] + jnp.minimum(offsets, fitting[expert]))
+
+
+def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.Array) -> jax.Array:
+    """gather_indices [M] with -1 for the rows past the first `fitting` of each expert, and for those of none."""
+    num_rows = len(gather_indices)
+    bounds = group_bounds(group_sizes, num_rows)
+    expert = group_of_rows(bounds, num_rows)
+    last = jnp.concatenate([bounds.starts + fitting, jnp.zeros(1, jnp.int32)])
+    return jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < last[expert], gather_indices, -1)
+
+
+class Target(NamedTuple):
+    """What rows are moved into: over a mesh axis, so many rows on each device, made as `how` says."""
+
+    axis: str
+    num_rows: int
+    how: How
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
+    """Rows [any, H] moved as `there` says. Its derivative moves them back.
+
+    If r rows come, of the first r rows those that nobody sends are unspecified; rows from r on are zero.
+
+    XLA has no ragged all-to-all for CPUs, where an all-gather of everything does the same by the same plan. Within a
+    machine it copies each run by one block of 128 threads, so that few runs are slow (`_RUNS`).
+    """
+    num_written = jnp.sum(there.recv_sizes, dtype=jnp.int32)[None]
+    (out,) = BUFFER(target.how, Buffer(num_written), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
+    axes = varying_axes(rows, *there)
+    arrays = [vary_over(axes, array) for array in (rows, out, *there)]
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=target.axis),
+        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=target.axis),
+    )
+
+
+move.defvjp(
+    lambda target, rows, there, back: (move(target, rows, there, back), (rows.shape[0], there, back)),
+    lambda target, residuals, dy: (
+        move(target._replace(num_rows=residuals[0]), dy, residuals[2], residuals[1]), None, None,
+    ),
+)  # fmt: skip
+
+
+def _ragged_all_to_all_by_gather(
+    operand: jax.Array, output: jax.Array, input_offsets: jax.Array, send_sizes: jax.Array, output_offsets: jax.Array,
+    recv_sizes: jax.Array, *, axis_name: str,
+) -> jax.Array:  # fmt: skip
+    """`jax.lax.ragged_all_to_all` from what every platform has."""
+    del recv_sizes
+    here = jax.lax.axis_index(axis_name)
+    sent, *plans = (
+        jax.lax.all_gather(array, axis_name) for array in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    num_devices = len(sent)
+    # [p * u, 1], of the runs that come here
+    sources, sizes, targets = (plan.reshape(num_devices, num_devices, -1)[:, here].reshape(-1, 1) for plan in plans)
+    rows = jnp.arange(output.shape[0], dtype=jnp.int32)[None]
+    comes = (rows >= targets) & (rows < targets + sizes)  # [p * u, rows]
+    device = jnp.argmax(comes, axis=0) // (len(targets) // num_devices)
+    row = jnp.sum(jnp.where(comes, sources + rows - targets, 0), axis=0)
+    return jnp.where(jnp.any(comes, axis=0)[:, None], sent[device, row], output)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def take_tokens(how: How, topk: int, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """rows[i] = tokens[positions[i] // topk], zero for -1: [M, H] of [T, H], for different positions t * k + j."""
+    (rows,) = COMBINE(how, Combine(tokens, positions // topk), topk=1)
+    return rows
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sum_choices(how: How, shape: tuple[int, int], rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
+    num_tokens, topk = shape
+    (sums,) = COMBINE(how, Combine(rows, inverse_permutation(positions, num_tokens * topk)), topk=topk)
+    return sums
+
+
+# Each is the other's transpose. Derived by JAX they would scatter and add rows, which is slow on a GPU.
+take_tokens.defvjp(
+    lambda how, topk, tokens, positions: (take_tokens(how, topk, tokens, positions), (tokens.shape[0], positions)),
+    lambda how, topk, residuals, dy: (sum_choices(how, (residuals[0], topk), dy, residuals[1]), None),
+)
+sum_choices.defvjp(
+    lambda how, shape, rows, positions: (sum_choices(how, shape, rows, positions), positions),
+    lambda how, shape, positions, dy: (take_tokens(how, shape[1], dy, positions), None),
+)

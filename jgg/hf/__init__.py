@@ -1,0 +1,14 @@
+"""MoE blocks of Hugging Face models: a layer from config.json, its parameters from safetensors and back, bit for bit.
+
+    config = jgg.hf.read_config(folder)
+    checkpoint = jgg.hf.Checkpoint(folder)
+    layer = jgg.nnx.MoE(**vars(jgg.hf.moe_layer(config)), rngs=nnx.Rngs(0))
+    jgg.nnx.load_params(layer, jgg.hf.from_hf(config, checkpoint, layer=3))
+
+Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
+Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.
+"""
+
+from jgg.hf.checkpoints import Checkpoint, family, from_hf, moe_layer, read_config, to_hf
+
+__all__ = ["Checkpoint", "family", "from_hf", "moe_layer", "read_config", "to_hf"]

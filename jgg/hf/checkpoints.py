@@ -1,0 +1,246 @@
+"""MoE blocks of checkpoints: the layer that config.json describes, its parameters, and back."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgg.core.arguments import check_instance
+from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
+from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
+from jgg.hf.files import opened, read_float8, read_object, read_weight_map
+from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
+from jgg.layers import MoELayer
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DOWNLOAD = "huggingface_hub.snapshot_download(NAME) fetches a model from the Hub and returns its folder."
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Reads config.json. `path` is the checkpoint's folder or the file itself.
+
+    Raises: FileNotFoundError: there is no such folder or file. ValueError: the file holds no JSON object.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a folder with config.json or that file, got {path}. {_DOWNLOAD}")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"{path} must have config.json, got none.")
+    return read_object(file)
+
+
+def family(config: Mapping[str, Any]) -> Family:
+    """The model family, from config["model_type"].
+
+    Raises: ValueError: its model_type is none of FAMILIES. TypeError: config is no mapping.
+    """
+    check_instance("config", config, Mapping, "a mapping, as read_config returns it")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}.")
+    return FAMILIES[model_type]
+
+
+def moe_layer(config: Mapping[str, Any]) -> MoELayer:
+    """Sizes and options of a model's MoE layers.
+
+    Args:
+      config: as in config.json; see `read_config`.
+
+    Raises:
+      ValueError: the family is unknown, the config lacks a key or has null there, or its values fit no layer.
+      TypeError: a value is of another type; the message names its key.
+    """
+    own = family(config)
+    try:
+        options = own.options(language_model(config))
+    except KeyError as error:
+        raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
+    try:
+        return MoELayer(**options)
+    except ValueError as error:
+        raise ValueError(f"config of model_type {config['model_type']!r} must fit a layer: {error}") from error
+
+
+def from_hf(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, *, keep_quantized: bool = False
+) -> dict[str, Any]:
+    """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
+
+    There is also "selection_bias" if the router has one.
+
+    Args:
+      config: the model's; its "quantization_config" says how tensors are quantized.
+      tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
+        read once.
+      layer: index of the decoder layer.
+      keep_quantized: weights that are quantized become a QuantizedArray, with values in float8_e4m3fn, rather than
+        bfloat16. MXFP4's numbers of four bits take eight then.
+
+    Raises:
+      ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
+        checkpoint is quantized in another way than FP8 in blocks or MXFP4, or a QuantizedArray cannot hold it.
+    """
+    own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
+    how = quantization(config)
+    quantized = None if how is None else QuantizedTensors(tensors, how)
+    tensors = tensors if quantized is None else quantized
+    names = {
+        name: [part for part, _ in own.tensors[name].parts(block, np.broadcast_to(0, shape))]
+        for name, shape in shapes.items()
+    }
+    expected = {part for parts in names.values() for part in parts}
+    present = {name for name in tensors if name.startswith(block)}
+    _check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
+    params: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        stored = own.tensors[name]
+        if keep_quantized and quantized is not None and names[name][0] in quantized.names:
+            of_scales = _scales_shape(stored, name, shape, quantized.how)
+            values = _filled(stored, block, shape, quantized.read_values)
+            scales = _filled(stored, block, of_scales, quantized.read_scales, "scales of ")
+            params[name] = QuantizedArray(values, scales)
+        else:
+            params[name] = _filled(stored, block, shape, tensors.__getitem__)
+    return params
+
+
+def _filled(
+    stored: Tensor, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
+) -> np.ndarray:
+    """A parameter of that shape from its parts."""
+    first_part, _ = next(stored.parts(block, np.broadcast_to(0, shape)))
+    first = np.asarray(read(first_part))
+    array = np.empty(shape, first.dtype)
+    for part, target in stored.parts(block, array):
+        value = first if part == first_part else np.asarray(read(part))
+        _check_shape(what + part, value, target.shape)
+        if value.dtype != first.dtype:
+            raise ValueError(f"{what}{part} must have the dtype of {first_part}, {first.dtype}, got {value.dtype}.")
+        target[...] = value
+    return array
+
+
+def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
+    """Of a parameter's scales.
+
+    Raises: ValueError: a block has parts of two tensors, or other sizes than those of a QuantizedArray.
+    """
+    rows_of, columns_of = how.block
+    block = (columns_of, rows_of) if stored.is_transposed else how.block
+    columns = shape[-1] // len(stored.names)
+    if not set(block) <= set(BLOCKS) or (len(stored.names) > 1 and columns % block[1]):
+        raise ValueError(
+            f"{name} {list(shape)} of {len(stored.names)} tensors side by side must have whole blocks of {BLOCKS} rows "
+            f"and columns to stay quantized, got blocks of {list(block)}."
+        )
+    return scales_shape(shape, block)
+
+
+def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
+    """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
+
+    A QuantizedArray is stored as config["quantization_config"] says. Weights that were quantized but not kept so are
+    not quantized again: write them with a config.json without that entry.
+
+    Raises:
+      ValueError: a parameter is missing, not expected, has a wrong shape, is quantized where the config says nothing
+        of it, or holds what the config's format cannot store exactly; the message names it.
+    """
+    own, shapes = family(config), _shapes(config)
+    _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
+    tensors: dict[str, np.ndarray] = {}
+
+    def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: Any) -> None:
+        for part, value in own.tensors[name].parts(own.block_name(layer), np.asarray(array)):
+            tensors[part + suffix] = np.ascontiguousarray(write(value))
+
+    for name, shape in shapes.items():
+        param = params[name]
+        if not isinstance(param, QuantizedArray):
+            _check_shape(name, np.asarray(param), shape)
+            store(name, "", np.asarray, param)
+            continue
+        how = quantization(config)
+        if how is None:
+            raise ValueError(f"{name} must be no QuantizedArray if config has no quantization_config, got one.")
+        of_scales = f"scales of {name}"
+        _check_shape(name, param, shape)
+        _check_shape(of_scales, param.scales, _scales_shape(own.tensors[name], name, shape, how))
+        store(name, how.suffixes[0], functools.partial(how.write_values, f"values of {name}"), param.values)
+        store(name, how.suffixes[1], functools.partial(how.write_scales, of_scales), param.scales)
+    return tensors
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a layer's parameters and its selection bias."""
+    layer = moe_layer(config)
+    return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
+
+
+def _check_names(present: Set[str], expected: Set[str], where: str) -> None:
+    for wrong, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
+        if wrong:
+            raise ValueError(f"{min(wrong)} {what} {where}.")
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
+
+
+class Checkpoint(Mapping[str, np.ndarray]):
+    """The tensors of a folder of safetensors files, each read when it is asked for.
+
+    Args:
+      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. They must be
+        inside the folder by their names; symbolic links are followed, as the Hub's cache has them.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or a file of it is missing.
+      ValueError: a file is damaged, or the index names one outside of the folder; the message names the file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
+        if (self.path / _INDEX).exists():
+            self._files = read_weight_map(self.path / _INDEX)
+        elif (self.path / _SINGLE).exists():
+            with opened(self.path / _SINGLE) as file:
+                self._files = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise FileNotFoundError(f"{path} must have {_SINGLE} or {_INDEX}, got neither.")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The tensor, in host memory."""
+        path = self._files[name]
+        with opened(self.path / path) as file:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype == "F8_E4M3":
+                return read_float8(self.path / path, name)
+            try:
+                return file.get_tensor(name)
+            except AttributeError as error:  # safetensors looks the dtype up in NumPy
+                wanted = "a dtype that NumPy has, or F8_E4M3"
+                raise ValueError(f"{name} of {self.path / path} must have {wanted}, got {dtype}.") from error
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._files)
+
+    def moe_layers(self, config: Mapping[str, Any]) -> list[int]:
+        """Indices of the decoder layers that have an MoE block."""
+        own = family(config)
+        router = re.escape(own.block_name(0) + own.tensors["w_router"].names[0])
+        found = (re.fullmatch(router.replace(r"layers\.0\.", r"layers\.(\d+)\."), name) for name in self)
+        return sorted(int(match[1]) for match in found if match)

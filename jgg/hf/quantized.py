@@ -1,0 +1,177 @@
+"""How checkpoints of Hugging Face are quantized: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
+from jgg.hf.families import language_model
+
+GROUP = 32  # elements of MXFP4 that share a scale
+# by the four bits of a number; float8_e4m3fn holds all of them
+_NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+_MAGNITUDES = ", ".join(f"{number:g}" for number in _NUMBERS[:8].astype(np.float32)) + " and their negatives"
+_IS_NUMBER = np.isin(np.arange(256), _NUMBERS.view(np.uint8))  # by the eight bits of a float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How tensors are stored as values and scales.
+
+    Attributes:
+      suffixes: what the names of values and of scales have beyond the tensor's.
+      block: rows and columns that share a scale, of the tensor as transformers keeps it.
+      read_values, read_scales: from a stored tensor to float8_e4m3fn [..., rows, columns], and to its scales, floats
+        [..., rows / block, columns / block]. write_values, write_scales: the inverse. Each takes a name for its
+        errors, and raises ValueError for a tensor that the format cannot hold exactly.
+    """
+
+    suffixes: tuple[str, str]
+    block: tuple[int, int]
+    read_values: Callable[[str, np.ndarray], np.ndarray]
+    read_scales: Callable[[str, np.ndarray], np.ndarray]
+    write_values: Callable[[str, np.ndarray], np.ndarray]
+    write_scales: Callable[[str, np.ndarray], np.ndarray]
+
+    def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """A tensor in bfloat16."""
+        expected = scales_shape(values.shape, self.block)
+        if scales.shape != expected:
+            raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
+        return scaled(values, scales, self.block, np).astype(jnp.bfloat16)
+
+
+def quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How a checkpoint is quantized, from its config's "quantization_config"; None if it is not.
+
+    Raises: ValueError: in a way that is none of the two.
+    """
+    how = config.get("quantization_config") or language_model(config).get("quantization_config")
+    if how is None:
+        return None
+    known = how if isinstance(how, Mapping) else {}
+    method, block = known.get("quant_method"), known.get("weight_block_size")
+    if method == "mxfp4":
+        return _MXFP4
+    if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
+        if not all(type(size) is int and size > 0 for size in block):
+            raise ValueError(f"weight_block_size of quantization_config must be two positive ints, got {block!r}.")
+        rows, columns = block
+        return dataclasses.replace(_FP8, block=(rows, columns))
+    raise ValueError(
+        "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, or 'mxfp4', "
+        f"got {how!r}."
+    )
+
+
+def _check_dtype(name, array, dtype, expected):
+    if array.dtype != dtype:
+        raise ValueError(f"{name} must be {expected}, got {array.dtype}.")
+
+
+def _check_each(name, array, fits, expected):
+    """Raises ValueError with the first element that does not fit."""
+    if not fits.all():
+        raise ValueError(f"{name} must be {expected}, got {array.flat[fits.argmin()]:g}.")
+
+
+def _float8(name, values):
+    _check_dtype(name, values, E4M3, E4M3.name)
+    return values
+
+
+def _as_is(name, scales):
+    return scales
+
+
+def _unpacked(name, blocks):
+    """Bytes [..., columns, groups, 16] of two numbers each, the lower half first, as [..., rows, columns].
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0; the order is that of `convert_moe_packed_tensors` in
+    transformers.
+    """
+    if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != GROUP // 2:
+        raise ValueError(
+            f"{name} must be uint8 [..., groups, {GROUP // 2}] in MXFP4, got {blocks.dtype} {list(blocks.shape)}."
+        )
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    return _NUMBERS[numbers.reshape(*blocks.shape[:-2], -1)].swapaxes(-1, -2)
+
+
+def _packed(name, values):
+    rows = _float8(name, values).shape[-2]
+    if rows % GROUP:
+        raise ValueError(f"{name} must have a multiple of {GROUP} rows in MXFP4, got {rows}.")
+    _check_each(name, values, _IS_NUMBER[values.view(np.uint8)], f"numbers that MXFP4 has ({_MAGNITUDES})")
+    numbers = values.swapaxes(-1, -2).astype(jnp.float4_e2m1fn).view(np.uint8) & 15
+    pairs = numbers.reshape(*numbers.shape[:-1], -1, GROUP // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _read_exponents(name, exponents):
+    _check_dtype(name, exponents, np.uint8, "uint8 in MXFP4")
+    return exponents.view(jnp.float8_e8m0fnu).astype(np.float32).swapaxes(-1, -2)
+
+
+def _write_exponents(name, scales):
+    written = scales.astype(jnp.float8_e8m0fnu)
+    fits = (written.astype(np.float32) == scales) | np.isnan(scales)
+    _check_each(name, scales, fits, "powers of 2 from 2**-127 to 2**127, or NaN, in MXFP4")
+    return np.ascontiguousarray(written.swapaxes(-1, -2)).view(np.uint8)
+
+
+# Source: `weight_dequant` of DeepSeek-V3's inference/kernel.py
+_FP8 = Quantization(("", "_scale_inv"), (BLOCK, BLOCK), _float8, _as_is, _float8, _as_is)
+_MXFP4 = Quantization(("_blocks", "_scales"), (GROUP, 1), _unpacked, _read_exponents, _packed, _write_exponents)
+
+
+class QuantizedTensors(Mapping[str, np.ndarray]):
+    """A checkpoint's tensors by the names that they would have if they were not quantized, then in bfloat16.
+
+    Attributes:
+      how: they are quantized.
+      names: of those that are.
+    """
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], how: Quantization) -> None:
+        self._tensors, self.how = tensors, how
+        of_values, of_scales = how.suffixes
+        scaled = [name.removesuffix(of_scales) for name in tensors if name.endswith(of_scales)]
+        self.names = {name for name in scaled if name + of_values in tensors}
+        parts = {name + suffix for name in self.names for suffix in how.suffixes}
+        self._all = [name for name in tensors if name not in parts] + sorted(self.names)
+
+    def read_values(self, name: str) -> np.ndarray:
+        """A quantized tensor's."""
+        stored = name + self.how.suffixes[0]
+        return self.how.read_values(stored, np.asarray(self._tensors[stored]))
+
+    def read_scales(self, name: str) -> np.ndarray:
+        """A quantized tensor's.
+
+        Raises: ValueError: there are none.
+        """
+        scales = name + self.how.suffixes[1]
+        if scales not in self._tensors:
+            raise ValueError(f"{scales} is missing, the scales of {name} in float8_e4m3fn.")
+        return self.how.read_scales(scales, np.asarray(self._tensors[scales]))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The tensor, in host memory."""
+        if name in self.names:
+            return self.how.dequantize(name, self.read_values(name), self.read_scales(name))
+        tensor = np.asarray(self._tensors[name])
+        if tensor.dtype == jnp.float8_e4m3fn:
+            self.read_scales(name)  # which says that they are missing
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._all)

@@ -1,0 +1,103 @@
+"""The ways to compute a product, and the choice between them.
+
+"triton" launches the kernels on a CUDA GPU, "xla" is plain differentiable JAX for any platform, "interpret" runs the
+kernels on the CPU. None stages both of the first two and leaves the choice to the platform that is compiled for.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.launching import interpret, triton
+from jgg.launching.launch import Launch
+
+NAMES = ("triton", "xla", "interpret")
+
+
+class How(NamedTuple):
+    """How a product is to be computed.
+
+    Attributes:
+      implementation: one of NAMES or None.
+      target: the GPU that "triton" is for.
+      config: of the product's kernels, or None for one to be chosen.
+    """
+
+    implementation: str | None
+    target: Target
+    config: Any = None
+
+
+class Launcher(NamedTuple):
+    """What a product launches its kernels by.
+
+    Attributes:
+      run: (kernel, Launch) -> the outputs by name.
+      target: the GPU that launches are chosen for.
+      config: as in How.
+    """
+
+    run: Callable[[Any, Launch], dict[str, jax.Array]]
+    target: Target
+    config: Any = None
+
+    @classmethod
+    def of(cls, how: How) -> "Launcher":
+        """That of "triton" or "interpret"."""
+        if how.implementation == "interpret":
+            return cls(interpret.call, interpret.TARGET, how.config)
+        return cls(functools.partial(triton.call, how.target.compute_capability), how.target, how.config)
+
+
+def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
+    """How to compute a problem by an implementation, for the GPU that there is or is named: "xla" of symbolic shapes.
+
+    Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
+    """
+    check_implementation(implementation)
+    if problem.is_symbolic:
+        if implementation not in (None, "xla"):
+            raise ValueError(
+                "implementation must be None or 'xla' for symbolic shapes, since kernels are chosen by sizes, "
+                f"got {implementation!r}."
+            )
+        implementation = "xla"
+    return How(implementation, current_target())
+
+
+def check_implementation(implementation: str | None):
+    """Raises ValueError for a name that is none of NAMES or a GPU too old, ImportError for packages not installed."""
+    if implementation is not None and implementation not in NAMES:
+        raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")
+    if implementation in ("triton", "interpret") and not has_triton():
+        raise ImportError(
+            f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[cuda12]' (Linux only)."
+        )
+    device = device_target() if implementation == "triton" else None
+    if device is not None and _is_too_old(device):
+        raise ValueError(
+            f"implementation must be 'xla' on {device.name}, whose compute capability is below "
+            f"{MIN_COMPUTE_CAPABILITY / 10}, got 'triton'."
+        )
+
+
+def is_plain_jax(implementation: str | None) -> bool:
+    """Whether a choice can only lead to the xla implementation, so that it needs no custom derivative."""
+    if implementation is not None:
+        return implementation == "xla"
+    return not has_triton() or _is_too_old(device_target())
+
+
+def _is_too_old(device: Target | None) -> bool:
+    return device is not None and device.compute_capability < MIN_COMPUTE_CAPABILITY
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton and jax-triton are installed."""
+    return all(importlib.util.find_spec(package) is not None for package in ("triton", "jax_triton"))

@@ -1,0 +1,83 @@
+"""Compiles the kernels of a program side by side, where the versions are those that `jax_triton_fixes` is for.
+
+A kernel takes seconds to compile, and a program is lowered one operation after the other. So operations are noted as
+they are traced, and when the first of them is lowered, threads lower the others too. What comes of it is thrown away,
+but for the compiled kernels: jax-triton keeps them, and the program waits for those that are not yet ready. A process
+that ends meanwhile waits for the threads too; what they compile is on disk for the next.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jgg.core.versions import FIXED, unlike
+
+
+class Noted(NamedTuple):
+    """An operation as it is traced.
+
+    Attributes:
+      is_local: whether it is of each device's own arrays, as in `jax.shard_map`.
+      shapes: shape and dtype of each operand. params: those of the primitive.
+    """
+
+    is_local: bool
+    shapes: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
+    params: frozenset[tuple[str, Hashable]]
+
+    @classmethod
+    def of(cls, is_local: bool, operands, params: dict[str, Hashable]) -> "Noted":
+        """That of operands which have a shape and a dtype."""
+        return cls(is_local, tuple((a.shape, a.dtype) for a in operands), frozenset(params.items()))
+
+
+class AheadCompiler:
+    """Compiles in so many threads, if any.
+
+    Attributes:
+      noted: every operation, and whether it is yet to be lowered.
+    """
+
+    def __init__(self, num_threads: int):
+        self.num_threads = num_threads
+        self.noted: dict[Noted, bool] = {}
+        self._lock = threading.Lock()
+
+    def note(self, operation: Noted) -> None:
+        """Remembers an operation of a program that may be lowered."""
+        with self._lock:
+            self.noted.setdefault(operation, True)
+
+    def compile_others(self, operation: Noted, lower: Callable[[Noted], object]) -> None:
+        """Begins to lower all operations noted, each once, as `operation` of the same program is being lowered.
+
+        An error is ignored: it comes again where the program lowers that operation itself.
+        """
+        with self._lock:
+            self.noted[operation] = False
+            is_local = operation.is_local
+            others = [other for other, is_open in self.noted.items() if is_open and other.is_local == is_local]
+            if not others or not self._can_compile():
+                return
+            self.noted.update(dict.fromkeys(others, False))
+        for other in reversed(others):  # the program itself begins at the other end
+            self._threads.submit(lower, other)
+
+    def _can_compile(self):
+        if self.num_threads == 0 or unlike(FIXED):
+            return False
+        from jgg.launching.jax_triton_fixes import dumps_kernels
+
+        return not dumps_kernels()  # two threads would dump a kernel to the same folder
+
+    @functools.cached_property
+    def _threads(self):
+        return ThreadPoolExecutor(self.num_threads, thread_name_prefix="jgg-compile")
+
+
+COMPILER = AheadCompiler(min((os.cpu_count() or 1) - 1, 8))

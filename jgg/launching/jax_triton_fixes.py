@@ -1,0 +1,246 @@
+"""All that jgg changes in jax-triton and takes from inside it and Triton; other modules use what these offer.
+
+Changes, for the versions in `jgg.core.versions.FIXED`, of how jgg's kernels alone are compiled, but for dead code, which
+concerns everyone's; with other versions, jax-triton does as it does. None is known to have been reported upstream.
+
+| what | why | without it |
+| --- | --- | --- |
+| kernels are kept and compiled once by all threads | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
+| the threads of a launch are those that the PTX names | jax-triton 0.4.1 launches the warps of the first partition | warp-specialized kernels fail at launch |
+| Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | they are right, but each product waits for the one before |
+| dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
+| descriptors say that they are not im2col | jax-triton 0.4.1 asks for that, which Triton 3.7 does not tell | no kernel with TMA compiles: sm_90 and later fail |
+| an output of a kernel can be a TMA descriptor | jax-triton 0.4.1 makes them of operands alone | warp-specialized kernels do not lower |
+| a kernel with more shared memory than there is is refused | jax-triton 0.4.1 leaves it to the launch | the program fails when it runs, without a name |
+| Gluon's modules live to the end | Triton 3.9's C++ keeps some of its classes | 20 lines about leaks as a process ends |
+
+Taken:
+
+| what | for | without it |
+| --- | --- | --- |
+| where jax-triton 0.4.1 dumps kernels | not compiling ahead into the same folder | two threads would make one folder |
+| `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter knows them as NumPy's sum and maximum | right, but element after element: routing 20 tokens takes 4 s, not 1 |
+| `host_tensor` | Triton 3.7 to 3.9's interpreter asks a torch tensor for these methods | it needs torch |
+"""  # noqa: E501
+
+import dataclasses
+import functools
+import hashlib
+import re
+import sys
+import threading
+
+import jax_triton
+import jax_triton.triton_lib as triton_lib
+import numpy as np
+import triton
+from jax.interpreters import mlir, partial_eval
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import AutoLayout
+
+from jgg.core.gpu_target import Target
+from jgg.launching.kernel_cache import kept
+
+_FORMAT = 3  # of what is kept, and of what is compiled from the same kernel; raise it where either changes
+_lock = threading.Lock()
+
+
+class _Backend(CUDABackend):
+    """Triton's CUDA backend, telling jax-triton what it asks of descriptors."""
+
+    def make_ptx(self, src, metadata, *arguments):
+        for descriptor in metadata["tensordesc_meta"]:
+            descriptor.setdefault("is_im2col", False)
+        return super().make_ptx(src, metadata, *arguments)
+
+
+class _GluonBackend(_Backend):
+    """The same with Gluon's passes in place of Triton's."""
+
+    @staticmethod
+    def make_ttir(mod, metadata, options, capability):
+        return mod
+
+    def make_ttgir(self, mod, metadata, options, capability):
+        return self.gluon_to_ttgir(mod, metadata, options, capability)
+
+
+def correct_jax_triton() -> None:
+    """Makes jax-triton compile the kernels of this package as said above; those of others are not touched."""
+    with _lock:
+        _correct_jax_triton()
+
+
+@functools.cache
+def _correct_jax_triton():
+    by_jax_triton = triton_lib.TritonFunction._compile_kernel
+
+    def compile_kernel(self, spec, gpu_target, backend, options):
+        if not self.fn.__module__.startswith("jgg."):
+            return by_jax_triton(self, spec, gpu_target, backend, options)
+        is_gluon = isinstance(self.fn, GluonJITFunction)
+        backend = (_GluonBackend if is_gluon else _Backend)(gpu_target)
+        parsed = backend.parse_options(options)
+
+        def compile_it():
+            if is_gluon:
+                _let_gluon_be_cleared()
+            _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
+            return {"ttir": ttir, "compiled": dataclasses.asdict(compiled)}
+
+        if triton.knobs.compilation.always_compile or dumps_kernels():
+            kernel = compile_it()
+        else:
+            # the stages between are for dumps alone
+            kernel = kept(_name(self.fn, spec, gpu_target, parsed), lambda: _without_stages(compile_it()))
+        compiled = triton_lib.CompilationResult(**kernel["compiled"])
+        check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
+        launchable = _launchable(kernel["ttir"], compiled, gpu_target, options["num_ctas"])
+        return launchable, kernel["ttir"], parsed, compiled
+
+    by_jax_triton_lowered = triton_lib.triton_kernel_call_lowering
+
+    def lower(ctx, *arrays, backend_options, **params):
+        options = dict(backend_options)
+        described = options.pop("output_descriptors", None)
+        if described is not None:
+            ctx = ctx.replace(avals_out=_Outputs(ctx.avals_out, dict(described)))
+            backend_options = triton_lib.FrozenDict(options)
+        return by_jax_triton_lowered(
+            triton_lib.make_cuda_target, ctx, *arrays, backend_options=backend_options, **params
+        )
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
+    triton_lib.TritonFunction._compile_kernel = compile_kernel
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep_call
+
+
+class _Outputs(list):
+    """Types of outputs, of which jax-triton takes one by its number to pass it to the kernel, but all to lower a call.
+
+    Args:
+      described: by an output's number, what its TMA descriptor needs.
+    """
+
+    def __init__(self, avals, described):
+        super().__init__(avals)
+        self._descriptors = {
+            number: triton_lib.TensorDescriptor(avals[number], *description)
+            for number, description in described.items()
+        }
+
+    def __getitem__(self, number):
+        return self._descriptors.get(number) or super().__getitem__(number)
+
+
+def _keep_call(used_outs, *live_ins_and_call):
+    call = live_ins_and_call[-1]
+    return [True] * len(call.invars), call
+
+
+def _without_stages(kernel):
+    return kernel | {"compiled": kernel["compiled"] | {"ttgir": "", "llir": ""}}
+
+
+def check_fits(kernel, needed, compute_capability):
+    """Raises ValueError for a kernel that would fail at its launch, as only one of a given configuration can."""
+    available = Target(compute_capability, num_sms=0).shared_memory
+    if needed > available:
+        raise ValueError(
+            f"kernel_config_fwd, kernel_config_bwd_dx and kernel_config_bwd_dw must leave each kernel within the "
+            f"{available} bytes of shared memory of sm_{compute_capability}, got {needed} bytes for {kernel}: "
+            f"ask for smaller blocks or fewer stages."
+        )
+
+
+def _launchable(ttir, compiled, gpu_target, num_ctas):
+    (threads,) = map(int, re.findall(r"\.reqntid (\d+)", compiled.binary))
+    scratch = compiled.global_scratch_size, compiled.global_scratch_align
+    return triton_lib.triton_kernel_call_lib.TritonKernel(
+        compiled.name,
+        threads // 32,
+        num_ctas,
+        compiled.shared_mem_bytes,
+        compiled.binary,
+        ttir,
+        gpu_target.arch,
+        *(scratch if compiled.global_scratch_size is not None else ()),
+    )
+
+
+def _let_gluon_be_cleared():
+    """Spares a process the 20 lines in which it would report, as it ends, that Gluon's types were leaked.
+
+    Triton's C++ keeps some classes of Gluon for good. Through their methods they keep what Gluon's modules hold, but
+    not the modules, and Python clears only a module that is still there at the end. So one of them gets to keep those.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton.experimental.gluon.")]
+    AutoLayout._modules_until_the_end = modules
+
+
+def _name(kernel, spec, gpu_target, options):
+    """Of a kernel, with the hash of all that it depends on."""
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    versions = triton.__version__, jax_triton.__version__
+    parts = (_FORMAT, source, gpu_target, options.hash(), environment, versions)
+    return f"{kernel.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()}"
+
+
+def dumps_kernels() -> bool:
+    """Whether jax-triton writes each kernel that it compiles to a folder."""
+    return bool(triton_lib._JAX_TRITON_DUMP_DIR)
+
+
+def interpreted_reductions() -> dict[str, triton.JITFunction]:
+    """What to put in the place of `add` and `highest` of `kernels.tiles` for Triton's interpreter, where it has it."""
+    names = {"add": "_sum_combine", "highest": "_elementwise_max"}
+    standard = vars(triton.language.standard)
+    return {own: standard[name] for own, name in names.items() if name in standard}
+
+
+def host_tensor(array: np.ndarray) -> "_HostTensor":
+    """An array as an operand of an interpreted kernel, which writes to it where it stores."""
+    return _HostTensor(array)
+
+
+class _HostTensor:
+    """As much of a torch tensor as Triton's interpreter asks of one, around a NumPy array that it may write."""
+
+    def __init__(self, array=None):
+        self.array = array
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return self.array.strides
+
+    def new_empty(self, *_, **__):
+        return _HostTensor()
+
+    def set_(self, storage, *_):
+        self.array = storage.array
+
+    def copy_(self, storage):
+        pass  # the interpreter worked on this very memory

@@ -1,0 +1,86 @@
+"""Compiled kernels, kept in the platform's folder for caches; what several threads need is compiled by one of them.
+
+A kept kernel is machine code, so it is taken only from a file that no other user can have written and whose content has
+the digest that it begins with. (Triton's own cache reads whatever it finds, fails where it cannot write, and assembles
+each kernel, which XLA does once more: 1.1 s of 9.6 for a warp-specialized one.)
+"""
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from jgg.core.files import cache_folder, read_own_text, replace_text, warn_once
+
+_logger = logging.getLogger("jgg")
+
+_running: dict[str, Future] = {}  # what threads compile right now
+_lock = threading.Lock()
+
+
+def kept(name: str, compile_it: Callable[[], dict]) -> dict:
+    """What `compile_it` returned in this or an earlier process, for a name that says all that it depends on."""
+
+    def load_or_compile():
+        folder = cache_folder()
+        path = folder and folder / "kernels" / name
+        kernel = _load(path)
+        if kernel is None:
+            kernel = compile_it()
+            _keep(path, kernel)
+        return kernel
+
+    return _once_at_a_time(name, load_or_compile)
+
+
+def _once_at_a_time(name, compute):
+    """compute(), or what another thread computes for that kernel right now."""
+    with _lock:
+        is_first = name not in _running
+        future = _running.setdefault(name, Future())
+    if is_first:
+        try:
+            future.set_result(compute())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            with _lock:
+                del _running[name]
+    return future.result()
+
+
+def _digest(path, text):
+    """Of the name too, so that no kernel passes for another."""
+    return hashlib.sha256(f"{path.name}\n{text}".encode()).hexdigest()
+
+
+def _load(path: Path | None):
+    if path is None:
+        return None
+    try:
+        digest, _, text = read_own_text(path).partition("\n")
+        if digest != _digest(path, text):
+            raise ValueError("it is not as it was written")
+        return json.loads(text)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        warn_once(f"A compiled kernel is not taken from a file that others may have written or that is theirs: {error}")
+    except (OSError, ValueError) as error:
+        _logger.info("A compiled kernel cannot be read from %s: %s", path, error)
+    return None
+
+
+def _keep(path: Path | None, kernel):
+    if path is None:
+        return
+    text = json.dumps(kernel)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, f"{_digest(path, text)}\n{text}", mode=0o644)
+    except OSError as error:
+        reason = error.strerror or error
+        warn_once(f"Compiled kernels cannot be kept in {path.parent}, so each process compiles them: {reason}")

@@ -1,0 +1,170 @@
+"""One kernel launch as data, TMA descriptors included."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jgg.core.gpu_target import Target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, TileSchedule
+
+PRECISIONS = {  # of float32, by what Triton calls them
+    jax.lax.Precision.DEFAULT: "tf32",
+    jax.lax.Precision.HIGH: "tf32x3",
+    jax.lax.Precision.HIGHEST: "ieee",
+}
+
+MAX_EXPERTS = 1024  # of a row that a program of the router's kernels holds at once
+
+_AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
+
+
+@dataclasses.dataclass(frozen=True)
+class Tma:
+    """A TMA descriptor, made on the host: shape and strides in elements, and the block of an access.
+
+    For a kernel that runs in clusters, the two CTAs of one share a block along cta_axis; with None each has it all.
+    (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    cta_axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch; the dictionaries' keys are the kernel's parameters.
+
+    Attributes:
+      operands: arrays and ints; None for an optional array, input or output, that this launch is without.
+      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA copies one
+        first that is needed later.)
+      constants: compile-time parameters.
+      grid: number of programs, along up to three axes.
+      descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
+      num_warps, num_stages: of each program.
+      num_ctas: multiprocessors (CTAs) that run one program as a cluster.
+      flops, bytes_accessed: the cost that XLA and its profiler are told.
+    """
+
+    operands: dict[str, Any]
+    outputs: Mapping[str, jax.ShapeDtypeStruct | jax.Array]
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    num_ctas: int = 1
+    flops: int = 0
+    bytes_accessed: int = 0
+
+    @property
+    def updated(self) -> dict[str, jax.Array]:
+        """The outputs that the kernel writes over arrays."""
+        return {key: output for key, output in self.outputs.items() if isinstance(output, jax.Array)}
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """All that go into the kernel."""
+        return {key: value for key, value in self.operands.items() if isinstance(value, jax.Array)} | self.updated
+
+    @property
+    def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each output."""
+        return {key: jax.ShapeDtypeStruct(output.shape, output.dtype) for key, output in self.outputs.items()}
+
+
+def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | int | None]:
+    """What tells a kernel its groups' rows and, with a schedule, their tiles."""
+    group, start, end, tiles_through = schedule or (None,) * 4
+    return {
+        "group_starts": bounds.starts,
+        "group_ends": bounds.ends,
+        "tile_group": group,
+        "tile_start": start,
+        "tile_end": end,
+        "tiles_through": tiles_through,
+        "num_groups": len(bounds.starts),
+    }
+
+
+def matrix(shape: tuple[int, ...], block: tuple[int, int], cta_axis: int | None = None) -> Tma:
+    """Descriptor of a row-major matrix."""
+    return Tma(shape, (shape[1], 1), block, cta_axis)
+
+
+def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
+    """Descriptor of row-major matrices one after the other, accessed one at a time."""
+    _, rows, columns = shape
+    return Tma(shape, (rows * columns, columns, 1), (1, *block))
+
+
+def halves(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
+    """Descriptor of row-major matrices, accessed at the same place in the upper and the lower half of one's rows."""
+    count, rows, columns = shape
+    strides = rows * columns, rows // 2 * columns, columns, 1
+    return Tma((count, 2, rows // 2, columns), strides, (1, 2, *block))
+
+
+def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = None) -> Tma:
+    """Descriptor of rows, for accesses that each end at a row of their own.
+
+    `kernels.tiles` explains the two leading axes.
+
+    Args:
+      block: [rows, columns] or, for the same place in both halves of each row, [rows, 2, columns].
+    """
+    row_shape = (columns,) if len(block) == 2 else (2, columns // 2)
+    shape = _AXIS_LIMIT, _AXIS_LIMIT, _ROW_LIMIT, *row_shape
+    strides = _WRAP_STRIDE - columns, columns, columns, *((columns // 2,) if len(block) == 3 else ()), 1
+    return Tma(shape, strides, (1, 1, *block), cta_axis)
+
+
+def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
+    """Those of a `Launch` of persistent programs that share so many tiles."""
+    return {
+        "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "flops": problem.flops,
+        "bytes_accessed": problem.bytes_accessed,
+    }
+
+
+def _tma_can(target, dtype, row_length):
+    """Whether TMA can reach rows of that many elements: their stride must be a multiple of 16 bytes."""
+    return target.has_tma and row_length * dtype.itemsize % 16 == 0
+
+
+def x_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:
+    """Whether TMA can load x."""
+    return not problem.permute_x and _tma_can(target, problem.dtype, problem.in_features)
+
+
+def dy_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:
+    """Whether TMA can load dy."""
+    return not problem.permute_y and _tma_can(target, problem.dtype, problem.out_features)
+
+
+def w_by_tma(target: Target, w: jax.Array) -> bool:
+    """Whether TMA can load w."""
+    return _tma_can(target, w.dtype, w.shape[2])
+
+
+def w_block(problem: GroupedGemmProblem, config) -> tuple[int, int]:
+    """The block of w that a tile's step takes."""
+    return (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
+
+
+def flat(topk_weights: jax.Array | None) -> jax.Array | None:
+    """topk_weights as [M]."""
+    return None if topk_weights is None else topk_weights.reshape(-1)
+
+
+def power_of_2(count: int, least: int = 16) -> int:
+    """The least power of two that is at least `count` and `least`."""
+    return max(least, 1 << (count - 1).bit_length())

@@ -1,0 +1,75 @@
+"""Launches the Triton kernels; the only module that calls triton_call."""
+
+from typing import Any
+
+import jax
+
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.versions import FIXED, check_kernels_can_run, unlike
+from jgg.launching.launch import Launch
+
+# The oldest PTX that has the GPU, but none older than 8.6, which drivers for CUDA 12.6 and later assemble. Triton's own
+# default can be newer than the driver's assembler.
+_PTX_VERSIONS = dict.fromkeys((80, 86, 87, 89, 90, 100), 86) | {103: 88, 110: 90, 120: 87, 121: 88}
+_TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # of dtypes that JAX names otherwise
+
+
+def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
+    """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
+    check_kernels_can_run()
+    try:
+        import jax_triton
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
+        ) from error
+    if unlike(FIXED) is None:
+        from jgg.launching import jax_triton_fixes
+
+        jax_triton_fixes.correct_jax_triton()
+    # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
+    # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
+    # the slices apart.
+    barrier = jax.lax.optimization_barrier
+    refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
+    new = [key for key in launch.outputs if key not in refs]
+    operands, new_descriptors = launch.operands | refs, {}
+    for key, tma in launch.descriptors.items():
+        array = launch.outputs[key] if key in launch.outputs else operands[key]
+        layout = _shared_layout(tma, array.dtype) if kernel.is_gluon() else None
+        description = tma.shape, tma.strides, tma.block_shape, layout
+        if key in new:
+            new_descriptors[new.index(key)] = description
+        else:
+            operands[key] = jax_triton.TensorDescriptor(operands[key], *description)
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if compute_capability in _PTX_VERSIONS:
+        options["ptx_version"] = _PTX_VERSIONS[compute_capability]
+    if new_descriptors:
+        options["output_descriptors"] = tuple(new_descriptors.items())  # which jax_triton_fixes takes
+    outputs = jax_triton.triton_call(
+        **operands,
+        **launch.constants,
+        kernel=kernel,
+        out_type=tuple(launch.outputs[key] for key in new),
+        grid=launch.grid,
+        name=f"jgg_{kernel.__name__}",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        num_ctas=launch.num_ctas,
+        compute_capability=compute_capability,
+        backend_options=options,
+        cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
+    )
+    axes = varying_axes(*launch.arrays.values())
+    results = dict(zip(new, outputs, strict=True)) | {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
+    return {key: vary_over(axes, result) for key, result in results.items()}
+
+
+def _shared_layout(tma, dtype):
+    """The layout in shared memory of a descriptor's blocks, in a cluster of two, which a Gluon kernel is told."""
+    from triton.experimental.gluon import language
+
+    axes = [int(axis == tma.cta_axis) for axis in range(len(tma.block_shape))]
+    block_shape, element = list(tma.block_shape), getattr(language, _TRITON_NAMES.get(dtype.name, dtype.name))
+    return language.NVMMASharedLayout.get_default_for(block_shape, element, cga_layout=[axes])

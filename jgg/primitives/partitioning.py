@@ -1,0 +1,279 @@
+"""Primitives on arrays that plain `jax.jit` splits over devices: local where they can be, refused where they cannot.
+
+Every axis of an operand or result has a letter. Axes of features and experts may be split: each device then computes
+its part, and what is summed over such an axis is summed over the devices. Weights decide which: they stay where they
+are, and features of rows and of a bias are sent to where they are needed. Rows may not be split, since which expert a
+row belongs to depends on all of them: to compute anyway, XLA would gather the rows on every device, and on a mesh with
+FSDP the weights too.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+
+from jgg.core.schedule import GroupBounds, Rows
+from jgg.primitives.primitive import define_primitive
+
+ROWS, WHOLE = ".", "_"
+WAY_OUT = (
+    "Give the layer a jgg.sharding.MoESharding, or call jgg.sharding.sharded_moe_mlp, or call jgg's functions inside "
+    "jax.shard_map, on each device's own rows."
+)
+
+
+class Axes(NamedTuple):
+    """The letters of a primitive's axes, ROWS for those of rows, WHOLE for those that each device has whole.
+
+    Attributes:
+      operands: of each operand, such as ".k" for x and "enk" for w.
+      results: of each result that there may be; the first are those that there are.
+      summed: for each result the letters that it is a sum over.
+      localize: (parameters, devices by letter) -> parameters of the part of a device.
+      added: index of an operand that is added to a product, and so only once when that is summed over devices.
+      by_callback: whether a host callback computes it, which JAX does not find in a part of a program that
+        custom_partitioning lowers. Then what must not be split is refused, and XLA gathers the rest for the callback.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    summed: tuple[str, ...]
+    localize: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]]
+    added: int | None = None
+    by_callback: bool = False
+
+
+class Letters(NamedTuple):
+    """The letters of the axes of a NamedTuple of operands, each an array, GroupBounds, Rows or None.
+
+    Attributes:
+      operands: by name, those of an array or of the array of Rows; None for an array whose axes are all of rows.
+      results, summed: as in Axes.
+    """
+
+    operands: Mapping[str, str | None]
+    results: tuple[str, ...]
+    summed: tuple[str, ...]
+
+    def axes(self, operands: NamedTuple, localize: Callable, by_callback: bool = False) -> Axes:
+        """The Axes of the arrays in those operands, of which one named bias is added to a product."""
+        letters: list[str] = []
+        added = None
+        for name, part in operands._asdict().items():
+            if name == "bias" and part is not None:
+                added = len(letters)
+            letters += _letters_of(part, self.operands.get(name))
+        return Axes(tuple(letters), self.results, self.summed, localize, added, by_callback)
+
+
+def _letters_of(part, letters) -> list[str]:
+    """Those of each array of an operand."""
+    if part is None:
+        return []
+    if isinstance(part, GroupBounds):
+        return ["e"] * len(part)
+    if isinstance(part, Rows):
+        return [letters] if part.at is None else [letters, ROWS]
+    return [ROWS * part.ndim if letters is None else letters]
+
+
+def define_partitioned(
+    name: str,
+    out_types: Callable,
+    compute: Callable,
+    axes_of: Callable[..., Axes],
+    *,
+    jvp: Callable,
+    transpose: Callable | None = None,
+    merge_batch: Callable | None = None,
+    several: Callable | None = None,
+):
+    """A primitive of one device, and a function that binds it or one of any number of devices.
+
+    Args:
+      name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
+      axes_of: (*operands, **parameters) -> Axes.
+      several: (*operands, **parameters) -> results: what is computed instead where there are several devices.
+    """
+    on_device, bind_on_device = define_primitive(
+        f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
+    )
+
+    def compute_anywhere(*operands, **params):
+        if several is not None:
+            return several(*operands, **params)
+        axes = axes_of(*operands, **params)
+        if axes.by_callback:
+            return bind_on_device(*_refuse_or_pass(axes, operands), **params)
+        count = len(out_types(*operands, **params))
+        axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
+        return _partitioned(bind_on_device, params, axes)(*operands)
+
+    def without_needs_devices(rule):
+        return lambda *args, needs_devices, **params: rule(*args, **params)
+
+    anywhere, bind_anywhere = define_primitive(
+        name,
+        without_needs_devices(out_types),
+        without_needs_devices(compute_anywhere),
+        jvp=without_needs_devices(jvp),
+        transpose=transpose and without_needs_devices(transpose),
+        merge_batch=merge_batch and without_needs_devices(merge_batch),
+    )
+
+    def lower(context, *operands, **params):
+        is_alone = getattr(context.module_context.axis_context, "num_devices", 1) == 1
+        compute = bind_on_device if is_alone else compute_anywhere
+        return mlir.lower_fun(without_needs_devices(compute), multiple_results=True)(context, *operands, **params)
+
+    if several is not None:
+        mlir.register_lowering(anywhere, lower)
+
+    def bind(*operands, **params):
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # inside shard_map a device computes what it is given; such a program may be lowered without devices
+            return bind_on_device(*operands, **params)
+        for operand in operands:
+            spec = jax.typeof(operand).sharding.spec
+            if any(names is not None for names in spec):
+                raise ValueError(
+                    f"An array {list(operand.shape)} is split over Explicit axes of the mesh, as {spec}. {WAY_OUT}"
+                )
+        return bind_anywhere(*operands, needs_devices=_needs_devices(), **params)
+
+    return on_device, bind
+
+
+@functools.cache
+def _needs_devices():
+    """A parameter that has JAX lower a primitive for certain devices: a program with custom_partitioning in it.
+
+    The primitive's own lowering calls that too, but JAX looks for it before, in the parameters.
+    """
+    identity = _partitioned(lambda x: (x,), {}, Axes(("",), ("",), ("",), lambda params, devices: params))
+    return jax.make_jaxpr(identity)(jnp.float32(0))
+
+
+def _partitioned(bind, params, axes):
+    """bind(*operands, **parameters) by each device for its part."""
+    call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
+    partition = functools.partial(_partition, bind, params, axes)
+    call.def_partition(partition, decode_shardings=True, sharding_rule=_sharding_rule(axes))
+    return call
+
+
+def _refuse_or_pass(axes, operands):
+    """The operands, unless they are split as they must not be."""
+    axes = Axes(axes.operands, axes.operands, ("",) * len(operands), lambda params, devices: params)
+    return _partitioned(lambda *operands: operands, {}, axes)(*operands)
+
+
+def _sharding_rule(axes):
+    """The rule by which Shardy spreads shardings: letters are alike everywhere, axes of rows only like themselves."""
+    count = itertools.count()
+
+    def side(arrays):
+        return ", ".join(" ".join(f"r{next(count)}" if c in (ROWS, WHOLE) else c for c in array) for array in arrays)
+
+    return f"{side(axes.operands)} -> {side(axes.results)}"
+
+
+def _partition(bind, params, axes, mesh, operands, results):
+    """What custom_partitioning asks: the computation of one device, and how results and operands are split for it."""
+    split = split_letters(axes, operands, results)
+    devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
+    local = axes.localize(params, devices)
+
+    def on_device(*operands):
+        arrays = list(operands)
+        if axes.added is not None:
+            array, letters = arrays[axes.added], axes.operands[axes.added]
+            others = [name for letter, names in split.items() if letter not in letters for name in names]
+            is_first = sum((jax.lax.axis_index(name) for name in others), jnp.int32(0)) == 0
+            arrays[axes.added] = jnp.where(is_first, array, jnp.zeros_like(array))
+        outputs = bind(*arrays, **local)
+        over = [tuple(name for letter in summed for name in split.get(letter, ())) for summed in axes.summed]
+        return tuple(map(jax.lax.psum, outputs, over))
+
+    def shardings(arrays):
+        return tuple(jax.NamedSharding(mesh, jax.P(*(split.get(c) for c in letters))) for letters in arrays)
+
+    return mesh, _without_explicit_axes(on_device), shardings(axes.results), shardings(axes.operands)
+
+
+def _without_explicit_axes(function):
+    """function(*arrays), as traced where the mesh in context has no Explicit axes.
+
+    Where it has, types say how arrays are split, and JAX lowers that to annotations which nothing reads in the
+    computation of one device.
+    """
+
+    def run(*arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.explicit_axes:
+            return function(*arrays)
+        auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
+        with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
+            return function(*jax.sharding.reshard(arrays, jax.P()))
+
+    return run
+
+
+def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
+    """The mesh axes over which letters are split: as the weights are or, where there are none, as arrays are.
+
+    Raises: ValueError: an array of rows is split over its rows, or weights are split unevenly.
+    """
+    arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
+    for letters, array in arrays[: len(operands)]:
+        _check_is_local(letters, array)
+    split: dict[str, tuple[str, ...]] = {}
+    for letters, array in [pair for pair in arrays if _are_weights(pair[0])] or arrays:
+        for axis, letter in enumerate(letters):
+            names = _names(array, axis)
+            taken = {name for others in split.values() for name in others}
+            if letter not in (ROWS, WHOLE, *split) and names and _is_even(array, axis) and taken.isdisjoint(names):
+                split[letter] = names
+    return split
+
+
+def _check_is_local(letters, operand):
+    """Raises where an operand would have to be gathered that is too large for that."""
+    if letters[0] == ROWS and letters.strip(ROWS) and _names(operand, 0):
+        raise ValueError(
+            f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.sharding.spec}: "
+            f"under jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"
+        )
+    if _are_weights(letters) and not all(_is_even(operand, axis) for axis in range(len(letters))):
+        raise ValueError(
+            f"Weights {list(operand.shape)} must be split evenly, got {operand.sharding.spec}: they would have to be "
+            f"gathered. {WAY_OUT}"
+        )
+
+
+def _are_weights(letters):
+    return len(letters) == 3
+
+
+def _is_even(array, axis):
+    names = _names(array, axis)
+    return not names or array.shape[axis] % math.prod(array.sharding.mesh.shape[name] for name in names) == 0
+
+
+def _names(array, axis) -> tuple[str, ...]:
+    """The mesh axes over which an array's axis is split."""
+    sharding = array.sharding
+    if sharding is None or sharding.is_fully_replicated:
+        return ()
+    if not isinstance(sharding, jax.NamedSharding):
+        raise ValueError(
+            f"An array {list(array.shape)} must be split by a jax.NamedSharding, got {sharding}. {WAY_OUT}"
+        )
+    names = sharding.spec[axis] if axis < len(sharding.spec) else None
+    return names if isinstance(names, tuple) else () if names is None else (names,)

@@ -1,0 +1,168 @@
+"""A product: something that a kernel and plain JAX compute alike, as one operation of JAX."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax.interpreters import ad, mlir
+
+from jgg.core.gpu_target import known_target
+from jgg.launching import choice, compile_ahead
+from jgg.launching.choice import How, Launcher
+from jgg.launching.interpret import INTERPRETER_LOCK
+from jgg.primitives.partitioning import Letters, define_partitioned
+
+
+class Product:
+    """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
+
+    Called with how, operands and parameters it returns its results, a list. It is a primitive, lowered to the
+    implementation asked for or else to the platform's own, so that a program traced once can be compiled for several
+    platforms. Under `vmap` it runs once for all, or for one element after the other; under plain `jit` on several
+    devices each computes its part. Its derivative is that of `plain`, but what is differentiated as a whole, such as
+    `grouped_gemm`, has a rule of its own, whose products are kernels too.
+
+    Attributes:
+      name: as it shows in a jaxpr and a profile.
+      operands: the NamedTuple, whose docstring says what they are.
+      result_types: (operands, **parameters) -> (shape, dtype) of each result.
+      plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
+      launch: (launcher, operands, **parameters) -> results, by kernels.
+      letters: (operands, **parameters) -> Letters, by which it is split over devices, or None with `several`.
+      merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
+        None where that would copy an operand; without it, `vmap` is a loop.
+      config_type: of the kernels' configuration, or None for kernels that have none.
+      several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operands: Callable[..., NamedTuple],
+        *,
+        result_types: Callable[..., list[tuple[tuple[int, ...], Any]]],
+        plain: Callable[..., list[jax.Array]],
+        launch: Callable[..., list[jax.Array]],
+        letters: Callable[..., Letters] | None = None,
+        merge_batch: Callable[..., list[jax.Array] | None] | None = None,
+        config_type: type | None = None,
+        several: Callable[..., list[jax.Array]] | None = None,
+    ):
+        self.name, self.operands, self.config_type = name, operands, config_type
+        self.result_types, self.plain, self.launch = result_types, plain, launch
+        self.letters = letters
+        on_device, self._bind = define_partitioned(
+            name,
+            self._note_and_type,
+            functools.partial(self._compute, own="xla"),
+            self._axes,
+            jvp=self._differentiate,
+            merge_batch=merge_batch and functools.partial(self._merge_batch, merge_batch),
+            several=several and functools.partial(self._by_several, several),
+        )
+        self._for_cuda = functools.partial(self._compute, own="triton")
+        lower = mlir.lower_fun(self._for_cuda, multiple_results=True)
+        mlir.register_lowering(on_device, functools.partial(self._lower_beside_others, lower), platform="cuda")
+
+    def __repr__(self):
+        return self.name
+
+    def __call__(self, how: How, operands: NamedTuple, **parameters) -> list[jax.Array]:
+        """The results."""
+        leaves, structure = jax.tree.flatten(operands)
+        sizes = [size for leaf in leaves for size in leaf.shape]
+        if 0 in sizes or any(map(jax.export.is_symbolic_dim, sizes)) or choice.is_plain_jax(how.implementation):
+            how = how._replace(implementation="xla")
+        return self._bind(*leaves, how=how, structure=structure, parameters=tuple(parameters.items()))
+
+    def _note_and_type(self, *leaves, how, **params):
+        """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
+        if how.implementation in (None, "triton") and known_target() is not None:
+            is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
+            compile_ahead.COMPILER.note(self._noted(is_local, leaves, how=how, **params))
+        return self._result_types(*leaves, **params)
+
+    def _result_types(self, *leaves, structure, parameters, **_):
+        return self.result_types(structure.unflatten(leaves), **dict(parameters))
+
+    def _compute(self, *leaves, own, how, structure, parameters):
+        operands, parameters = structure.unflatten(leaves), dict(parameters)
+        implementation = how.implementation or own
+        if implementation == "triton" and own != "triton":
+            raise NotImplementedError(
+                "implementation='triton' is for CUDA, and this program is compiled for another platform."
+            )
+        with jax.named_scope(self._label(leaves[0], **parameters)):
+            if implementation == "xla":
+                return self.plain(operands, **parameters)
+            return self.launch(Launcher.of(how._replace(implementation=implementation)), operands, **parameters)
+
+    def _label(self, operand, problem=None, **_):
+        """What a profiler shows it as."""
+        sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
+        return f"jgg.{self.name}[{sizes}]"
+
+    def _axes(self, *leaves, structure, parameters, how):
+        assert self.letters is not None  # else `several` takes its place
+        by_callback = how.implementation == "interpret"
+        operands = structure.unflatten(leaves)
+        return self.letters(operands, **dict(parameters)).axes(operands, _of_a_device, by_callback)
+
+    def _merge_batch(self, merge_batch, leaves, batched, *, how, structure, parameters):
+        return merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+
+    def _by_several(self, several, *leaves, how, structure, parameters):
+        return several(how, structure.unflatten(leaves), **dict(parameters))
+
+    def _differentiate(self, leaves, tangents, **params):
+        """The results and their tangents, which are computed in plain JAX.
+
+        Raises: NotImplementedError: some of them would be in FP8, which rounds them to zero.
+        """
+        varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        dtypes = [dtype for _, dtype in self._result_types(*leaves, **params)]
+        dtypes += [leaves[index].dtype for index in varied]
+        if any(jnp.dtype(dtype).itemsize == 1 for dtype in dtypes):
+            raise NotImplementedError(
+                "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round "
+                "them to zero. Take them without quantization."
+            )
+
+        def plain(*some):
+            operands = list(leaves)
+            for index, operand in zip(varied, some, strict=True):
+                operands[index] = operand
+            return self.plain(params["structure"].unflatten(operands), **dict(params["parameters"]))
+
+        _, tangents_out = jax.jvp(plain, tuple(leaves[i] for i in varied), tuple(tangents[i] for i in varied))
+        return self._bind(*leaves, **params), tangents_out
+
+    def _noted(self, is_local, operands, **params):
+        own: dict[str, Hashable] = {**params, "product": self}
+        return compile_ahead.Noted.of(is_local, operands, own)
+
+    def _lower_beside_others(self, lower, context, *args, **params):
+        is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
+        compile_ahead.COMPILER.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
+        with INTERPRETER_LOCK.compiles():
+            return lower(context, *args, **params)
+
+
+def _of_a_device(params, devices):
+    """The parameters for one device's part of the features and experts."""
+    parameters = dict(params["parameters"])
+    if "problem" in parameters:
+        parameters["problem"] = parameters["problem"].of_a_device(devices)
+    return params | {"parameters": tuple(parameters.items())}
+
+
+def _lower_noted(noted):
+    params = dict(noted.params)
+    product = params.pop("product")
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in noted.shapes]
+    with INTERPRETER_LOCK.compiles():
+        compute = functools.partial(product._for_cuda, **params)
+        jax.jit(compute).trace(*operands).lower(lowering_platforms=("cuda",))

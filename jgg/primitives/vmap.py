@@ -1,0 +1,184 @@
+"""A vmapped product as one product of more groups, more rows or more tokens, where that copies no weights.
+
+B problems of E groups and M rows become one:
+
+    each has its own rows and weights, or it is dW    B * E groups, whose rows lie as they are
+    each has its own rows, and weights are shared     E groups of all problems' rows, read and written through indices
+    no row depends on another, as in an activation    all problems' rows
+
+Anything else, such as own weights for shared rows, would repeat a large operand, and is left to a loop. Operands and
+`batched` are NamedTuples, of which the second says of each array whether it is one of a batch, [B, ...].
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, group_of_rows
+from jgg.launching.choice import How
+
+
+def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:
+    """B."""
+    return next(a.shape[0] for a, b in zip(jax.tree.leaves(operands), jax.tree.leaves(batched), strict=True) if b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """B problems of equal shapes, of all their B * M rows one after the other.
+
+    Attributes:
+      problem: one of them.
+      size: B.
+      bounds: of each problem's own rows, [B, E].
+      positions: int32 [B * M], the gather indices into all rows, -1 for one that is out of range; or None.
+      topk_weights: [B * M] or None.
+      group: int32 [B * M], the group of each row in its problem, E for a row of none.
+    """
+
+    problem: GroupedGemmProblem
+    size: int
+    bounds: GroupBounds
+    positions: jax.Array | None
+    topk_weights: jax.Array | None
+    group: jax.Array
+
+    @classmethod
+    def of(cls, problem: GroupedGemmProblem, operands, batched, *rows: str) -> "Batch | None":
+        """That of a product's operands, or None where one product of all would be too large or copy one of `rows`."""
+        size = batch_size(operands, batched)
+        if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
+            return None
+        if problem.num_tokens is not None or not all(getattr(batched, name) in (True, None) for name in rows):
+            return None
+        bounds, positions, topk_weights = (
+            for_each(getattr(operands, name), getattr(batched, name), size)
+            for name in ("bounds", "gather_indices", "topk_weights")
+        )
+        return cls(
+            problem,
+            size,
+            bounds,
+            None if positions is None else offset(positions, problem.num_rows),
+            None if topk_weights is None else topk_weights.reshape(-1),
+            jax.vmap(lambda bounds: group_of_rows(bounds, problem.num_rows))(bounds).reshape(-1),
+        )
+
+    @property
+    def in_group(self):
+        """Whether a row belongs to a group, bool [B * M]."""
+        return self.group < self.problem.num_experts
+
+    def all_rows(self):
+        """The problem of as many rows."""
+        rows, expected = self.problem.num_rows, self.problem.expected_rows
+        return dataclasses.replace(
+            self.problem, num_rows=self.size * rows, expected_rows=None if expected is None else self.size * expected
+        )
+
+    @property
+    def rows(self):
+        """Their numbers, int32 [B * M]."""
+        return jnp.arange(self.size * self.problem.num_rows, dtype=jnp.int32)
+
+    def offset_bounds(self):
+        """The bounds of B * E groups."""
+        first_row = jnp.arange(self.size, dtype=jnp.int32)[:, None] * self.problem.num_rows
+        starts, ends, _ = self.bounds
+        return GroupBounds(*(a.reshape(-1) for a in (starts + first_row, ends + first_row, ends - starts)))
+
+    def merged_order(self):
+        """An order of all rows in which each group's are contiguous, whatever problem they are from.
+
+        Returns: (GroupBounds of the E groups, the place of each row, the row at each place).
+        """
+        num_rows, num_groups = self.problem.num_rows, self.problem.num_experts
+        sizes = self.bounds.ends - self.bounds.starts
+        merged_sizes = jnp.sum(sizes, axis=0, dtype=jnp.int32)
+        ends = jnp.cumsum(merged_sizes, dtype=jnp.int32)
+        bounds = GroupBounds(ends - merged_sizes, ends, merged_sizes)
+        first = bounds.starts[None, :] + jnp.cumsum(sizes, axis=0, dtype=jnp.int32) - sizes  # [B, E]
+        problem = self.rows // num_rows
+        at = problem, jnp.minimum(self.group, num_groups - 1)
+        place = first[at] + self.rows - problem * num_rows - self.bounds.starts[at]
+        outside = ends[-1] + jnp.cumsum(~self.in_group, dtype=jnp.int32) - 1
+        place = jnp.where(self.in_group, place, outside)
+        return bounds, place, jnp.zeros_like(place).at[place].set(self.rows, unique_indices=True)
+
+    def positions_in_groups(self):
+        """`positions`, -1 for a row of no group too; or None."""
+        return None if self.positions is None else jnp.where(self.in_group, self.positions, -1)
+
+    def row_weights(self):
+        """topk_weights of each row, rather than of its position; [B * M] or None."""
+        if self.topk_weights is None or self.positions is None:
+            return self.topk_weights
+        at = jnp.where(self.positions < 0, len(self.positions), self.positions)
+        return self.topk_weights.at[at].get(mode="fill", fill_value=0)
+
+    def read_in_order(self, reads_permuted, writes_permuted, row_at, rows, gather):
+        """Rows that one product reads and writes by the same indices: as they lie, or gathered in merged order.
+
+        Args:
+          row_at: the row at each place of that order.
+          gather: (rows, positions) -> rows.
+
+        Returns: (rows, the indices, whether they are as they lie).
+        """
+        positions = self.rows if self.positions is None else self.positions
+        read, write = (positions if permuted else self.rows for permuted in (reads_permuted, writes_permuted))
+        in_place = reads_permuted == writes_permuted
+        return rows if in_place else gather(rows, read[row_at]), write[row_at], in_place
+
+    def split(self, results):
+        """Results of all problems as [B, ...]."""
+        return [result.reshape(self.size, -1, *result.shape[1:]) for result in results]
+
+
+def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> list[jax.Array]:
+    """The results of one product of B * E groups, of all rows.
+
+    Between the groups of two problems lie rows of no group, which kernels leave alone.
+
+    Args:
+      large: the operands that all problems have of their own.
+    """
+    problem = dataclasses.replace(batch.all_rows(), num_experts=batch.size * batch.problem.num_experts)
+    merged = {name: flat(getattr(operands, name)) for name in large}
+    if getattr(operands, "bias", None) is not None:
+        merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))
+    merged |= {"bounds": batch.offset_bounds(), "gather_indices": batch.positions_in_groups()}
+    return product(how, type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
+
+
+def more_rows(product, how: How, operands, batched, **parameters) -> list[jax.Array] | None:
+    """The results of one product of all problems' rows, none of which depends on another."""
+    size, num_rows = operands[0].shape[:2]
+    if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
+        return None
+    results = product(how, type(operands)(*map(flat, operands)), **parameters)
+    return [result.reshape(size, num_rows, *result.shape[1:]) for result in results]
+
+
+def for_each(arrays, batched, size):
+    """Arrays as [B, ...]; only for small ones, which are repeated where they are shared."""
+    return jax.tree.map(lambda a, b: a if b else jnp.broadcast_to(a[None], (size, *a.shape)), arrays, batched)
+
+
+def offset(indices, count):
+    """Indices [B, any] into B times `count` elements, as one array into all; -1 for those out of range."""
+    first = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None] * count
+    return jnp.where((indices >= 0) & (indices < count), indices + first, -1).reshape(-1)
+
+
+def flat(array: jax.Array | None) -> jax.Array | Any:
+    """[B, M, ...] as [B * M, ...]; None as it is."""
+    return None if array is None else array.reshape(-1, *array.shape[2:])
+
+
+def where_rows(condition, array):
+    """Zero where the condition of a row does not hold."""
+    return jnp.where(condition.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros((), array.dtype))

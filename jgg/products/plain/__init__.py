@@ -1,0 +1,1 @@
+"""What the kernels compute, in plain JAX for every platform."""

@@ -1,0 +1,53 @@
+"""Plain differentiable JAX for every platform: what the kernels compute, as `multilinear`'s products of a problem."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, Rows, guarded
+from jgg.products.plain.multilinear import rows_dot
+
+
+def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
+    """y of `problem.y_shape`, differentiable to any order in x, w, topk_weights and bias."""
+    return rows_dot(
+        Rows(x, x_rows(problem, gather_indices)),
+        w,
+        bounds,
+        scales=row_scales(problem, gather_indices, topk_weights),
+        bias=bias,
+        write_at=y_rows(problem, gather_indices),
+        adds=problem.combine_y,
+        shape=problem.y_shape,
+        transpose_w=problem.w_layout == "enk",
+        precision=problem.precision,
+        out_dtype=problem.out_dtype,
+    )
+
+
+def x_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
+    """The row of x that each row is, past the end for a bad index; None where they are in one order."""
+    return _tokens(problem, gather_indices) if problem.permute_x else None
+
+
+def _tokens(problem, gather_indices):
+    return guarded(gather_indices, problem.num_positions) // problem.topk
+
+
+def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
+    """The row of y that each row is, past the end for a bad index; None where they are in one order."""
+    if problem.combine_y:
+        return _tokens(problem, gather_indices)
+    return guarded(gather_indices, problem.num_rows) if problem.permute_y else None
+
+
+def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax.Array | Any:
+    """topk_weights of each row, float32 [M], zero for a bad index; or None."""
+    if topk_weights is None:
+        return None
+    scales = topk_weights.reshape(-1).astype(jnp.float32)
+    if gather_indices is None:
+        return scales
+    return scales.at[guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)

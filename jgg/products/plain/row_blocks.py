@@ -1,0 +1,113 @@
+"""Loops over blocks of each group's rows, which gather and scatter the rows of their own block.
+
+So temporaries stay small, as no operand is made dense.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.core
+import jax.export
+import jax.numpy as jnp
+
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.schedule import NO_ROW, Rows
+
+
+class Block(NamedTuple):
+    """A loop step: rows from `first_row` on, of which `own` [rows] tells those of `group`."""
+
+    group: jax.Array
+    first_row: jax.Array
+    own: jax.Array
+
+    @classmethod
+    def at(cls, step, group, size, num_rows, bounds):
+        """The block of `size` rows at a step of a group, moved up where it would pass the last row."""
+        start = bounds.starts[group] + step * size
+        first_row = jnp.minimum(start, num_rows - size)
+        rows = first_row + jnp.arange(size, dtype=jnp.int32)
+        return cls(group, first_row, (rows >= start) & (rows < bounds.ends[group]))
+
+    def slice(self, array):
+        """This block of an array of rows."""
+        return jax.lax.dynamic_slice_in_dim(array, self.first_row, self.own.size)
+
+
+def block_size(num_rows: int, num_groups: int) -> int:
+    """Rows of a loop step: half a group's share, as its last block is padded, but enough to multiply at full speed."""
+    if jax.export.is_symbolic_dim(num_rows):  # nor is a group's share known then
+        return jax.core.min_dim(num_rows, 128)
+    share = 1 << (-(-num_rows // max(num_groups, 1)) - 1).bit_length()
+    return min(share, max(share // 2, 64), 512, num_rows)
+
+
+def steps(group, size, bounds):
+    """Blocks of that size that a group takes."""
+    return (bounds.ends[group] - bounds.starts[group] + size - 1) // size
+
+
+def take(rows: Rows, block):
+    """A block's rows."""
+    if rows.at is None:
+        return block.slice(rows.array)
+    return rows.array.at[block.slice(rows.at)].get(mode="fill", fill_value=0)
+
+
+def put(rows: Rows, block, values, adds=False):
+    """`rows.array` with the block's own rows written."""
+    out, values = rows.array, values.astype(rows.array.dtype)
+    if rows.at is None:
+        own = block.own.reshape(-1, *[1] * (values.ndim - 1))
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, values, block.slice(out)), block.first_row, 0)
+    at = out.at[jnp.where(block.own, block.slice(rows.at), NO_ROW)]
+    return (at.add if adds else at.set)(values, mode="drop")
+
+
+def scaled(values, block, scales):
+    """A block's values times the scales of its rows, in float32; as they are where `scales` is None."""
+    return values if scales is None else values.astype(jnp.float32) * block.slice(scales)[:, None]
+
+
+def sum_of_products(left, right):
+    """For each row the sum of left * right, in float32."""
+    return jnp.sum(left.astype(jnp.float32) * right.astype(jnp.float32), axis=1)
+
+
+def dot(left, right, axes, precision):
+    """float32 product of two matrices over an axis of each; those of different dtypes meet in float32."""
+    dtype = left.dtype if left.dtype == right.dtype else jnp.float32
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(
+        left.astype(dtype), right.astype(dtype), dims, precision, preferred_element_type=jnp.float32
+    )
+
+
+def zeros(shape, dtype, rows: Rows):
+    """Zeros that vary over the mesh axes that `rows` varies over, as a loop's carry must."""
+    return vary_over(varying_axes(rows.array), jnp.zeros(shape, dtype))
+
+
+def ones(rows: Rows):
+    """As many rows of a single 1."""
+    return Rows(jnp.ones((rows.num_rows, 1), rows.array.dtype))
+
+
+def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
+    """body(block, multiply, carry) -> carry, over all blocks of all groups; multiply(rows) is rows @ w[group]."""
+    num_groups = len(bounds.ends)
+    size = block_size(num_rows, num_groups)
+    if 0 in (size, num_groups):
+        return carry
+
+    def over_group(group, carry):
+        matrix = jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
+        multiply = functools.partial(dot, right=matrix, axes=(1, int(transpose_w)), precision=precision)
+
+        def over_block(step, carry):
+            return body(Block.at(step, group, size, num_rows, bounds), multiply, carry)
+
+        return jax.lax.fori_loop(0, steps(group, size, bounds), over_block, carry)
+
+    return jax.lax.fori_loop(0, num_groups, over_group, carry)

@@ -1,0 +1,166 @@
+"""Products of arrays of any number of axes by groups of rows, as two products of matrices."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.problem import GroupedGemmProblem, check_problem
+from jgg.core.schedule import Rows, group_bounds, saturated_int32
+from jgg.grouped_gemm import checked_grouped_gemm
+from jgg.launching.choice import How, how_of, is_plain_jax
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.plain.multilinear import outer_dot
+
+_Axes = Sequence[int]
+_Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def contract_dense(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
+    group_offset: jax.Array | None, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """The product where the ragged dimension is free, by rows of that dimension and those after it."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    free = other_axes(lhs, lhs_contracted, lhs_batch)
+    columns = other_axes(rhs, rhs_contracted, rhs_batch, numbers.rhs_group_dimensions)
+    # in the order of rhs, so that it is lhs that is transposed where they differ
+    order = sorted(range(len(rhs_contracted)), key=rhs_contracted.__getitem__)
+    lhs_contracted, rhs_contracted = (tuple(axes[i] for i in order) for axes in (lhs_contracted, rhs_contracted))
+    contracted_is_minor = tuple(rhs_contracted[-1:]) > columns[-1:]
+    minor = (columns, rhs_contracted) if contracted_is_minor else (rhs_contracted, columns)
+    rows = free[len(outer) :]
+    operands = (
+        _merge_axes(lhs, [lhs_batch, outer], [rows, lhs_contracted]),
+        _merge_axes(rhs, [rhs_batch], [numbers.rhs_group_dimensions, *minor]),
+        _sizes_of_rows(group_sizes, [lhs.shape[axis] for axis in rows], [lhs_batch, outer]),
+    )
+    function = functools.partial(
+        _multiply_rows, group_offset=group_offset, w_layout="enk" if contracted_is_minor else "ekn", **options
+    )
+    out = _over_batches(function, group_sizes, lhs_batch, outer, None)(*operands)
+    return out.reshape([lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns])
+
+
+def contract_ragged(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
+    out_dtype: DTypeLike, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """The product where the ragged dimension is contracted: for each group the sum over its rows."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    free, columns = other_axes(lhs, lhs_contracted, lhs_batch), other_axes(rhs, rhs_contracted, rhs_batch)
+    lhs_rows, rhs_rows = (axes[len(outer) :] for axes in (lhs_contracted, rhs_contracted))
+    operands = (
+        _merge_axes(lhs, [lhs_batch, outer], [lhs_rows, free]),
+        _merge_axes(rhs, [rhs_batch, rhs_contracted[: len(outer)]], [rhs_rows, columns]),
+        _sizes_of_rows(group_sizes, [lhs.shape[axis] for axis in lhs_rows], [lhs_batch, outer]),
+    )
+    # in a dtype that holds the result's; what is summed below is summed in float32 too
+    dtype = jnp.dtype(jnp.float32) if outer else _common_dtype(lhs.dtype, rhs.dtype, out_dtype)
+    function = functools.partial(_sum_over_rows, dtype=dtype, **options)
+    out = _over_batches(function, group_sizes, lhs_batch, outer, 0)(*operands)
+    if outer:
+        out = jnp.sum(out, axis=1 if lhs_batch else 0)
+    if lhs_batch:
+        out = jnp.moveaxis(out, 0, 1)
+    shape = [lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns]
+    return out.astype(out_dtype).reshape([out.shape[0], *shape])
+
+
+def other_axes(array: jax.Array, *used: _Axes) -> tuple[int, ...]:
+    """The axes of an array that are not used, in order."""
+    return tuple(axis for axis in range(array.ndim) if not any(axis in axes for axes in used))
+
+
+def _merge_axes(array: jax.Array, optional: Sequence[_Axes], parts: Sequence[_Axes]) -> jax.Array:
+    """The array with the axes of each part merged into one, in this order; of optional parts only where there are."""
+    parts = [*filter(None, optional), *parts]
+    merged = [math.prod(array.shape[axis] for axis in axes) for axes in parts]
+    return jnp.transpose(array, [*itertools.chain(*parts)]).reshape(merged)
+
+
+def _sizes_of_rows(group_sizes: jax.Array, shape: Sequence[int], leading: Sequence[_Axes]) -> jax.Array:
+    """Sizes in rows of all dimensions of `shape`, of which group_sizes are of the first; axes merged as lhs's are."""
+    num_ragged, *others = shape
+    if others:
+        group_sizes = jnp.clip(saturated_int32(group_sizes), 0, num_ragged) * math.prod(others)
+    if group_sizes.ndim == 1:
+        return group_sizes
+    lengths = iter(group_sizes.shape)
+    merged = [math.prod(next(lengths) for _ in axes) for axes in leading if axes]
+    return group_sizes.reshape([*merged, group_sizes.shape[-1]])
+
+
+def _over_batches(
+    function: _Product, group_sizes: jax.Array, batch: _Axes, outer: _Axes, rhs_of_outer: int | None
+) -> _Product:  # fmt: skip
+    """function(lhs, rhs, group_sizes) over batch axes of all of them and outer ones, of which rhs may have none."""
+    of_sizes = None if group_sizes.ndim == 1 else 0
+    if outer:
+        function = jax.vmap(function, (0, rhs_of_outer, of_sizes))
+    return jax.vmap(function, (0, 0, of_sizes)) if batch else function
+
+
+def _multiply_rows(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, implementation: str | None, **options: Any
+) -> jax.Array:
+    """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
+    dtype = _common_dtype(lhs.dtype, rhs.dtype)
+    return checked_grouped_gemm(
+        implementation, x=lhs.astype(dtype), w=rhs.astype(dtype), group_sizes=group_sizes, **options
+    )
+
+
+def _sum_over_rows(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: DTypeLike, precision: jax.lax.PrecisionLike,
+    implementation: str | None,
+) -> jax.Array:  # fmt: skip
+    """[g, m, n] of lhs [k, m] and rhs [k, n], computed in that dtype and of it."""
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    problem = check_problem(x=lhs, dy=rhs, group_sizes=group_sizes, w_layout="ekn", precision=precision)
+    return _outer_products(problem, how_of(problem, implementation), lhs, rhs, group_sizes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _outer_products(
+    problem: GroupedGemmProblem, how: How, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:  # fmt: skip
+    axes = varying_axes(lhs, rhs, group_sizes)
+    lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
+    operands = Dw(lhs, rhs, group_bounds(group_sizes, problem.num_rows))
+    if problem.is_empty or is_plain_jax(how.implementation):
+        return outer_dot(Rows(lhs), Rows(rhs), operands.bounds, precision=problem.precision, out_dtype=problem.dtype)
+    return _differentiable(problem, how, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(problem: GroupedGemmProblem, how: How, operands: Dw) -> jax.Array:
+    (out,) = DW(how, operands, problem=problem)
+    return out
+
+
+def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array) -> tuple[Dw]:
+    """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
+    lhs, rhs, bounds, *_ = operands
+    (d_lhs,) = DX(how, Dx(rhs, ct, bounds), problem=problem)
+    (d_rhs,) = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
+    return (Dw._make((d_lhs, d_rhs, None, None, None)),)
+
+
+_differentiable.defvjp(
+    lambda problem, how, operands: (_differentiable(problem, how, operands), operands),
+    _backward,
+)
+
+
+def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:
+    """Their dtype if they have one, else the one that holds the values of all."""
+    return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else jnp.dtype(jnp.float32)

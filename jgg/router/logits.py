@@ -1,0 +1,114 @@
+"""The router's projection, in float32 by 16-bit tensor cores."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jgg.core.arguments import as_array, as_precision, check_floats, check_rank
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.launching.choice import check_implementation
+from jgg.products.terms import two_terms
+
+
+def router_logits(
+    x: ArrayLike, w_router: ArrayLike, bias: ArrayLike | None = None, *, precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """The router's logits `x @ w_router + bias`, float32.
+
+    Tokens in bfloat16 are not converted to float32, which takes longer than multiplying them. What is float32, a
+    w_router or in the backward pass the gradient of the logits, is multiplied as the sum of two bfloat16 numbers, of 17
+    bits together (TF32, JAX's default, has 11), with sums in float32. Other dtypes are multiplied in float32.
+
+    Args:
+      x: float [T, H].
+      w_router: float [H, E].
+      bias: float [E] or None.
+      precision: of products in float32, as in `grouped_gemm`; for any but the default all are.
+      implementation: as in `grouped_gemm`. "xla" multiplies in float32 too, and is differentiable in forward mode.
+
+    Returns: float32 [T, E].
+    Raises: ValueError: shapes disagree. TypeError: an argument is no float array.
+    """
+    arrays = {"x": as_array("x", x), "w_router": as_array("w_router", w_router)}
+    for (name, array), shape in zip(arrays.items(), ("[T, H]", "[H, E]"), strict=True):
+        check_rank(name, array, shape)
+        check_floats(name, array)
+    x, w_router = arrays.values()
+    if w_router.shape[0] != x.shape[1]:
+        raise ValueError(f"w_router must be [H, E] with H = {x.shape[1]}, got {list(w_router.shape)}.")
+    precision = as_precision(precision)
+    check_implementation(implementation)
+    if x.dtype == jnp.bfloat16 and precision == jax.lax.Precision.DEFAULT and implementation != "xla":
+        axes = varying_axes(x, w_router)
+        in_terms = w_router if w_router.dtype == x.dtype else w_router.astype(jnp.float32)
+        logits = _multiply(vary_over(axes, x), vary_over(axes, in_terms))
+    else:
+        logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=precision)
+    if bias is None:
+        return logits
+    bias = as_array("bias", bias)
+    if bias.shape != (w_router.shape[1],):
+        raise ValueError(f"bias must be [E] = [{w_router.shape[1]}], got {list(bias.shape)}.")
+    check_floats("bias", bias)
+    return logits + bias.astype(jnp.float32)[None, :]
+
+
+@jax.custom_vjp
+def _multiply(x: jax.Array, w_router: jax.Array) -> jax.Array:
+    """Float32 logits of bfloat16 x and a w_router in bfloat16 or float32."""
+    return _sum_of_products(x, _terms(w_router), x_axis=1)
+
+
+def _forward(x, w_router):
+    return _multiply(x, w_router), (x, w_router)
+
+
+def _backward(residuals, d_logits):
+    x, w_router = residuals
+    d_terms, w_terms = _terms(d_logits), _terms(w_router)
+    dw_router = _sum_of_products(x, d_terms, x_axis=0, like=w_router).astype(w_router.dtype)
+    if len(w_terms) == 1:
+        w_terms = w_terms * 2
+    else:  # the products of all terms but of the two low ones
+        d_terms, w_terms = [*d_terms, d_terms[0]], [w_terms[0], *w_terms]
+    return _dot(jnp.concatenate(d_terms, axis=1), jnp.concatenate(w_terms, axis=1), 1, 1, x.dtype, x), dw_router
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _terms(matrix: jax.Array) -> list[jax.Array]:
+    """A matrix as the bfloat16 matrices whose sum is it or, of one in float32, its upper 17 bits."""
+    return [matrix] if matrix.dtype == jnp.bfloat16 else list(two_terms(matrix, jnp.dtype("bfloat16")))
+
+
+def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: jax.Array | None = None) -> jax.Array:
+    """The sum of x's float32 products with each term, side by side in one product, so that x is read once."""
+    products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32, like)
+    first, *others = jnp.split(products, len(terms), axis=1)
+    # of what is infinite the low terms, which may be zero, would make NaN
+    return jnp.where(jnp.isfinite(first), sum(others, first), first) if others else first
+
+
+def _dot(
+    left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike, like: jax.Array | None = None
+) -> jax.Array:  # fmt: skip
+    """A product, split over Explicit axes of a mesh as another array is, if that is given."""
+    dot = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.dtype(dtype),
+        out_sharding=None if like is None else jax.typeof(like).sharding,
+    )
+    if dtype != jnp.float32:
+        return dot(left, right)
+
+    def dot_of_float32(left: jax.Array, right: jax.Array) -> jax.Array:
+        return dot(left.astype(jnp.float32), right.astype(jnp.float32))
+
+    # XLA for CPUs multiplies bfloat16 to float32 in some forms only: not that of the gradient of w_router under vmap
+    return jax.lax.platform_dependent(left, right, cpu=dot_of_float32, default=dot)

@@ -1,0 +1,251 @@
+"""From router logits to rows sorted by expert."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jgg.core.arguments import (
+    as_array,
+    as_arrays,
+    as_finite,
+    as_flag,
+    as_int,
+    check_floats,
+    check_instance,
+    check_integers,
+    check_one_of,
+    check_rank,
+)
+from jgg.core.gpu_target import current_target
+from jgg.core.schedule import saturated_int32
+from jgg.launching.choice import How, check_implementation
+from jgg.products.sort import SORT, Sort
+from jgg.products.top_k import TOP_K, TopK
+
+SCORES = ("softmax", "topk_softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to, and the order of the rows that follows.
+
+    Attributes:
+      topk_weights: float32 [T, k], the weight of each choice.
+      topk_indices: int32 [T, k], the expert of each choice.
+      group_sizes: int32 [E], rows of each expert.
+      gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None says that the
+        tokens are the rows (k is 1), in expert order already.
+    """
+
+    topk_weights: jax.Array
+    topk_indices: jax.Array
+    group_sizes: jax.Array
+    gather_indices: jax.Array | None
+
+
+def route(
+    logits: ArrayLike,
+    topk: int,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    selection_bias: ArrayLike | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    implementation: str | None = None,
+) -> Routing:
+    """Chooses each token's experts and sorts the rows by expert.
+
+    Each token takes the k experts with the highest score (plus `selection_bias`, if given). Ties go to the lower expert
+    index. The weights are the scores without the bias; `normalize` divides them by their sum; `scale` multiplies them.
+    All of this is computed in float32. The routers of published models:
+
+        Mixtral, gpt-oss, Granite-MoE     score="topk_softmax"
+        Qwen3-MoE                         (the defaults)
+        OLMoE                             normalize=False
+        DeepSeek-V2                       normalize=False, scale, num_groups, topk_groups
+        DeepSeek-V3, Kimi-K2, GLM-4.5     score="sigmoid", scale, selection_bias, num_groups, topk_groups
+        Llama-4                           score="sigmoid", normalize=False; with MoELayer(scale_input=True), because
+                                          the weights scale x before the first GEMM
+
+    Args:
+      logits: float [T, E], the router's output.
+      topk: k, experts per token.
+      score: "softmax" over all experts; "topk_softmax": the k highest logits are chosen, and the softmax is over these
+        k; "sigmoid" of each logit.
+      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. With k = 1 the weight is
+        then 1 whatever the logits. "topk_softmax" weights always sum to 1, so normalize=False is an error.
+      scale: finite number, factor of the weights.
+      selection_bias: float [E], added to the scores where experts and groups are chosen; it gets no gradient. See
+        `update_selection_bias`.
+      num_groups: groups of E / num_groups consecutive experts each.
+      topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
+        score: for "sigmoid" the sum of the group's two highest scores, else its highest score.
+      implementation: of choosing and sorting, as in `grouped_gemm`; all implementations give the same result.
+
+    Returns:
+      a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
+      and its weight is NaN. ("softmax" with a selection_bias is the exception: there all scores of the token are
+      NaN, which is a tie.) The k experts of the token are still distinct.
+
+    Raises:
+      ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
+      TypeError: logits or selection_bias is no float array, or an option is no number or flag.
+    """
+    logits = as_logits(logits)
+    num_experts = logits.shape[1]
+    normalize, scale = check_scores(score, normalize, scale)
+    topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
+    logits = logits.astype(jnp.float32)
+    if selection_bias is not None:
+        selection_bias = as_selection_bias(selection_bias, num_experts)
+        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+    check_implementation(implementation)
+    top_k = functools.partial(_top_k, implementation=implementation)
+    topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
+    topk_weights = _weigh(logits, topk_indices, score, normalize) * scale
+    return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts, implementation))
+
+
+def _choose(
+    logits: jax.Array, topk: int, score: str, selection_bias: jax.Array | None, num_groups: int, topk_groups: int,
+    top_k: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:  # fmt: skip
+    """The experts of each token, int32 [T, k], of the highest biased score first."""
+    if score == "topk_softmax":
+        scores = logits
+    else:
+        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    if selection_bias is None:
+        ranks = logits  # in the order of the scores, of which rounding makes some equal
+    else:
+        ranks = scores = scores + selection_bias[None, :]
+    if topk_groups == num_groups:
+        return top_k(ranks, topk)
+    num_tokens, num_experts = logits.shape
+    group_size = num_experts // num_groups
+    grouped = (num_tokens, num_groups, group_size)
+    if score == "sigmoid":
+        scores = scores.reshape(grouped)
+        best = top_k(scores, min(2, group_size))
+        group_scores = jnp.sum(jnp.take_along_axis(scores, best, axis=-1), axis=-1)
+    else:
+        group_scores = jnp.max(ranks.reshape(grouped), axis=-1)
+    # The eligible experts are gathered, since no value that masks the others is lower than every score. In ascending
+    # order, so that of equals the lower still goes first.
+    groups = jnp.sort(top_k(group_scores, topk_groups), axis=-1)  # [T, topk_groups]
+    eligible = jnp.take_along_axis(ranks.reshape(grouped), groups[:, :, None], axis=1)
+    chosen = top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)
+    return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
+
+
+def _top_k(scores: jax.Array, k: int, implementation: str | None) -> jax.Array:
+    """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
+    rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
+    (indices,) = TOP_K(How(implementation, current_target()), TopK(rows), topk=k)
+    return indices.reshape(*scores.shape[:-1], k)
+
+
+def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bool) -> jax.Array:
+    """The weights of the chosen experts before scaling, float32 [T, k]."""
+    if score == "softmax" and not normalize:
+        return _of_choices(jax.nn.softmax(logits), topk_indices)
+    chosen = _of_choices(logits, topk_indices)
+    if score != "sigmoid":
+        return jax.nn.softmax(chosen)  # what dividing by the sum makes of a softmax over all experts, too
+    if not normalize:
+        return jax.nn.sigmoid(chosen)
+    # s / (sum of s + 1e-20) as a softmax over log(s) and log(1e-20): the gradient of the quotient overflows where all
+    # of s are tiny
+    terms = jnp.pad(jax.nn.log_sigmoid(chosen), ((0, 0), (0, 1)), constant_values=math.log(1e-20))
+    return jax.nn.softmax(terms)[:, :-1]
+
+
+def _of_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
+    """The scores [T, E] of the chosen experts, [T, k]."""
+    # not by take_along_axis, whose gradient checkify's index_checks cannot check
+    tokens = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
+    return scores.at[tokens, topk_indices].get(out_sharding=jax.typeof(topk_indices).sharding)
+
+
+def sort_by_expert(
+    topk_indices: ArrayLike, num_experts: int, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Sorts the routed rows by expert; rows of one expert keep their token order.
+
+    Args:
+      topk_indices: integer [T, k] or [M], the expert of each row in token order. A row whose expert is outside
+        [0, num_experts) is placed after all groups and belongs to none.
+      num_experts: E.
+      implementation: as in `grouped_gemm`; all implementations give the same result.
+
+    Returns:
+      group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.
+
+    Raises: TypeError: topk_indices is not an integer array, or num_experts no int. ValueError: num_experts is negative.
+    """
+    topk_indices = as_array("topk_indices", topk_indices)
+    check_integers("topk_indices", topk_indices)
+    num_experts = as_int("num_experts", num_experts, least=0)
+    check_implementation(implementation)
+    experts = saturated_int32(topk_indices.reshape(-1))
+    how = How(implementation, current_target())
+    group_sizes, gather_indices = SORT(how, Sort(experts), num_experts=num_experts)
+    return group_sizes, gather_indices
+
+
+def as_logits(logits: ArrayLike) -> jax.Array:
+    """Raises unless logits are float [T, E]."""
+    logits = as_array("logits", logits)
+    check_rank("logits", logits, "[T, E]")
+    check_floats("logits", logits)
+    return logits
+
+
+def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
+    """Raises unless selection_bias is float [E]."""
+    selection_bias = as_array("selection_bias", selection_bias)
+    if selection_bias.shape != (num_experts,):
+        raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
+    check_floats("selection_bias", selection_bias)
+    return selection_bias
+
+
+def as_routing(routing: Routing) -> Routing:
+    """Raises unless it is a Routing of arrays, integers but for the weights."""
+    check_instance("routing", routing, Routing, "a jgg.Routing")
+    named = {f"routing.{name}": part for name, part in routing._asdict().items()}
+    arrays = as_arrays(named, may_be_none=("routing.gather_indices",))
+    for name, array in arrays.items():
+        if name != "routing.topk_weights" and array is not None:
+            check_integers(name, array)
+    return Routing(*arrays.values())
+
+
+def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:
+    """normalize and scale; raises where `route` would not take them with this score."""
+    check_one_of("score", score, SCORES)
+    normalize = as_flag("normalize", normalize)
+    if score == "topk_softmax" and not normalize:
+        raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")
+    return normalize, as_finite("scale", scale)
+
+
+def check_counts(num_experts: int, topk: int, num_groups: int, topk_groups: int) -> tuple[int, int, int]:
+    """topk, num_groups and topk_groups; raises where `route` would not take them for so many experts."""
+    topk, num_groups = as_int("topk", topk), as_int("num_groups", num_groups)
+    topk_groups = as_int("topk_groups", topk_groups)
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups must divide the number of experts, {num_experts}, got {num_groups}.")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups must be between 1 and num_groups, {num_groups}, got {topk_groups}.")
+    eligible = topk_groups * (num_experts // num_groups)
+    if not 1 <= topk <= eligible:
+        what = "experts" if topk_groups == num_groups else f"experts in topk_groups of num_groups={num_groups} groups"
+        raise ValueError(f"topk must be between 1 and the number of {what}, {eligible}, got {topk}.")
+    return topk, num_groups, topk_groups
