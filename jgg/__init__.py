@@ -6,7 +6,7 @@ from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelCon
 from jgg.core.gpu_target import target
 from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import check
-from jgg.core.versions import __version__
+from jgg.core.versions import __version__ as __version__
 from jgg.experts.moe import moe_mlp
 from jgg.exporting import export
 from jgg.fp8 import Fp8, QuantizedWeights, quantize_tokens, quantize_weights
@@ -27,7 +27,6 @@ __all__ = [
     "QuantizedArray",
     "QuantizedWeights",
     "Routing",
-    "__version__",
     "check",
     "export",
     "grouped_gemm",
@@ -60,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*globals(), "tune"})
