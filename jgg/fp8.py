@@ -12,7 +12,7 @@ from jgg.arguments import as_array, as_dtype, as_flag, check, check_instance, ch
 from jgg.backends.choice import How
 from jgg.gpu_target import current_target
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
+from jgg.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, as_bits, from_bits, scales_shape
 
 
 def quantize_tokens(
@@ -146,8 +146,7 @@ def _named(array: jax.Array) -> jax.Array:
 
     What is kept of floats, JAX puts through `reduce_precision`, by which float8_e4m3fn's from 256 on are infinite.
     """
-    bits = array if array.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.lax.bitcast_convert_type(checkpoint_name(bits, "jgg_fp8_weights"), array.dtype)
+    return from_bits(checkpoint_name(as_bits(array), "jgg_fp8_weights"), array.dtype)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 
 from jgg.backends.xla.row_blocks import Rows
 from jgg.products.primitive import define_primitive
+from jgg.quantized import is_quantized
 from jgg.schedule import GroupBounds
 
 ROWS, WHOLE = ".", "_"
@@ -79,8 +80,10 @@ def _letters_of(part, letters) -> list[str]:
         return []
     if isinstance(part, GroupBounds):
         return ["e"] * len(part)
+    if is_quantized(part):  # several devices split what it dequantizes to
+        return [WHOLE * array.ndim for array in jax.tree.leaves(part)]
     if isinstance(part, Rows):
-        return [letters] if part.at is None else [letters, ROWS]
+        return [*_letters_of(part.array, letters), *([] if part.at is None else [ROWS])]
     return [ROWS * part.ndim if letters is None else letters]
 
 

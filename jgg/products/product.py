@@ -14,6 +14,7 @@ from jgg.backends.choice import How, Launcher
 from jgg.backends.interpret import INTERPRETER_LOCK
 from jgg.gpu_target import known_target
 from jgg.products.partitioning import Letters, define_partitioned
+from jgg.quantized import NO_DERIVATIVES
 
 
 class Product:
@@ -126,10 +127,7 @@ class Product:
         dtypes = [dtype for _, dtype in self._result_types(*leaves, **params)]
         dtypes += [leaves[index].dtype for index in varied]
         if any(jnp.dtype(dtype).itemsize == 1 for dtype in dtypes):
-            raise NotImplementedError(
-                "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round "
-                "them to zero. Take them without quantization."
-            )
+            raise NotImplementedError(NO_DERIVATIVES)
 
         def plain(*some):
             operands = list(leaves)

@@ -3,8 +3,9 @@
 So temporaries stay small, as no operand is made dense.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -12,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 
 from jgg.manual_axes import vary_over, varying_axes
+from jgg.quantized import QuantizedArray, ToQuantize, as_bits, from_bits, is_quantized
 
 _NO_ROW = jnp.iinfo(jnp.int32).max
 
@@ -19,16 +21,22 @@ _NO_ROW = jnp.iinfo(jnp.int32).max
 class Rows(NamedTuple):
     """M routed rows: row `at[i]` of `array` [any, features] is the i-th; `at` is int32 [M] or None for i itself.
 
-    An index past the end reads zero and writes nothing.
+    An index past the end reads zero and writes nothing. A QuantizedArray, whose scales are of single rows, reads as
+    the float32 rows that it dequantizes to.
     """
 
-    array: jax.Array
+    array: Any
     at: jax.Array | None = None
 
     @property
     def num_rows(self) -> int:
         """M."""
         return (self.array if self.at is None else self.at).shape[0]
+
+    @property
+    def dtype(self):
+        """The dtype of the rows that are read."""
+        return jnp.float32 if is_quantized(self.array) else self.array.dtype
 
 
 def guarded(indices, num_rows):
@@ -72,8 +80,19 @@ def steps(group, size, bounds):
 def take(rows: Rows, block):
     """A block's rows."""
     if rows.at is None:
-        return block.slice(rows.array)
-    return rows.array.at[block.slice(rows.at)].get(mode="fill", fill_value=0)
+        return _part(rows.array, block.slice)
+    at = block.slice(rows.at)
+    return _part(rows.array, lambda array: array.at[at].get(mode="fill", fill_value=0))
+
+
+def _part(array, select):
+    """select(array), or the float32 array that this part of a quantized one dequantizes to."""
+    if isinstance(array, QuantizedArray):
+        values = from_bits(select(as_bits(array.values)), array.values.dtype)
+        return QuantizedArray(values, select(array.scales)).dequantize(jnp.float32)
+    if isinstance(array, ToQuantize):
+        return dataclasses.replace(array, array=select(array.array)).dequantize(jnp.float32)
+    return select(array)
 
 
 def put(rows: Rows, block, values, adds=False):
@@ -107,12 +126,12 @@ def dot(left, right, axes, precision):
 
 def zeros(shape, dtype, rows: Rows):
     """Zeros that vary over the mesh axes that `rows` varies over, as a loop's carry must."""
-    return vary_over(varying_axes(rows.array), jnp.zeros(shape, dtype))
+    return vary_over(varying_axes(*jax.tree.leaves(rows.array)), jnp.zeros(shape, dtype))
 
 
 def ones(rows: Rows):
     """As many rows of a single 1."""
-    return Rows(jnp.ones((rows.num_rows, 1), rows.array.dtype))
+    return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 
 def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
@@ -123,7 +142,7 @@ def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
         return carry
 
     def over_group(group, carry):
-        matrix = jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
+        matrix = _part(w, lambda array: jax.lax.dynamic_index_in_dim(array, group, keepdims=False))
         multiply = functools.partial(dot, right=matrix, axes=(1, int(transpose_w)), precision=precision)
 
         def over_block(step, carry):
