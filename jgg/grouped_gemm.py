@@ -186,7 +186,15 @@ def checked_grouped_gemm(
         return multiply_quantized(implementation, configs[0], **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     forward, dx, dw = (how._replace(config=config) for config in configs)
+    if not _is_plain(problem, how):
+        # before `_apply`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        arrays["x"] = checkpoint_name(arrays["x"], "jgg_x")
     return _apply(problem, (forward, dx, dw), **arrays)
+
+
+def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
+    """Whether a product is plain JAX, with the derivatives of that."""
+    return problem.is_empty or is_plain_jax(how.implementation)
 
 
 def _checked(
@@ -212,7 +220,7 @@ def _apply(
     gather_indices = as_indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
     operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
-    if problem.is_empty or is_plain_jax(hows[0].implementation):
+    if _is_plain(problem, hows[0]):
         return plain.grouped_gemm(problem, *operands)
     return _differentiable(problem, hows, operands)
 
@@ -224,7 +232,7 @@ def _differentiable(problem: GroupedGemmProblem, hows: _Hows, operands: Forward)
 
 
 def _forward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> tuple[jax.Array, Forward]:
-    return _differentiable(problem, hows, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+    return _differentiable(problem, hows, operands), operands
 
 
 def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:

@@ -118,6 +118,9 @@ def moe_mlp(
     axes = varying_axes(*jax.tree.leaves(operands))
     is_empty = up.is_empty or down.is_empty
     is_plain = is_empty or (quantization is None and is_plain_jax(how.implementation))
+    if not is_plain:
+        # before `_compute`: jax.debug_nans would report rows of no expert in what is named, and so made, inside
+        operands = operands._replace(x=checkpoint_name(operands.x, mlp.x_name))
     return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 
@@ -131,8 +134,7 @@ def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, A
     kept, hidden = _up(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), kept)
     y = _down(mlp, operands, hidden)
-    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, mlp.x_name)))
-    return y, (operands, kept)
+    return y, (moe_fp8.kept_for_backward(mlp, operands), kept)
 
 
 def _up(mlp: Mlp, operands: Operands, keeps: bool) -> list[Any]:
@@ -159,7 +161,7 @@ def _activation_backward(mlp: Mlp, operands: Operands, kept: Any, dy: jax.Array)
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
     """
     bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
-    weights = plain.row_scales(mlp.up, indices, operands.topk_weights)
+    weights = plain.row_scales(mlp.up, bounds, indices, operands.topk_weights)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled then
     options = mlp.activation_options | {"scale_hidden": operands.b_down is None}
     if mlp.quantization is not None:
@@ -193,7 +195,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
         (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
         db_down = None
     else:
-        weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
+        weights = plain.row_scales(mlp.up, bounds, gather_indices, topk_weights)
         (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
         (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
         (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)

@@ -138,6 +138,8 @@ def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
 
 def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
     """Whether each row lies from the first group's first to the last group's last, bool [num_rows]."""
+    if len(bounds.starts) == 0:
+        return jnp.zeros(num_rows, bool)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     return (row >= bounds.starts[0]) & (row < bounds.ends[-1])
 

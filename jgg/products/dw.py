@@ -40,7 +40,7 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
     left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
-    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     return [outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)]
 
 

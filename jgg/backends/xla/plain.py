@@ -9,7 +9,7 @@ from jgg.backends.xla import row_blocks
 from jgg.backends.xla.multilinear import rows_dot
 from jgg.backends.xla.row_blocks import Rows
 from jgg.problem import GroupedGemmProblem
-from jgg.schedule import GroupBounds
+from jgg.schedule import GroupBounds, between_groups
 
 
 def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
@@ -18,7 +18,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
         Rows(x, x_rows(problem, gather_indices)),
         w,
         bounds,
-        scales=row_scales(problem, gather_indices, topk_weights),
+        scales=row_scales(problem, bounds, gather_indices, topk_weights),
         bias=bias,
         write_at=y_rows(problem, gather_indices),
         adds=problem.combine_y,
@@ -45,11 +45,13 @@ def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
     return row_blocks.guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
-def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax.Array | Any:
-    """topk_weights of each row, float32 [M], zero for a bad index; or None."""
+def row_scales(problem: GroupedGemmProblem, bounds: GroupBounds, gather_indices, topk_weights) -> jax.Array | Any:
+    """topk_weights of each row, float32 [M], zero for a bad index and for a row of no group; or None."""
     if topk_weights is None:
         return None
-    scales = topk_weights.reshape(-1).astype(jnp.float32)
-    if gather_indices is None:
-        return scales
-    return scales.at[row_blocks.guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)
+    scales = topk_weights.reshape(-1)
+    if gather_indices is not None:
+        at = row_blocks.guarded(gather_indices, problem.num_positions)
+        scales = scales.at[at].get(mode="fill", fill_value=0)
+    # NaN that is kept for a derivative, even if it reaches nothing, is what jax.debug_nans reports
+    return jnp.where(between_groups(bounds, problem.num_rows), scales, 0).astype(jnp.float32)
