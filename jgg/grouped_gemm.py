@@ -269,7 +269,7 @@ def bias_row_sums(
     in_group = experts < problem.num_experts
     experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
-        dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where(in_group, sums, 0)
 

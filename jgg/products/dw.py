@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jgg.backends.choice import How, Launcher
 from jgg.backends.xla import plain
 from jgg.backends.xla.multilinear import outer_dot
-from jgg.backends.xla.row_blocks import Rows
+from jgg.backends.xla.row_blocks import Rows, guarded
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.configs.tuned_configs import choose_config
 from jgg.problem import GroupedGemmProblem
@@ -129,8 +129,7 @@ def row_scales(topk_weights, gather_indices):
     weights = flat(topk_weights)
     if weights is None or gather_indices is None:
         return weights
-    at = jnp.where(gather_indices < 0, len(gather_indices), gather_indices)
-    return weights.at[at].get(mode="fill", fill_value=0)
+    return weights.at[guarded(gather_indices, len(weights))].get(mode="fill", fill_value=0)
 
 
 def _merge_batch(how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem):
