@@ -277,8 +277,6 @@ def bias_row_sums(
 def _product(product: Product, config: object, implementation: str | None, **arguments: Any) -> jax.Array:
     """Checks the arguments, then computes one product of them."""
     _check_config("kernel_config", config, product)
-    if product is FORWARD and isinstance(arguments["x"], QuantizedArray):
-        return multiply_quantized(implementation, **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     return _run_product(product, problem, how._replace(config=config), **arrays)
 
