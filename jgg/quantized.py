@@ -73,7 +73,7 @@ class QuantizedArray:
         return QuantizedArray(self.values.mT, self.scales.mT)
 
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-        """values * scales, rounded once.
+        """values * scales, rounded once; what quantization rounded up past the dtype's largest number is that number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
@@ -87,7 +87,12 @@ class QuantizedArray:
                 f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
                 f"{list(self.scales.shape)}."
             )
-        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp).astype(dtype)
+        values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
+        product = scaled(values, scales, block, jnp)
+        limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
+        # rounded by less than an eighth, which float8_e5m2 rounds by at most
+        is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
+        return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["turned", "power_of_2_scales"])
