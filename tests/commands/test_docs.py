@@ -102,7 +102,12 @@ def test_tables_and_pictures_have_the_numbers_of_benchmarks():
         assert path.read_text() == text, path.name
 
 
-def test_tests_that_reliability_names_are_there():
+def test_modules_that_pages_name_are_there():
+    """Paths in any page but for placeholders in capitals, and names of tests in the page on reliability."""
+    text = "".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+    paths = set(re.findall(r"\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
+    assert len(paths) > 20
+    assert not {path for path in paths if not (re.search("[A-Z]{4}", path) or (ROOT / path).exists())}
     names = set(re.findall(r"`(\w+\.py)`", (DOCS / "reliability.md").read_text()))
     assert len(names) > 10
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
