@@ -65,8 +65,8 @@ def summary() -> str:
 def speed_table() -> str:
     """The GEMMs of each layer together, and the whole layer."""
     headings = (
-        "layer (T, H, I, E, k)", "GEMMs, TF/s", "of dense", "over QuACK", "over torch",
-        "layer forward, ms", "over SonicMoE", "forward + backward, ms", "over SonicMoE", "memory, % of limit",
+        "layer (T, H, I, E, k)", "GEMMs, TF/s", "of dense", "times QuACK", "times torch",
+        "layer forward, ms", "times SonicMoE", "forward + backward, ms", "times SonicMoE", "memory, % of limit",
     )  # fmt: skip
     speeds = layer_speeds()
     return _table(headings, (_speed_cells(row, speeds.get(row["layer"])) for row in measurements("layers")))
@@ -110,13 +110,14 @@ def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[st
 
 def gpus_table() -> str:
     """A layer on several GPUs, each with as many tokens as one device alone has."""
-    headings = ("GPU", "GPUs", "strategy", "ms", "one device, ms", "efficiency", "MB sent by each")
+    headings = ("GPUs", "strategy", "ms", "efficiency", "MB sent by each")
     return _table(headings, map(_gpus_cells, measurements("gpus")))
 
 
 def _gpus_cells(row: Row) -> Iterator[str]:
-    for name in ("gpu", "gpus", "strategy", "ms", "one_device_ms"):
-        yield row[name]
+    yield f"{row['gpus']} {row['gpu']}s"
+    yield row["strategy"]
+    yield row["ms"]
     yield f"{_ratio(row, 'one_device_ms', 'ms'):.2f}"
     yield row["mb_sent"]
 
