@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, power_of_2
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 
 
 class Buffer(NamedTuple):
@@ -21,7 +21,7 @@ class Buffer(NamedTuple):
 
 
 def _plain(operands: Buffer, shape, dtype):
-    return [jnp.broadcast_to(jnp.minimum(operands.num_written[0], 0).astype(dtype), shape)]
+    return jnp.broadcast_to(jnp.minimum(operands.num_written[0], 0).astype(dtype), shape)
 
 
 def _launch(launcher: Launcher, operands: Buffer, shape, dtype):
@@ -35,15 +35,15 @@ def _launch(launcher: Launcher, operands: Buffer, shape, dtype):
         constants={"COLUMNS": columns, "BLOCK_ROWS": 4096 // block_columns, "BLOCK_COLUMNS": block_columns},
         grid=(2 * launcher.target.num_sms,),
     )
-    return [launcher.run(clear_kernel, launch)["y"]]
+    return launcher.run(clear_kernel, launch)["y"]
 
 
 BUFFER = Product(
     "buffer",
     Buffer,
-    result_types=lambda operands, shape, dtype: [(shape, dtype)],
+    result_types=lambda operands, shape, dtype: array_type(shape, dtype),
     plain=_plain,
     launch=_launch,
     several=lambda how, operands, **parameters: _plain(operands, **parameters),
 )
-"""[an array of `shape` [rows, columns] and `dtype`]: rows from `num_written` on are zero, those before unspecified."""
+"""An array of `shape` [rows, columns] and `dtype`: rows from `num_written` on are zero, those before unspecified."""

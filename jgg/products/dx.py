@@ -26,8 +26,8 @@ from jgg.launching.launch import (
 )
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
-from jgg.products import hopper as warp_specialized
+from jgg.primitives.product import Product, array_type
+from jgg.products import hopper
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
@@ -48,9 +48,21 @@ class Dx(NamedTuple):
     topk_weights: jax.Array | None = None
 
 
+class DxResults(NamedTuple):
+    """The gradient of x and, where x is given, what the gradient of topk_weights is made of.
+
+    Attributes:
+      dx: in the shape of x.
+      row_sums: float32 [M], for each row in expert order the sum of (dy @ w) * x; None without x.
+    """
+
+    dx: jax.Array
+    row_sums: jax.Array | None = None
+
+
 def _result_types(operands: Dx, problem: GroupedGemmProblem):
-    row_sums = [] if operands.x is None else [((problem.num_rows,), jnp.float32)]
-    return [(problem.x_shape, problem.dtype), *row_sums]
+    row_sums = None if operands.x is None else array_type((problem.num_rows,), jnp.float32)
+    return DxResults(array_type(problem.x_shape, problem.dtype), row_sums)
 
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
@@ -61,7 +73,7 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
         rows, w, bounds, scales=plain.row_scales(problem, gather_indices, topk_weights), write_at=x_at,
         adds=x_at is not None, shape=problem.x_shape, out_dtype=problem.dtype, **dot,
     )  # fmt: skip
-    return [dx] if x is None else [dx, row_dots(Rows(x, x_at), rows, w, bounds, **dot)]
+    return DxResults(dx, None if x is None else row_dots(Rows(x, x_at), rows, w, bounds, **dot))
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
@@ -75,32 +87,33 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
 
     def multiply(rows, columns):
         part = dataclasses.replace(problem, in_features=len(columns))
-        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start, zeroes=False)[0]
+        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start, zeroes=False).dx
 
     if problem.permute_x and x is None:
-        return [sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)]
+        dx = sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)
+        return DxResults(dx)
     dx, row_sums = _multiply_rows(launcher, terms, operands, problem)
     if problem.permute_x:
         dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
-    return [dx] if x is None else [dx, row_sums]
+    return DxResults(dx, row_sums)
 
 
 def _multiply_rows(
     launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, first_column: int = 0,
     zeroes: bool = True,
-):  # fmt: skip
-    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums or None.
+) -> DxResults:  # fmt: skip
+    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums.
 
     Rows of dx that are of no group are zeros, if it `zeroes` them, or not written.
     """
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
     if config.warp_specialized:
-        dx = warp_specialized.multiply_rows(
+        dx = hopper.multiply_rows(
             launcher, problem, terms, w, bounds, gather_indices,
             gathers=problem.permute_y, first_column=first_column, zeroes=zeroes,
         )["y"]  # fmt: skip
-        return dx, None
+        return DxResults(dx)
     from jgg.kernels.dx import dx_kernel
 
     schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
@@ -152,10 +165,10 @@ def _multiply_rows(
     )
     results = launcher.run(dx_kernel, launch)
     if x is None:
-        return results["dx"], None
+        return DxResults(results["dx"])
     # the kernel leaves the sums of rows outside every group unwritten
     row_sums = jnp.where(between_groups(bounds, problem.num_rows), results["row_sums"], 0)
-    return results["dx"], jnp.sum(row_sums, axis=0)
+    return DxResults(results["dx"], jnp.sum(row_sums, axis=0))
 
 
 def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProblem):
@@ -166,11 +179,13 @@ def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProble
 
 
 def _more_groups(how, batch, operands, batched):
-    dx, *row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
+    dx, row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
     # with permute_x each token adds up its rows, among which indices of -1 leave those of no group out
     if not batch.problem.permute_x:
         dx = vmap.where_rows(batch.in_group, dx)
-    return batch.split([dx, *(vmap.where_rows(batch.in_group, sums) for sums in row_sums)])
+    if row_sums is not None:
+        row_sums = vmap.where_rows(batch.in_group, row_sums)
+    return batch.split(DxResults(dx, row_sums))
 
 
 def _more_rows(how, batch, operands, batched):
@@ -183,8 +198,8 @@ def _more_rows(how, batch, operands, batched):
     all_rows = dataclasses.replace(batch.all_rows(), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if problem.permute_x else batch.row_weights()
     merged = Dx(dy, operands.w, bounds, vmap.flat(operands.x), write, weights)
-    dx, *row_sums = DX(how, merged, problem=all_rows)
-    return batch.split([dx, *(sums[place] for sums in row_sums)])
+    dx, row_sums = DX(how, merged, problem=all_rows)
+    return batch.split(DxResults(dx, None if row_sums is None else row_sums[place]))
 
 
 def _letters(operands: Dx, problem: GroupedGemmProblem):
@@ -202,4 +217,4 @@ DX = Product(
     merge_batch=_merge_batch,
     config_type=KernelConfigDX,
 )
-"""[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
+"""DxResults; the parameter is the problem."""

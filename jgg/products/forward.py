@@ -1,4 +1,7 @@
-"""The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e."""
+"""The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e.
+
+Of quantized operands too: where no kernel multiplies them, it is the product of what they dequantize to.
+"""
 
 import dataclasses
 import math
@@ -8,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.requirements import why_not_fp8
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, values_and_scales
@@ -27,16 +31,19 @@ from jgg.launching.launch import (
 )
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
-from jgg.products import hopper as warp_specialized
-from jgg.products import hopper_fp8 as warp_specialized_fp8
+from jgg.primitives.product import Product, array_type
+from jgg.products import hopper, hopper_fp8
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.terms import Terms
 
 
 class Forward(NamedTuple):
-    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group. x and w are QuantizedArrays in FP8."""
+    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group.
+
+    x and w may both be QuantizedArrays, of a problem with w [E, N, K] and the dtype of the values: scales are for 128
+    features of x and for 128 x 128 of w.
+    """
 
     x: Any
     w: Any
@@ -47,17 +54,31 @@ class Forward(NamedTuple):
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
-    return [plain.grouped_gemm(problem, *operands)]
+    if problem.is_fp8:  # in float32, so that only sums are rounded otherwise than the kernels'
+        exact = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
+        operands, problem = _dequantized(operands, exact, "float32")
+    return plain.grouped_gemm(problem, *operands)
+
+
+def _dequantized(
+    operands: Forward, problem: GroupedGemmProblem, dtype: Any
+) -> tuple[Forward, GroupedGemmProblem]:  # fmt: skip
+    """Quantized operands in a dtype, and the problem of them."""
+    dense = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
+    return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
 
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """With combine_y the product is made a part of its columns after the other, each added up by token."""
+    if problem.is_fp8 and why_not_fp8(problem, launcher.target) is not None:
+        operands, problem = _dequantized(operands, problem, problem.out_dtype)
+        launcher = launcher._replace(config=None)
     product = problem
     if problem.combine_y:
         product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
     launcher, x, product = choose(launcher, operands, product)
     if not problem.combine_y:
-        return [_multiply_rows(launcher, operands._replace(x=x), product)]
+        return _multiply_rows(launcher, operands._replace(x=x), product)
     _, w, bounds, gather_indices, topk_weights, bias = operands
     read_at = gather_indices if product.permute_x else None
 
@@ -67,7 +88,7 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
         own = Forward(x, w, bounds, read_at, None, own_bias)
         return _multiply_rows(launcher, own, part, columns.start, zeroes=False)
 
-    return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
+    return sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)
 
 
 def choose(
@@ -94,12 +115,10 @@ def _multiply_rows(
     if not config.warp_specialized:
         y = _multiply_plainly(launcher, operands, problem, first_column, zeroes)
     elif problem.is_fp8:
-        y = warp_specialized_fp8.multiply_rows(
-            launcher, problem, *operands, first_column=first_column, zeroes=zeroes
-        )["y"]  # fmt: skip
+        y = hopper_fp8.multiply_rows(launcher, problem, *operands, first_column=first_column, zeroes=zeroes)
     else:
         x, w, bounds, gather_indices, topk_weights, bias = operands
-        y = warp_specialized.multiply_rows(
+        y = hopper.multiply_rows(
             launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
             gathers=problem.permute_x, first_column=first_column, zeroes=zeroes,
         )["y"]  # fmt: skip
@@ -163,7 +182,15 @@ def _multiply_plainly(
     return launcher.run(forward_kernel, launch)["y"]
 
 
+def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
+    """On several devices quantized operands are dequantized, and then split as others are."""
+    operands, problem = _dequantized(operands, problem, problem.out_dtype)
+    return FORWARD(how._replace(config=None), operands, problem=problem)
+
+
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
+    if problem.is_fp8:
+        return None
     batch = vmap.Batch.of(problem, operands, batched, "x")
     if batch is None or (batched.bias and not batched.w):
         return None
@@ -171,15 +198,15 @@ def _merge_batch(how: How, operands: Forward, batched: Forward, problem: Grouped
 
 
 def _more_groups(how, batch, operands, batched):
-    (y,) = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
+    y = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
     if batch.problem.combine_y:
-        return batch.split([y])
+        return batch.split(y)
     written = batch.in_group
     if batch.problem.permute_y:
         positions = batch.positions_in_groups()
         at = jnp.where(positions < 0, len(positions), positions)
         written = jnp.zeros_like(written).at[at].set(True, mode="drop")
-    return batch.split([vmap.where_rows(written, y)])
+    return batch.split(vmap.where_rows(written, y))
 
 
 def _more_rows(how, batch, operands, batched):
@@ -202,18 +229,21 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):
+    if problem.is_fp8:
+        return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))
 
 
-FORWARD = Product(
+FORWARD: Product = Product(
     "forward",
     Forward,
-    result_types=lambda operands, problem: [(problem.y_shape, problem.out_dtype)],
+    result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),
     plain=_plain,
     launch=_launch,
     letters=_letters,
+    several=_several,
     merge_batch=_merge_batch,
     config_type=KernelConfigForward,
 )
-"""[y of `problem.y_shape`]; its parameter is the problem."""
+"""y of `problem.y_shape`; the parameter is the problem."""

@@ -13,8 +13,7 @@ from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import BLOCK, E4M3, QuantizedArray, check_blocks
 from jgg.core.schedule import as_indices, group_bounds
 from jgg.launching.choice import How, how_of
-from jgg.products.forward import Forward
-from jgg.products.forward_fp8 import FORWARD_FP8
+from jgg.products.forward import FORWARD, Forward
 
 
 def multiply_quantized(
@@ -56,5 +55,4 @@ def _run(
     operands = Forward(x, w, bounds, as_indices(gather_indices), topk_weights, bias)
     axes = varying_axes(*jax.tree.leaves(operands))
     operands = jax.tree.map(lambda array: vary_over(axes, array), operands)
-    (y,) = FORWARD_FP8(how, operands, problem=problem)
-    return y
+    return FORWARD(how, operands, problem=problem)

@@ -9,10 +9,11 @@ from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
 from jgg.configs.requirements import max_columns
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import Format
 from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
-from jgg.products.activate import activation_constants
+from jgg.products.activation_launches import activation_constants
 from jgg.products.terms import Terms
 
 _CTAS = 2  # of a cluster
@@ -24,12 +25,15 @@ class Hidden(NamedTuple):
     """The activation that the kernel applies to a product, which is the pre-activation.
 
     Attributes:
-      keeps_product: whether the product is a result too.
+      interleaved: whether gate and up take turns in the product's columns.
+      keeps: whether the product is a result too.
+      stored_as: how the results of quantized operands are quantized; None for others.
     """
 
     activation: Activation
     interleaved: bool
-    keeps_product: bool
+    keeps: bool
+    stored_as: Format | None = None
 
     @property
     def has_halves(self) -> bool:
@@ -64,7 +68,7 @@ def multiply_rows(
     part = block_columns // _PARTS
     has_halves = hidden is not None and hidden.has_halves
     results = {}  # columns, and the block that is stored at once
-    if hidden is None or hidden.keeps_product:
+    if hidden is None or hidden.keeps:
         results["y"] = columns, (_TILE_ROWS, 2, part // 2) if has_halves else (_TILE_ROWS, part)
     if hidden is not None:
         pair = 2 if hidden.activation.is_gated else 1

@@ -1,20 +1,21 @@
 """Launches of the warp-specialized kernel of FP8 operands, `kernels.hopper_fp8`."""
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfig
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import BLOCK, E4M3, QuantizedArray
+from jgg.core.quantized import BLOCK, Format, QuantizedArray
 from jgg.core.schedule import GroupBounds, between_groups, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
-from jgg.products.activate import activation_constants
-from jgg.products.activate_fp8 import activated_types
+from jgg.primitives.product import array_type
+from jgg.products.activate import activated_types
+from jgg.products.activation_launches import Activated, activation_constants, named, quantized
+from jgg.products.hopper import Hidden
 from jgg.products.quantize import quantizing_constants
 
 _KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
@@ -22,29 +23,43 @@ _CTAS = 2  # of a cluster
 _TILE_ROWS, _TILE_COLUMNS = 128, 256  # of a CTA's output tile
 
 
-class HiddenFp8(NamedTuple):
-    """The activation that the kernel applies to a product, which is the pre-activation.
-
-    Attributes:
-      keeps: whether the pre-activation is a result too.
-    """
-
-    activation: Activation
-    keeps: bool
-    power_of_2_scales: bool
-
-
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, first_column: int = 0, zeroes: bool = True,
-    hidden: HiddenFp8 | None = None,
-) -> dict[str, jax.Array]:  # fmt: skip
-    """{"y": [M, N] in expert order}, of w's columns from the first on; or what ACTIVATE_FP8 results in, by names.
+) -> jax.Array:  # fmt: skip
+    """y [M, N] in expert order, of w's columns from the first on.
 
     Args:
       x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
-      zeroes: as in `warp_specialized.multiply_rows`.
+      zeroes: as in `hopper.multiply_rows`.
     """
+    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, problem.out_features), problem.out_dtype)}
+    arrays = x, w, bounds, gather_indices, topk_weights, bias
+    return _launch(launcher, problem, outputs, *arrays, first_column=first_column, zeroes=zeroes)["y"]
+
+
+def multiply_and_activate(
+    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
+    gather_indices=None, topk_weights=None, bias=None, *, hidden: Hidden,
+) -> Activated:  # fmt: skip
+    """What ACTIVATE makes of the product."""
+    product = array_type((problem.num_rows, problem.out_features), problem.out_dtype)
+    outputs = named(**activated_types(product, hidden.activation, hidden.stored_as, hidden.keeps)._asdict())
+    arrays = x, w, bounds, gather_indices, topk_weights, bias
+    results = _launch(launcher, problem, outputs, *arrays, hidden=hidden)
+    exists = between_groups(bounds, problem.num_rows)
+    for key in results:
+        if key.endswith("_scales"):  # of rows outside every group the kernel leaves them unwritten
+            rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
+            results[key] = jnp.where(rows, results[key], 0)
+    return Activated(quantized(results, "hidden"), quantized(results, "kept") if hidden.keeps else None)
+
+
+def _launch(
+    launcher: Launcher, problem: GroupedGemmProblem, outputs: dict[str, Any], x, w, bounds, gather_indices,
+    topk_weights, bias, *, first_column: int = 0, zeroes: bool = True, hidden: Hidden | None = None,
+):  # fmt: skip
+    """The outputs of the kernel by their names."""
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     config = launcher.config
@@ -53,9 +68,6 @@ def multiply_rows(
     columns = problem.out_features
     tiles = math.ceil(len(schedule.group) / _CTAS) * math.ceil(columns / _TILE_COLUMNS)
     gathers = problem.permute_x
-    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, columns), problem.out_dtype)}
-    if hidden is not None:
-        outputs = activated_types((problem.num_rows, columns), hidden.activation, hidden.keeps)
     has_halves = hidden is not None and hidden.activation.is_gated
     stored = {_KERNEL_NAMES.get(key, key): output for key, output in outputs.items()}
     launch = Launch(
@@ -102,14 +114,7 @@ def multiply_rows(
         bytes_accessed=problem.bytes_accessed,
     )
     results = launcher.run(hopper_fp8_kernel, launch)
-    results = {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
-    if hidden is not None:  # the kernel leaves the scales of rows outside every group unwritten
-        exists = between_groups(bounds, problem.num_rows)
-        for key in results:
-            if key.endswith("_scales"):
-                rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
-                results[key] = jnp.where(rows, results[key], 0)
-    return results
+    return {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
 
 
 def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
@@ -120,8 +125,9 @@ def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
         raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
 
 
-def _activation(hidden: HiddenFp8 | None):
-    quantizing = quantizing_constants(E4M3, hidden is not None and hidden.power_of_2_scales)
+def _activation(hidden: Hidden | None):
+    stored_as = hidden and hidden.stored_as
+    quantizing = quantizing_constants(stored_as or Format())
     if hidden is None:
         return {"ACTIVATES": False, "GATED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0, **quantizing}
     constants = activation_constants(hidden.activation, interleaved=False)

@@ -41,7 +41,7 @@ def test_runs_of_no_row():
 @pytest.mark.parametrize(("written", "shape"), [(0, (5, 1)), (7, (33, 600)), (33, (33, 8)), (40, (33, 8))])
 def test_rows_of_a_buffer_that_nobody_writes_are_zero(written, shape, implementation):
     how = How(implementation, current_target())
-    (buffer,) = BUFFER(how, Buffer(jnp.asarray([written], jnp.int32)), shape=shape, dtype=jnp.dtype("float16"))
+    buffer = BUFFER(how, Buffer(jnp.asarray([written], jnp.int32)), shape=shape, dtype=jnp.dtype("float16"))
     assert buffer.shape == shape and buffer.dtype == "float16"
     assert not np.any(np.asarray(buffer[written:]))
 
