@@ -14,6 +14,7 @@ from jgg.core.arguments import as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+QUANTIZED_DTYPE = E4M3  # of a problem of quantized operands, whichever of DTYPES their values have
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 BLOCKS = 1, 32, BLOCK
 _LEAST_SCALE = np.finfo(np.float32).smallest_normal  # subnormal numbers are zero on some devices

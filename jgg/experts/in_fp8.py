@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format, QuantizedArray, WeightForms
 from jgg.experts.mlp import Mlp, Operands
 from jgg.fp8 import Fp8
@@ -30,7 +29,7 @@ class InFp8(Mlp):
         weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "ekn")
         of_up = self._operands(operands, self._rows(operands.x, self.recipe.format), weights)
         return UP(
-            self.how, of_up._replace(bias=operands.b_gate_up), problem=_quantized(self.of_up), keeps=keeps,
+            self.how, of_up._replace(bias=operands.b_gate_up), problem=self.of_up.quantized, keeps=keeps,
             stored_as=self.recipe.format, activation=self.activation, interleaved=self.interleaved,
         )  # fmt: skip
 
@@ -38,14 +37,14 @@ class InFp8(Mlp):
         """y [T, H]."""
         of_down = self._operands(operands, hidden, self._down(operands, is_turned=self.of_down.w_layout == "ekn"))
         of_down = of_down._replace(topk_weights=operands.topk_weights, bias=operands.b_down)
-        return FORWARD(self.how, of_down, problem=_quantized(self.combined_down))
+        return FORWARD(self.how, of_down, problem=self.combined_down.quantized)
 
     def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
         """As `Mlp.activation_backward` says, with the gradient of the pre-activation quantized too."""
         weights = self.row_weights(operands)
         w_down = self._down(operands, is_turned=self.of_down.w_layout == "enk")
         of_z = self._operands(operands, self._rows(dy, self.recipe.gradient_format), w_down)
-        z = FORWARD(self.how, of_z, problem=_quantized(self.transposed_down))
+        z = FORWARD(self.how, of_z, problem=self.transposed_down.quantized)
         return ACTIVATE_BACKWARD(
             self.how, ActivateBackward(kept, z, weights), stored_as=self.recipe.gradient_format,
             activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
@@ -55,7 +54,7 @@ class InFp8(Mlp):
         """The gradient of x [T, H]: the forward product with turned weights."""
         weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "enk")
         of_dx = self._operands(operands, d_pre_activation, weights)
-        return FORWARD(self.how, of_dx, problem=_quantized(self.transposed_up))
+        return FORWARD(self.how, of_dx, problem=self.transposed_up.quantized)
 
     def kept_for_backward(self, operands: Operands) -> Operands:
         """The operands, of quantized weights only the forms that dX and z multiply."""
@@ -87,8 +86,3 @@ class InFp8(Mlp):
         form = own.turned if is_turned else own.straight
         assert form is not None
         return form
-
-
-def _quantized(problem: GroupedGemmProblem) -> GroupedGemmProblem:
-    """The problem of quantized operands, whose weights lie along the reduced axis."""
-    return dataclasses.replace(problem, dtype=Format().dtype, w_layout="enk")

@@ -57,7 +57,7 @@ def problems(
 class Mlp(abc.ABC):
     """The static argument of the custom_vjp: the problems, and the four steps that an arithmetic computes its own way.
 
-    The arithmetics are `in_dtype.InDtype` and `in_fp8.InFp8`.
+    Each arithmetic is a subclass, in a file of its own.
 
     Attributes:
       of_up: x in token order (or in expert order, without gather_indices) to the pre-activation in expert order.

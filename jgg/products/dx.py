@@ -10,27 +10,17 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import KernelConfigDX
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, between_groups, tile_schedule
+from jgg.core.schedule import GroupBounds, Rows, between_groups
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import (
-    PRECISIONS,
-    Launch,
-    dy_by_tma,
-    flat,
-    launch_options,
-    matrices,
-    matrix,
-    tile_operands,
-    w_block,
-    w_by_tma,
-)
+from jgg.launching.launch import dy_by_tma, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import hopper
+from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
+from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.terms import Terms
 
 
@@ -86,8 +76,9 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
     terms = Terms.of(dy, problem.dtype)
 
     def multiply(rows, columns):
-        part = dataclasses.replace(problem, in_features=len(columns))
-        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start, zeroes=False).dx
+        part_of_product = dataclasses.replace(problem, in_features=len(columns))
+        own_terms, part = terms._replace(rows=rows), Part(columns.start, zeroes=False)
+        return _multiply_rows(launcher, own_terms, operands, part_of_product, part).dx
 
     if problem.permute_x and x is None:
         dx = sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)
@@ -99,71 +90,35 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
 
 
 def _multiply_rows(
-    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, first_column: int = 0,
-    zeroes: bool = True,
-) -> DxResults:  # fmt: skip
-    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums.
-
-    Rows of dx that are of no group are zeros, if it `zeroes` them, or not written.
-    """
+    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
+) -> DxResults:
+    """dx [M, K] of dy's terms, the part of the product whose problem is given, and the row sums."""
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
     if config.warp_specialized:
         dx = hopper.multiply_rows(
-            launcher, problem, terms, w, bounds, gather_indices,
-            gathers=problem.permute_y, first_column=first_column, zeroes=zeroes,
+            launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part
         )["y"]  # fmt: skip
         return DxResults(dx)
     from jgg.kernels.dx import dx_kernel
 
-    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
-    column_tiles = math.ceil(problem.in_features / config.block_k)
-    tma_dy = config.use_tma_load_dy and dy_by_tma(target, problem)
-    tma_w = config.use_tma_load_w and w_by_tma(target, w)
-    descriptors = {
-        **({"dy": matrix(terms.rows.shape, (config.block_m, config.block_n))} if tma_dy else {}),
-        **({"w": matrices(w.shape, w_block(problem, config))} if tma_w else {}),
-    }
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
     if x is not None:
+        column_tiles = math.ceil(problem.in_features / config.block_k)
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
-    launch = Launch(
-        operands={
-            "dy": terms.rows,
-            "num_terms": terms.num_terms,
-            "scale": terms.scale,
-            "w": w,
-            "x": x,
-            "topk_weights": flat(topk_weights),
-            "gather_indices": gather_indices,
-            **tile_operands(bounds, schedule),
-            "zeros_end": problem.num_rows if zeroes else 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": first_column,
-            **({} if x is not None else {"row_sums": None}),
-        },
-        descriptors=descriptors,
-        outputs=outputs,
-        constants={
-            "REDUCED": problem.out_features,
-            "COLUMNS": problem.in_features,
-            "W_COLUMNS": w.shape[2 if problem.w_layout == "enk" else 1],
-            "TOPK": problem.topk,
-            "REDUCED_IS_MINOR": problem.w_layout == "ekn",
-            "GATHER_DY": problem.permute_y,
-            "GATHER_X": problem.permute_x,
-            "PRECISION": PRECISIONS[problem.precision],
-            "TMA_DY": tma_dy,
-            "TMA_W": tma_w,
-            "BAND": config.band,
-            "BLOCK_ROWS": config.block_m,
-            "BLOCK_REDUCED": config.block_n,
-            "BLOCK_COLUMNS": config.block_k,
-        },
-        **launch_options(target, problem, config, len(schedule.group) * column_tiles),
-    )
-    results = launcher.run(dx_kernel, launch)
+    own = {
+        "num_terms": terms.num_terms,
+        "scale": terms.scale,
+        "x": x,
+        "topk_weights": flat(topk_weights),
+        "gather_indices": gather_indices,
+        **({} if x is not None else {"row_sums": None}),
+    }
+    rows = row_tiles.Rows("dy", terms.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
+    results = row_tiles.multiply(
+        launcher, dx_kernel, problem, part, rows, w, bounds, own, outputs,
+        GATHER_DY=problem.permute_y, GATHER_X=problem.permute_x,
+    )  # fmt: skip
     if x is None:
         return DxResults(results["dx"])
     # the kernel leaves the sums of rows outside every group unwritten

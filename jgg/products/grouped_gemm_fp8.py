@@ -1,6 +1,5 @@
 """`grouped_gemm` of operands that are both quantized."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.core.arguments import as_arrays, check_instance
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.problem import GroupedGemmProblem, check_problem
-from jgg.core.quantized import BLOCK, E4M3, QuantizedArray, check_blocks
+from jgg.core.quantized import BLOCK, QuantizedArray, check_blocks
 from jgg.core.schedule import as_indices, group_bounds
 from jgg.launching.choice import How, how_of
 from jgg.products.forward import FORWARD, Forward
@@ -42,7 +41,7 @@ def multiply_quantized(
     check_blocks("w", w, BLOCK)
     how = how_of(problem, implementation)._replace(config=config)
     w = w if problem.w_layout == "enk" else w.mT
-    return _run(dataclasses.replace(problem, dtype=E4M3, w_layout="enk"), how, x, w, **arrays)
+    return _run(problem.quantized, how, x, w, **arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -6,13 +6,13 @@ import jax
 
 from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.requirements import why_not_fp8
+from jgg.configs.requirements import why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, Format
 from jgg.launching.choice import How, Launcher
 from jgg.primitives.product import Product, array_type
-from jgg.products import forward, hopper, hopper_fp8
+from jgg.products import forward, hopper, hopper_quantized
 from jgg.products.activate import ACTIVATE, Activate, Activated, activated_types
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.hopper import Hidden
@@ -56,8 +56,8 @@ def _launch(
             stored_as, activation=activation, interleaved=interleaved,
         )  # fmt: skip
     launcher = launcher._replace(config=config)
-    if problem.is_fp8:
-        return hopper_fp8.multiply_and_activate(launcher, problem, *operands, hidden=hidden)
+    if problem.is_quantized:
+        return hopper_quantized.multiply_and_activate(launcher, problem, *operands, hidden=hidden)
     launcher, x, product = forward.choose(launcher, operands, problem)
     results = hopper.multiply_rows(
         launcher, product, Terms(x), operands.w, operands.bounds, operands.gather_indices, bias=operands.bias,
@@ -70,7 +70,7 @@ def _is_one_kernel(config, problem, target, hidden: Hidden):
     """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
     if not config.warp_specialized or hidden.activation.curve is None:
         return False
-    if problem.is_fp8:
+    if problem.is_quantized:
         return _is_one_quantizing_kernel(problem, target, hidden)
     if hidden.activation.is_gated and (
         problem.out_features % 16 or (problem.w_layout == "ekn" and not hidden.interleaved)
@@ -87,7 +87,7 @@ def _is_one_quantizing_kernel(problem, target, hidden: Hidden):
     spills.
     """
     is_gated = hidden.activation.is_gated
-    if not problem.permute_x or (is_gated and hidden.interleaved) or why_not_fp8(problem, target) is not None:
+    if not problem.permute_x or (is_gated and hidden.interleaved) or why_not_quantized(problem, target) is not None:
         return False
     return problem.out_features % (2 * BLOCK if is_gated else BLOCK) == 0
 
@@ -97,7 +97,7 @@ def _several(how: How, operands: Forward, **parameters):
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem, **parameters):
-    if problem.is_fp8:
+    if problem.is_quantized:
         return None
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
     return jax.vmap(lambda operands: _several(how, operands, problem=problem, **parameters), in_axes=(axes,))(operands)

@@ -11,7 +11,7 @@ import pytest
 
 import jgg
 from jgg.configs.heuristic import heuristic_config
-from jgg.configs.requirements import can_run, why_not_fp8, why_not_specialized
+from jgg.configs.requirements import can_run, why_not_quantized, why_not_specialized
 from jgg.core.gpu_target import Target, current_target
 from jgg.core.quantized import Format
 from jgg.core.versions import WARP_SPECIALIZED, unlike
@@ -241,7 +241,7 @@ def test_which_products_the_kernel_computes():
         sizes = {"num_rows": 4096, "in_features": 256, "out_features": 512, "num_experts": 8} | sizes
         problem = dataclasses.replace(gemm(dtype="float8_e4m3fn", **sizes), out_dtype=jnp.dtype(out_dtype))
         target = Target(compute_capability, 132)
-        return why_not_fp8(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
+        return why_not_quantized(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
 
     rows = "rows of K and of N elements must be multiples of 16 bytes"
     assert reasons() == (None, unlike(WARP_SPECIALIZED))

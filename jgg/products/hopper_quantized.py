@@ -11,31 +11,38 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, Format, QuantizedArray
 from jgg.core.schedule import GroupBounds, between_groups, tile_schedule
 from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
+from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
 from jgg.primitives.product import array_type
 from jgg.products.activate import activated_types
 from jgg.products.activation_launches import Activated, activation_constants, named, quantized
 from jgg.products.hopper import Hidden
 from jgg.products.quantize import quantizing_constants
+from jgg.products.row_tiles import (
+    CTAS,
+    TILE_ROWS,
+    WHOLE_PRODUCT,
+    Part,
+    cluster_options,
+    hopper_constants,
+    row_operands,
+)
 
 _KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
-_CTAS = 2  # of a cluster
-_TILE_ROWS, _TILE_COLUMNS = 128, 256  # of a CTA's output tile
+_TILE_COLUMNS = 256  # of a CTA's output tile
 
 
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, *, first_column: int = 0, zeroes: bool = True,
+    gather_indices=None, topk_weights=None, bias=None, *, part: Part = WHOLE_PRODUCT,
 ) -> jax.Array:  # fmt: skip
-    """y [M, N] in expert order, of w's columns from the first on.
+    """y [M, N] in expert order, the part of the product whose problem is given.
 
     Args:
       x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
-      zeroes: as in `hopper.multiply_rows`.
     """
     outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, problem.out_features), problem.out_dtype)}
     arrays = x, w, bounds, gather_indices, topk_weights, bias
-    return _launch(launcher, problem, outputs, *arrays, first_column=first_column, zeroes=zeroes)["y"]
+    return _launch(launcher, problem, outputs, *arrays, part=part)["y"]
 
 
 def multiply_and_activate(
@@ -57,16 +64,16 @@ def multiply_and_activate(
 
 def _launch(
     launcher: Launcher, problem: GroupedGemmProblem, outputs: dict[str, Any], x, w, bounds, gather_indices,
-    topk_weights, bias, *, first_column: int = 0, zeroes: bool = True, hidden: Hidden | None = None,
+    topk_weights, bias, *, part: Part = WHOLE_PRODUCT, hidden: Hidden | None = None,
 ):  # fmt: skip
     """The outputs of the kernel by their names."""
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     config = launcher.config
     _check_tile(problem, config)
-    schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
+    schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
     columns = problem.out_features
-    tiles = math.ceil(len(schedule.group) / _CTAS) * math.ceil(columns / _TILE_COLUMNS)
+    tiles = math.ceil(len(schedule.group) / CTAS) * math.ceil(columns / _TILE_COLUMNS)
     gathers = problem.permute_x
     has_halves = hidden is not None and hidden.activation.is_gated
     stored = {_KERNEL_NAMES.get(key, key): output for key, output in outputs.items()}
@@ -79,39 +86,25 @@ def _launch(
             "bias": bias,
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
-            **tile_operands(bounds, schedule),
-            "zeros_end": problem.num_rows if zeroes else 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": first_column,
+            **row_operands(problem, part, bounds, schedule),
             **dict.fromkeys({"y", "hidden", "hidden_scales", "kept", "kept_scales"} - set(stored)),
         },
         descriptors={
-            **({} if gathers else {"left": matrix(x.shape, (_TILE_ROWS, BLOCK), cta_axis=0)}),
+            **({} if gathers else {"left": matrix(x.shape, (TILE_ROWS, BLOCK), cta_axis=0)}),
             "right": (halves(w.shape, (BLOCK, BLOCK)) if has_halves else matrices(w.shape, (_TILE_COLUMNS, BLOCK))),
             **{
-                key: bounded_rows(math.prod(output.shape[1:]), (_TILE_ROWS, BLOCK), cta_axis=2)
+                key: bounded_rows(math.prod(output.shape[1:]), (TILE_ROWS, BLOCK), cta_axis=2)
                 for key, output in stored.items()
                 if not key.endswith("_scales")
             },
         },
         outputs=stored,
         constants={
-            "REDUCED": problem.in_features,
-            "COLUMNS": columns,
             "RIGHT_SCALES": w.scales.shape[1],
-            "GATHERS": gathers,
-            "TOPK": problem.topk if gathers else 1,
-            "BAND": config.band,
-            "BLOCK_COLUMNS": _TILE_COLUMNS,
-            "STAGES": config.num_stages,
+            **hopper_constants(problem, config, _TILE_COLUMNS, gathers),
             **_activation(hidden),
         },
-        grid=(max(1, min(tiles, launcher.target.num_sms // _CTAS)),),
-        num_warps=4,  # of the partition that Triton starts with; there are two more
-        num_ctas=_CTAS,
-        flops=problem.flops,
-        bytes_accessed=problem.bytes_accessed,
+        **cluster_options(launcher.target, problem, tiles),
     )
     results = launcher.run(hopper_fp8_kernel, launch)
     return {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
@@ -119,7 +112,7 @@ def _launch(
 
 def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
     """Raises ValueError for tiles that the kernel does not have."""
-    tile, expected = tuple(config.tile(problem.w_layout)), (_CTAS * _TILE_ROWS, _TILE_COLUMNS, BLOCK)
+    tile, expected = tuple(config.tile(problem.w_layout)), (CTAS * TILE_ROWS, _TILE_COLUMNS, BLOCK)
     if tile != expected:
         names = ", ".join(config.blocks(problem.w_layout))
         raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
