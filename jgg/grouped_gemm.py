@@ -18,7 +18,7 @@ from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.primitives.product import Product
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
-from jgg.products.dx import DX, Dx
+from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.grouped_gemm_fp8 import multiply_quantized
 from jgg.products.plain import grouped_gemm as plain
@@ -226,8 +226,7 @@ def _apply(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> jax.Array:
-    (y,) = FORWARD(hows[0], operands, problem=problem)
-    return y
+    return FORWARD(hows[0], operands, problem=problem)
 
 
 def _forward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> tuple[jax.Array, Forward]:
@@ -240,19 +239,19 @@ def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: j
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, *row_sums = DX(how_dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
-    (dw,) = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
+    dx, row_sums = DX(how_dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
+    dw = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
     d_topk_weights = dbias = None
     if topk_weights is not None:
-        (sums,) = row_sums
         if bias is not None:
-            sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
+            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
-            sums = sums.at[guarded(inverse_permutation(gather_indices), len(sums))].get(mode="fill", fill_value=0)
-        d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+            at = guarded(inverse_permutation(gather_indices), len(row_sums))
+            row_sums = row_sums.at[at].get(mode="fill", fill_value=0)
+        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         how = how_dw._replace(config=None)
-        (dbias,) = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
+        dbias = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
         dbias = dbias.astype(bias.dtype)
     return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
 
@@ -287,8 +286,8 @@ def _run_product(
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = product.operands(**arrays, bounds=bounds, gather_indices=as_indices(gather_indices))
-    (result,) = product(how, operands, problem=problem)
-    return result
+    result = product(how, operands, problem=problem)
+    return result.dx if isinstance(result, DxResults) else result
 
 
 def _check_config(name: str, config: object, product: Product) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 
 
 class Buffer(NamedTuple):
@@ -19,16 +19,16 @@ class Buffer(NamedTuple):
 
 
 def _plain(operands: Buffer, shape, dtype):
-    return [jnp.zeros(shape, dtype)]
+    return jnp.zeros(shape, dtype)
 
 
 BUFFER = Product(
     "buffer",
     Buffer,
-    result_types=lambda operands, shape, dtype: [(shape, dtype)],
+    result_types=lambda operands, shape, dtype: array_type(shape, dtype),
     plain=_plain,
     # not by a kernel, whose result XLA would copy to where collectives may write
-    launch=lambda launcher, operands, shape, dtype: [jax.lax.empty(shape, dtype)],
+    launch=lambda launcher, operands, shape, dtype: jax.lax.empty(shape, dtype),
     several=lambda how, operands, **parameters: _plain(operands, **parameters),
 )
-"""[an array of `shape` and `dtype`, whatever it holds]."""
+"""An array of `shape` and `dtype`, whatever it holds."""

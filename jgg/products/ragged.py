@@ -145,15 +145,14 @@ def _outer_products(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(problem: GroupedGemmProblem, how: How, operands: Dw) -> jax.Array:
-    (out,) = DW(how, operands, problem=problem)
-    return out
+    return DW(how, operands, problem=problem)
 
 
 def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array) -> tuple[Dw]:
     """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
     lhs, rhs, bounds, *_ = operands
-    (d_lhs,) = DX(how, Dx(rhs, ct, bounds), problem=problem)
-    (d_rhs,) = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
+    d_lhs = DX(how, Dx(rhs, ct, bounds), problem=problem).dx
+    d_rhs = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
     return (Dw._make((d_lhs, d_rhs, None, None, None)),)
 
 

@@ -254,7 +254,7 @@ def _row_dots_letters(transpose_w, **_):
 
 _rows_dot = _multilinear(
     "grouped_rows_dot",
-    lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
+    lambda operands, *, shape, out_dtype, **_: jax.ShapeDtypeStruct(shape, out_dtype),
     _compute_rows_dot,
     _transpose_rows_dot,
     _rows_dot_letters,
@@ -262,9 +262,8 @@ _rows_dot = _multilinear(
 )
 _outer_dot = _multilinear(
     "grouped_outer_dot",
-    lambda operands, *, out_dtype, **_: (
-        (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]),
-        out_dtype,
+    lambda operands, *, out_dtype, **_: jax.ShapeDtypeStruct(
+        (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]), out_dtype
     ),
     _compute_outer_dot,
     _transpose_outer_dot,
@@ -272,7 +271,7 @@ _outer_dot = _multilinear(
 )
 _row_dots = _multilinear(
     "grouped_row_dots",
-    lambda operands, **_: ((operands.left.num_rows,), jnp.float32),
+    lambda operands, **_: jax.ShapeDtypeStruct((operands.left.num_rows,), jnp.float32),
     _compute_row_dots,
     _transpose_row_dots,
     _row_dots_letters,
