@@ -13,9 +13,9 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, specialized_config
+from jgg.configs.heuristic import heuristic_config, plain_config, trial_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
-from jgg.configs.requirements import shared_memory, specialized_step, why_not_specialized
+from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import Entry, merge, parse, user_file
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.files import warn_once
@@ -47,8 +47,8 @@ _TILES_FP8 = (
     (64, 128, 4, 4, 1),
     (64, 128, 4, 2, 2),
 )
-# Beside the warp-specialized kernel few others are worth a trial.
-_TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
+# Beside a kernel for one generation of GPUs few tiles of the plain one are worth a trial.
+_TILES_BESIDE = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 
 
@@ -199,17 +199,12 @@ def tune_op(
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
     """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
     kind = CONFIG_TYPES[op]
-    chosen, base = (heuristic_config(kind, problem, target, may_specialize) for may_specialize in (True, False))
-    configs = [chosen]
+    chosen, base = heuristic_config(kind, problem, target), plain_config(kind, problem, target)
+    trials = trial_configs(kind, problem, target)
+    configs = [chosen, *(dataclasses.replace(config, fuse_gather=chosen.fuse_gather) for config in trials), base]
     tiles = _TILES_FP8 if problem.is_fp8 else _TILES
-    if why_not_specialized(kind, problem, target) is None and has_rows_for_specialized(problem):
-        tiles = () if problem.is_fp8 else _TILES_BESIDE_SPECIALIZED
-        num_columns = kind.sizes(problem).columns
-        for columns in (256,) if problem.is_fp8 else (256, 128):
-            if columns == 256 or num_columns % 256 or num_columns <= 512:
-                config = specialized_config(kind, problem.w_layout, columns, specialized_step(problem))
-                configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
-    configs.append(base)
+    if trials:
+        tiles = () if problem.is_fp8 else _TILES_BESIDE
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
         tile = Tile(rows, columns, base.tile(problem.w_layout).step)
         options = {"num_warps": num_warps, "num_stages": num_stages, "programs_per_sm": programs_per_sm}

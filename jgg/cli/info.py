@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 
 from jgg.configs import tuned_configs
-from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
+from jgg.configs.requirements import KERNEL_REQUIREMENTS
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
-from jgg.core.versions import REQUIREMENTS, WARP_SPECIALIZED, __version__, installed, numbers, satisfies, unlike
+from jgg.core.versions import REQUIREMENTS, __version__, installed, numbers, satisfies, unlike
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 # JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.
@@ -122,9 +122,10 @@ def _choose(facts: Facts) -> tuple[str, str, str | None]:
     if missing:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
-    other = unlike(WARP_SPECIALIZED, facts.versions)
-    if other and numbers(capability) == divmod(SPECIALIZED_COMPUTE_CAPABILITY, 10):
-        has += f"; without the warp-specialized kernels, the fastest: {other}"
+    for kernel, asked in KERNEL_REQUIREMENTS.items():
+        other = unlike(asked.versions, facts.versions)
+        if other and numbers(capability) in [divmod(each, 10) for each in asked.compute_capabilities or ()]:
+            has += f"; without the {kernel} kernels, the fastest: {other}"
     return "triton", has, None
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDX
-from jgg.configs.requirements import can_run, why_not_specialized
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDX, kernel_of_flag
+from jgg.configs.requirements import can_run, why_not
 from jgg.core.files import cache_folder, locked, replace_text
 from jgg.core.gpu_target import Target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
@@ -84,13 +84,23 @@ class Entry:
             raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
         return cls(
             problem=_made_of(GroupedGemmProblem, problem, 2**31 - 1),
-            config=_made_of(CONFIG_TYPES[entry["op"]], entry["config"], 2**12),  # kernels multiply by it in int32
+            config=_made_of(
+                CONFIG_TYPES[entry["op"]], _with_kernel(entry["config"]), 2**12
+            ),  # kernels multiply by it in int32
             milliseconds=milliseconds,
             device=str(entry["device"]),
             compute_capability=int(entry["compute_capability"]),
             versions=dict(entry["versions"]),
             date=str(entry["date"]),
         )
+
+
+def _with_kernel(config):
+    """The fields of a configuration; files that jgg 0.1 wrote have `warp_specialized` in place of `kernel`."""
+    if "warp_specialized" not in config:
+        return config
+    others = {name: value for name, value in config.items() if name != "warp_specialized"}
+    return others | {"kernel": kernel_of_flag(config["warp_specialized"])}
 
 
 def _made_of(kind, values, most):
@@ -112,15 +122,14 @@ def choose_config(
 ) -> KernelConfig:
     """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
-    The heuristic also chooses in place of a given one for the warp-specialized kernel where that cannot run. Files are
-    read at trace time.
+    The heuristic also chooses in place of a given one for a kernel of another GPU. Files are read at trace time.
     """
     if given is None:
         return _tuned_config(kind, problem, target) or heuristic_config(kind, problem, target)
-    reason = why_not_specialized(kind, problem, target) if given.warp_specialized else None
+    reason = None if given.kernel == "plain" else why_not(given.kernel, kind, problem, target)
     if reason is None:
         return given
-    _logger.info("The warp-specialized kernel is not used for this %s: %s", kind.op, reason)
+    _logger.info("The %s kernel is not used for this %s: %s", given.kernel, kind.op, reason)
     return heuristic_config(kind, problem, target)
 
 

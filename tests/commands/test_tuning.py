@@ -13,8 +13,8 @@ import jgg
 from jgg import tuning
 from jgg.cli import main
 from jgg.configs import tuned_configs
-from jgg.configs.heuristic import heuristic_config, specialized_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.configs.heuristic import heuristic_config, hopper_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
 from jgg.core.gpu_target import Target
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import Launcher
@@ -147,9 +147,14 @@ def test_an_entry_that_does_not_fit_is_passed_over(own_file):
     assert given == wide  # refused where it is compiled, and its memory known
 
 
-def test_an_entry_for_the_warp_specialized_kernel_is_passed_over_where_that_cannot_run(own_file):
+def test_an_entry_for_a_tile_that_the_hopper_kernel_has_not_is_passed_over(own_file):
+    tuned_configs.merge(own_file, entry(config=dataclasses.replace(UNUSUAL, kernel="hopper", block_m=512)))
+    assert chosen() == heuristic_config(jgg.KernelConfigForward, PROBLEM, HOPPER)
+
+
+def test_an_entry_for_the_hopper_kernel_is_passed_over_where_that_cannot_run(own_file):
     weighted = gemm(**SIZES, weighted=True)
-    tuned_configs.merge(own_file, entry(weighted, specialized_config(jgg.KernelConfigDX, "enk")))
+    tuned_configs.merge(own_file, entry(weighted, hopper_config(jgg.KernelConfigDX, "enk")))
     far = gemm(**SIZES | {"in_features": 1024}, weighted=True)
     tuned_configs.merge(own_file, entry(far, jgg.KernelConfigDX(band=3)))
     assert chosen(weighted, op="dx") == jgg.KernelConfigDX(band=3)
@@ -211,6 +216,8 @@ DAMAGED = {
     "unknown field": edited("config", warp=1),
     "a list for a config": edited(config=["block_m"]),
     "text for a switch": edited("config", use_tma_load_x="no"),
+    "unknown kernel": edited("config", kernel="volta"),
+    "text for a switch of jgg 0.1": edited("config", warp_specialized="no"),
     "true for a number": edited("config", band=True),
     "large number": edited("config", band=2**30),
     "huge number": edited("problem", topk=10**400),
@@ -237,6 +244,20 @@ def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, conte
     with pytest.raises(ValueError, match=r"tuned\.json is no file"):
         tuned_configs.merge(own_file, entry())
     assert own_file.read_text() == content
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_file_of_jgg_0_1_is_read(own_file, kernel):
+    """It says whether the kernel was warp-specialized, where files now name the kernel."""
+    measured = entry(config=jgg.KernelConfigForward(kernel=kernel))
+    config = dict(measured.as_json()["config"], warp_specialized=kernel == "hopper")
+    del config["kernel"]
+    own_file.parent.mkdir()
+    own_file.write_text(edited(config=config))
+    assert tuned_configs.parse(own_file) == (measured,)
+    tuned_configs.merge(own_file, entry(device="NVIDIA H100"))
+    assert tuned_configs.parse(own_file)[0] == measured
+    assert "warp_specialized" not in own_file.read_text()
 
 
 def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
@@ -339,7 +360,7 @@ def test_candidates_in_fp8_fit_the_device():
                 assert len(set(configs)) == len(configs) > 1
                 for config in configs:
                     sums = config.block_m * config.block_n // (32 * config.num_warps)
-                    assert config.warp_specialized or sums <= 64  # of a thread
+                    assert config.kernel == "hopper" or sums <= 64  # of a thread
 
 
 def test_candidates_fit_the_device():
@@ -351,7 +372,7 @@ def test_candidates_fit_the_device():
                 assert len(set(configs)) == len(configs) > 2
                 for config in configs:
                     rows, columns, _ = config.tile(problem.w_layout)
-                    threads = 32 * config.num_warps * (2 if config.warp_specialized else 1)  # of a cluster
+                    threads = 32 * config.num_warps * (2 if config.kernel == "hopper" else 1)  # of a cluster
                     assert rows * columns // threads <= 128  # accumulators of a thread
 
 
