@@ -171,11 +171,21 @@ def tiles_of(kernel: str, kind: type[KernelConfig], problem: GroupedGemmProblem)
     return KERNEL_REQUIREMENTS[kernel].tiles(kind, problem)
 
 
+def checked_tile(problem: GroupedGemmProblem, config: KernelConfig) -> Tile:
+    """The tile of a configuration.
+
+    Raises: ValueError: its kernel has no such tile.
+    """
+    tile, tiles = config.tile(problem.w_layout), tiles_of(config.kernel, type(config), problem)
+    if tiles and tile not in tiles:
+        names, expected = ", ".join(config.blocks(problem.w_layout)), " or ".join(str(tuple(each)) for each in tiles)
+        raise ValueError(
+            f"{names} of {config.op} with kernel={config.kernel!r}, x in {problem.dtype} and a result in "
+            f"{problem.out_dtype} must be {expected}, got {tuple(tile)}."
+        )
+    return tile
+
+
 def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Bytes of shared memory that a configuration's kernel takes, at most, as Triton 3.9 compiles it."""
     return KERNEL_REQUIREMENTS[config.kernel].shared_memory(problem, target, config)
-
-
-def max_columns(kind: type[KernelConfig], problem: GroupedGemmProblem) -> int:
-    """Columns of the hopper kernel's widest tile."""
-    return _hopper_tiles(kind, problem)[0].columns

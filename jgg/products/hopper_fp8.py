@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
-from jgg.configs.kernel_configs import KernelConfig
+from jgg.configs.requirements import checked_tile
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, E4M3, QuantizedArray
 from jgg.core.schedule import GroupBounds, between_groups, tile_schedule
@@ -48,7 +48,7 @@ def multiply_rows(
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     config = launcher.config
-    _check_tile(problem, config)
+    checked_tile(problem, config)
     schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
     columns = problem.out_features
     tiles = math.ceil(len(schedule.group) / _CTAS) * math.ceil(columns / _TILE_COLUMNS)
@@ -110,14 +110,6 @@ def multiply_rows(
                 rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
                 results[key] = jnp.where(rows, results[key], 0)
     return results
-
-
-def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
-    """Raises ValueError for tiles that the kernel does not have."""
-    tile, expected = tuple(config.tile(problem.w_layout)), (_CTAS * _TILE_ROWS, _TILE_COLUMNS, BLOCK)
-    if tile != expected:
-        names = ", ".join(config.blocks(problem.w_layout))
-        raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
 
 
 def _activation(hidden: HiddenFp8 | None):
