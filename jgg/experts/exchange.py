@@ -218,9 +218,7 @@ class Target(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Rows [any, H] moved as `there` says. Its derivative moves them back.
-
-    If r rows come, of the first r rows those that nobody sends are unspecified; rows from r on are zero.
+    """Rows [any, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
 
     XLA has no ragged all-to-all for CPUs, where an all-gather of everything does the same by the same plan. Within a
     machine it copies each run by one block of 128 threads, so that few runs are slow (`_RUNS`).
