@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jgg.configs.heuristic import heuristic_config, plain_config, trial_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
 from jgg.configs.requirements import shared_memory
-from jgg.configs.tuned_configs import Entry, merge, parse, user_file
+from jgg.configs.tuned_files import Entry, merge, parse, user_file
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target

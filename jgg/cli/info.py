@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_files
 from jgg.configs.requirements import KERNEL_REQUIREMENTS
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.core.versions import REQUIREMENTS, __version__, installed, numbers, satisfies, unlike
@@ -225,7 +225,7 @@ def gather() -> Facts:
         found, backend_error = devices(), None
     except (RuntimeError, AssertionError) as error:
         found, backend_error = (), str(error) or "no backend starts"
-    paths = tuned_configs.user_file(), *tuned_configs.shipped_files()
+    paths = tuned_files.user_file(), *tuned_files.shipped_files()
     return Facts(
         system=platform.system(),
         versions=versions(),
@@ -272,7 +272,7 @@ def _cuda_device(device):
 
 def _tuned_file(path):
     try:
-        entries = tuned_configs.parse(path)
+        entries = tuned_files.parse(path)
     except ValueError as error:
         return TunedFile(str(path), damage=str(error))
     names = [(entry.device, "{}.{}".format(*divmod(entry.compute_capability, 10))) for entry in entries]

@@ -22,13 +22,13 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _KernelConfig:
-    """What the three kernels' configurations share.
+    """The fields that the configurations of the three products share.
 
     Args:
       block_m, block_n, block_k: tile sizes along M, N and K, powers of two of at least 16. The kernel's output tile
         has two of them, its main loop steps by the third.
       num_warps: warps of a program, 4 or 8.
-      num_stages: blocks of each operand in flight in shared memory.
+      num_stages: blocks of each operand that are in shared memory at once.
       band: row tiles processed for one column of tiles before the next column (L2 swizzle); a larger band reuses
         weights more.
       programs_per_sm: persistent programs for each multiprocessor.
@@ -69,7 +69,7 @@ class _KernelConfig:
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether the kernel is "hopper": the name that `kernel` had in jgg 0.1, deprecated."""
+        """Whether the kernel is "hopper". Deprecated: use `kernel`."""
         return self.kernel == "hopper"
 
     @classmethod
@@ -87,27 +87,27 @@ class _KernelConfig:
 
     @classmethod
     def of_tile(cls, tile: Tile, w_layout: str, **options: Any) -> Self:
-        """A configuration with that tile."""
+        """A configuration with the given tile."""
         blocks: dict[str, Any] = dict(zip(cls.blocks(w_layout), tile, strict=True))
         return cls(**blocks, **options)
 
     def tile(self, w_layout: str) -> Tile:
-        """Its tile."""
+        """The output tile and the step that the blocks are."""
         return Tile(*(getattr(self, block) for block in self.blocks(w_layout)))
 
     def with_tile(self, tile: Tile, w_layout: str, **changes: Any) -> Self:
-        """The same with another tile, and other changes."""
+        """This configuration with another tile, and with the other changes."""
         blocks: dict[str, Any] = dict(zip(self.blocks(w_layout), tile, strict=True))
         return dataclasses.replace(self, **blocks, **changes)
 
 
 def kernel_of_flag(warp_specialized: bool) -> str:
-    """The kernel that `warp_specialized=` chose in jgg 0.1."""
+    """The kernel that `warp_specialized` stands for."""
     return "hopper" if as_flag("warp_specialized", warp_specialized) else "plain"
 
 
 def _takes_warp_specialized[Kind: _KernelConfig](kind: type[Kind]) -> type[Kind]:
-    """Has a type of configuration take `warp_specialized=` too, with a warning, and set `kernel` by it."""
+    """Lets a type of configuration take `warp_specialized`, the field that `kernel` replaced, with a warning."""
     initialize: Any = kind.__init__
 
     @functools.wraps(initialize)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_configs, tuned_files
 from jgg.configs.heuristic import plain_config
 from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
 from jgg.configs.requirements import KERNEL_REQUIREMENTS, can_run
@@ -73,8 +73,8 @@ def test_each_kernel_has_requirements():
 
 def test_tuned_configurations_are_expected_to_fit():
     """As they were measured on the device, they do: none is passed over."""
-    for path in tuned_configs.shipped_files():
-        for entry in tuned_configs.parse(path):
+    for path in tuned_files.shipped_files():
+        for entry in tuned_files.parse(path):
             with jgg.target(entry.compute_capability):
                 assert can_run(entry.problem, current_target(), entry.config), entry
 
