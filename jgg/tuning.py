@@ -83,8 +83,9 @@ def tune(
       num_experts: E.
       topk: k, experts per token.
       ops: any of "forward", "dx", "dw"; by default all.
-      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`. In float8_e4m3fn, that of quantized x and w,
-        only "forward" of "enk" is tuned: dX is the forward product with K and N exchanged, and dW is not made in FP8.
+      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`. float8_e4m3fn stands for quantized x and w: only
+        "forward" with "enk" is tuned, because dX is the forward product with K and N exchanged, and dW is not made in
+        FP8.
       weighted, biased: whether topk_weights and bias are used.
       out: output file; by default $JGG_TUNED, else tuned.json in the platform's cache folder. jgg reads this default
         file automatically; it reads another only when $JGG_TUNED names it.
@@ -117,9 +118,9 @@ def tune(
 
 
 def output_file(named: str | Path | None) -> Path:
-    """The file that results go into: the one named, else the user's.
+    """The file that results go into: the one named, else the user's. Checked before anything is measured.
 
-    Raises: ValueError: there is none, it is damaged or cannot be written, which one had better know before measuring.
+    Raises: ValueError: there is none, it is damaged or cannot be written.
     """
     path = Path(named) if named else user_file()
     if path is None:
@@ -155,10 +156,10 @@ def tune_op(
 ) -> Entry:  # fmt: skip
     """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
 
-    Where the file cannot be written, the search goes on, and its end tries once more and raises OSError.
+    If the file cannot be written, the search goes on. At its end it tries once more and raises OSError.
 
     Args:
-      implementation: "interpret" runs the search without a GPU; its entries serve none.
+      implementation: "interpret" runs the search without a GPU; no GPU uses the entries that it writes.
       report: called with each trial.
       lock: held while the GPU or the file is used, so that several processes can search at once.
     """
@@ -197,7 +198,7 @@ def tune_op(
 
 
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
-    """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
+    """The heuristic's configuration, and others whose tiles fit the device and are not too large for the problem."""
     kind = CONFIG_TYPES[op]
     chosen, base = heuristic_config(kind, problem, target), plain_config(kind, problem, target)
     trials = trial_configs(kind, problem, target)
@@ -215,7 +216,7 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
 
 
 def second_candidates(op: str, problem: GroupedGemmProblem, best: KernelConfig) -> Iterator[KernelConfig]:
-    """The best so far with another order of tiles, and with rows gathered the other way."""
+    """The best configuration so far with other bands, and with rows gathered the other way."""
     for band in _BANDS:
         yield dataclasses.replace(best, band=band)
     gathers = {"forward": problem.permute_x, "dx": problem.permute_y, "dw": problem.permute_x or problem.permute_y}

@@ -1,4 +1,7 @@
-"""The heuristic that chooses a kernel's configuration for any problem and device."""
+"""The heuristic: which kernel to run for any problem and device, with which configuration.
+
+The kernels for one generation of GPUs come first, with the tables `_CHOICES` and `_TRIALS`; the plain kernel follows.
+"""
 
 import dataclasses
 
@@ -15,8 +18,8 @@ from jgg.core.quantized import BLOCK
 def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """A configuration of the type `kind` for a problem on a device.
 
-    A kernel for one generation of GPUs is chosen where it can run and is expected to be the fastest, else the plain
-    kernel.
+    It is for the kernel of the device's generation, if that can run and is expected to be the fastest, else for the
+    plain kernel.
     """
     for choose in _CHOICES.values():
         config = choose(kind, problem)
@@ -26,15 +29,13 @@ def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, targ
 
 
 def trial_configs(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
-    """Configurations of kernels for the device's generation that `jgg tune` tries."""
+    """The configurations that `jgg tune` tries of a kernel for the device's generation; none if no such can run."""
     configs = [config for trials in _TRIALS.values() for config in trials(kind, problem)]
     return [config for config in configs if can_run(problem, target, config)]
 
 
-def hopper_config(
-    kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64
-) -> KernelConfig:  # fmt: skip
-    """A configuration of the hopper kernel, with output tiles of that many columns."""
+def hopper_config(kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64) -> KernelConfig:
+    """A configuration of the hopper kernel, with output tiles of `columns` columns."""
     tile = Tile(256, columns, step)
     return kind.of_tile(tile, w_layout, kernel="hopper", num_stages={256: 4, 128: 6}[columns])
 
@@ -46,12 +47,12 @@ def _hopper_configs(kind, problem):
 
 
 def _choose_hopper(kind, problem):
-    """The hopper kernel's configuration, or None where groups or features are too few to fill its tiles.
+    """The hopper kernel's configuration, or None if groups have too few rows, or operands features, to fill its tiles.
 
-    - It gathers rows as it loads them where each of its tiles takes many steps and there are few columns of tiles, and
-      for dW where rows of the other operand are short; elsewhere a copy first is faster. Rows that forward and dX
-      gather they had better gather again for the next column soon: in a narrow band.
-    - In FP8 it is for all sizes, with a wide band, and gathers as it loads where there are few columns of tiles.
+    - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
+      does if rows of the other operand are short. Otherwise it is faster to copy the rows into expert order first.
+    - Where forward and dX gather, the band is narrow: the next column of tiles gathers the same rows soon after.
+    - FP8 products run in this kernel at all sizes, with a wide band, and gather if there are few columns of tiles.
     """
     rows, columns, _ = kind.sizes(problem)
     fills_tiles = _has_rows_for_hopper(problem) and columns > 128 and (kind is not KernelConfigDW or rows > 128)
@@ -63,7 +64,7 @@ def _choose_hopper(kind, problem):
 
 
 def _hopper_trials(kind, problem):
-    """The widest tile, and narrower ones where they leave fewer columns unused or where there are few columns."""
+    """Configurations with the widest tile and, for few columns or a number that 256 does not divide, narrower ones."""
     if not _has_rows_for_hopper(problem):
         return []
     num_columns = kind.sizes(problem).columns
@@ -85,7 +86,8 @@ def _gathers_in_hopper(kind, problem):
     return is_permuted and (problem.is_fp8 or reduced >= 1024) and _is_narrow(columns)
 
 
-# functions of (kind, problem) for each kernel of one generation of GPUs
+# For each kernel of one generation of GPUs, functions of (kind, problem): the configuration to choose, or None; and
+# the list of those that `jgg tune` tries.
 _CHOICES = {"hopper": _choose_hopper}
 _TRIALS = {"hopper": _hopper_trials}
 
@@ -171,7 +173,7 @@ def _choose_ieee_float32(kind, problem, target):
 
 
 def _fitted(problem, target, config):
-    """The configuration with tiles half as wide, and only then with fewer stages, while it takes too much memory."""
+    """The configuration, made to fit shared memory: its tile's longer side is halved down to 64, then stages go."""
     while shared_memory(problem, target, config) > target.shared_memory and config.num_stages > 1:
         tile = config.tile(problem.w_layout)
         longest = "columns" if tile.columns >= tile.rows else "rows"
@@ -183,7 +185,7 @@ def _fitted(problem, target, config):
 
 
 def _block_rows(problem, largest):
-    """Rows of a tile: no more than the next power of two of an even share."""
+    """Rows of a tile: a power of two that is no more than an expert's even share of rows needs."""
     share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, max(16, 1 << (share - 1).bit_length()))
 
