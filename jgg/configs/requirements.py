@@ -26,7 +26,7 @@ class Requirements:
 
     Attributes:
       compute_capabilities: the GPUs that have its instructions; None for every GPU that jgg supports.
-      versions: how the versions of packages begin that compile it; {} for every version that jgg supports.
+      versions: for a package, how the versions that compile it begin; {} if all do that jgg supports.
       conditions: functions of (kind, problem, target) that must be true; the key says what is wrong if one is not.
       tiles: function of (kind, problem) that gives the output tiles that the kernel has, the widest first; () if it
         has tiles of any size.
@@ -41,15 +41,17 @@ class Requirements:
 
 
 def _hopper_tiles(kind, problem):
-    """Tiles of 256 rows, of two multiprocessors, in steps of 128 bytes."""
-    # a warpgroup holds a finished tile beside the next, so that one in float32 must be narrow
-    is_wide = kind is KernelConfigForward and problem.out_dtype.itemsize == 4
-    widths = (256,) if problem.is_fp8 else (128,) if is_wide else (256, 128)
+    """Tiles of 256 rows, which two multiprocessors share, in steps of 128 bytes."""
+    widths: tuple[int, ...] = (256, 128)
+    if problem.is_fp8:
+        widths = (256,)
+    elif kind is KernelConfigForward and problem.out_dtype.itemsize == 4:
+        widths = (128,)  # a warpgroup holds a finished tile beside the next one
     return tuple(Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths)
 
 
 def _hopper_shared_memory(problem, target, config):
-    """Just what the kernel takes: a multiprocessor has half a tile, as the ring and as a part that is being stored."""
+    """The ring of blocks and a part of the tile that is being stored, of the half tile that a multiprocessor has."""
     rows, columns, step = config.tile(problem.w_layout)
     ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
     parts = 2 if problem.is_fp8 else 4
@@ -57,7 +59,7 @@ def _hopper_shared_memory(problem, target, config):
 
 
 def _plain_shared_memory(problem, target, config):
-    """An upper bound, seen with Triton 3.9.
+    """An upper bound on what Triton 3.9 compiles the kernel to.
 
     The kernel takes less where few steps make a tile, where rows cannot be loaded ahead, or where Triton finds a better
     way to turn a tile for its store.
