@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.core.gpu_target import current_target
-from jgg.core.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
+from jgg.core.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, as_bits, from_bits, scales_shape
 from jgg.launching.choice import How
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
 
@@ -146,8 +146,7 @@ def _named(array: jax.Array) -> jax.Array:
 
     What is kept of floats, JAX puts through `reduce_precision`, by which float8_e4m3fn's from 256 on are infinite.
     """
-    bits = array if array.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.lax.bitcast_convert_type(checkpoint_name(bits, "jgg_fp8_weights"), array.dtype)
+    return from_bits(checkpoint_name(as_bits(array), "jgg_fp8_weights"), array.dtype)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:

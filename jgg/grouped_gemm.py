@@ -185,7 +185,15 @@ def checked_grouped_gemm(
         return multiply_quantized(implementation, configs[0], **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     forward, dx, dw = (how._replace(config=config) for config in configs)
+    if not _is_plain(problem, how):
+        # before `_apply`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        arrays["x"] = checkpoint_name(arrays["x"], "jgg_x")
     return _apply(problem, (forward, dx, dw), **arrays)
+
+
+def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
+    """Whether a product is plain JAX, with the derivatives of that."""
+    return problem.is_empty or is_plain_jax(how.implementation)
 
 
 def _checked(
@@ -211,7 +219,7 @@ def _apply(
     gather_indices = as_indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
     operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
-    if problem.is_empty or is_plain_jax(hows[0].implementation):
+    if _is_plain(problem, hows[0]):
         return plain.grouped_gemm(problem, *operands)
     return _differentiable(problem, hows, operands)
 
@@ -223,7 +231,7 @@ def _differentiable(problem: GroupedGemmProblem, hows: _Hows, operands: Forward)
 
 
 def _forward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> tuple[jax.Array, Forward]:
-    return _differentiable(problem, hows, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+    return _differentiable(problem, hows, operands), operands
 
 
 def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
@@ -260,7 +268,7 @@ def bias_row_sums(
     in_group = experts < problem.num_experts
     experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
-        dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where(in_group, sums, 0)
 
@@ -268,8 +276,6 @@ def bias_row_sums(
 def _product(product: Product, config: object, implementation: str | None, **arguments: Any) -> jax.Array:
     """Checks the arguments, then computes one product of them."""
     _check_config("kernel_config", config, product)
-    if product is FORWARD and isinstance(arguments["x"], QuantizedArray):
-        return multiply_quantized(implementation, **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     return _run_product(product, problem, how._replace(config=config), **arrays)
 

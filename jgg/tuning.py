@@ -29,7 +29,7 @@ from jgg.measuring.workloads import OPS, gemm, operands
 _logger = logging.getLogger("jgg")
 
 # Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
-# docs/trials.md has what each was seen to do.
+# kernels/trials.md has what each was seen to do.
 _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),

@@ -1,6 +1,7 @@
 """Arrays in FP8 with a scale for each block, as DeepSeek-V3 trains with and its checkpoints hold."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,10 @@ BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 BLOCKS = 1, 32, BLOCK
+NO_DERIVATIVES = (
+    "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round them to "
+    "zero. Take them without quantization."
+)
 _LEAST_SCALE = np.finfo(np.float32).smallest_normal  # subnormal numbers are zero on some devices
 
 
@@ -68,7 +73,7 @@ class QuantizedArray:
         return QuantizedArray(self.values.mT, self.scales.mT)
 
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-        """values * scales, rounded once.
+        """values * scales, rounded once; what quantization rounded up past the dtype's largest number is that number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
@@ -82,12 +87,53 @@ class QuantizedArray:
                 f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
                 f"{list(self.scales.shape)}."
             )
-        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp).astype(dtype)
+        values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
+        product = scaled(values, scales, block, jnp)
+        limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
+        # rounded by less than an eighth, which float8_e5m2 rounds by at most
+        is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
+        return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["turned", "power_of_2_scales"])
+@dataclasses.dataclass(frozen=True)
+class ToQuantize:
+    """Weights that a product in FP8 quantizes itself, so that plain JAX need never have all of them in FP8.
+
+    Attributes:
+      array: float [..., rows, columns].
+      turned: whether the product multiplies by them with rows and columns exchanged.
+      power_of_2_scales: as in `jgg.quantize_weights`.
+    """
+
+    array: jax.Array
+    turned: bool
+    power_of_2_scales: bool
+
+    def dequantize(self, dtype: DTypeLike) -> jax.Array:
+        """The weights of the product, quantized and dequantized."""
+        array = quantize(self.array, (BLOCK, BLOCK), E4M3, self.power_of_2_scales).dequantize(dtype)
+        return array.mT if self.turned else array
+
+
+def is_quantized(array: Any) -> bool:
+    """Whether an operand is multiplied as what it dequantizes to."""
+    return isinstance(array, QuantizedArray | ToQuantize)
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
     """Those of a QuantizedArray; of another array itself and None."""
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
+
+
+def as_bits(array: Any) -> jax.Array:
+    """An array in FP8 as uint8, any other as it is: XLA keeps FP8 in 16-bit floats where a loop of a CPU reads it."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8) if array.dtype.itemsize == 1 else array
+
+
+def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The array of that dtype that `as_bits` made bits of."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

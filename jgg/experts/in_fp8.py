@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import E4M3, QuantizedArray
+from jgg.core.quantized import E4M3, QuantizedArray, ToQuantize
 from jgg.experts.mlp import Mlp, Operands
 from jgg.fp8 import WeightForms
 from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ActivateBackwardFp8
 from jgg.products.forward import Forward
 from jgg.products.forward_fp8 import FORWARD_FP8
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.products.quantize import QUANTIZE_ROWS, Quantize
 from jgg.products.up_fp8 import UP_FP8
 
 
@@ -67,8 +67,8 @@ def kept_for_backward(mlp: Mlp, operands: Operands) -> Operands:
 
 
 def _multiply(
-    mlp: Mlp, problem: GroupedGemmProblem, rows: QuantizedArray, weights: QuantizedArray, operands: Operands,
-    **options: jax.Array | None,
+    mlp: Mlp, problem: GroupedGemmProblem, rows: QuantizedArray, weights: QuantizedArray | ToQuantize,
+    operands: Operands, **options: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     of_product = Forward(rows, weights, mlp.bounds(operands.group_sizes), operands.gather_indices, **options)
     (y,) = FORWARD_FP8(mlp.how, of_product, problem=_in_fp8(problem))
@@ -83,14 +83,10 @@ def _rows(mlp: Mlp, rows: jax.Array, dtype: Any) -> QuantizedArray:
     return QuantizedArray(*QUANTIZE_ROWS(mlp.how, Quantize(rows), dtype=dtype, power_of_2_scales=_powers(mlp)))
 
 
-def _k_major(mlp: Mlp, w: jax.Array, forms: WeightForms | None, turned: bool) -> QuantizedArray:
+def _k_major(mlp: Mlp, w: jax.Array, forms: WeightForms | None, turned: bool) -> QuantizedArray | ToQuantize:
     """Weights as they are or `turned`, from their forms if there are some."""
     form = forms and (forms.turned if turned else forms.straight)
-    if form is not None:
-        return form
-    options = {"dtype": E4M3, "power_of_2_scales": _powers(mlp)}
-    first, second = QUANTIZE_WEIGHTS(mlp.how, Quantize(w), keeps=not turned, turns=turned, **options)
-    return QuantizedArray(second, first.mT) if turned else QuantizedArray(first, second)
+    return ToQuantize(w, turned, _powers(mlp)) if form is None else form
 
 
 def _powers(mlp: Mlp) -> bool:

@@ -1,5 +1,6 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -120,6 +121,9 @@ def moe_mlp(
     axes = varying_axes(*jax.tree.leaves(operands))
     is_empty = up.is_empty or down.is_empty
     is_plain = is_empty or (quantization is None and is_plain_jax(how.implementation))
+    if not is_plain:
+        # before `_compute`: jax.debug_nans would report rows of no expert in what is named, and so made, inside
+        operands = operands._replace(x=checkpoint_name(operands.x, mlp.x_name))
     return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
 
@@ -129,12 +133,23 @@ def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     return _down(mlp, operands, hidden)
 
 
-def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any]]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """Which of the large gradients are asked for: a product of one that is not would run for a barrier alone."""
+
+    x: bool
+    w_gate_up: bool
+    w_down: bool
+
+
+def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _Trained]]:
+    trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
+    operands = jax.tree.map(lambda primal: primal.value, primals)
     kept, hidden = _up(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), kept)
     y = _down(mlp, operands, hidden)
-    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, mlp.x_name)))
-    return y, (operands, kept)
+    return y, (moe_fp8.kept_for_backward(mlp, operands), kept, trained)
 
 
 def _up(mlp: Mlp, operands: Operands, keeps: bool) -> list[Any]:
@@ -161,7 +176,7 @@ def _activation_backward(mlp: Mlp, operands: Operands, kept: Any, dy: jax.Array)
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
     """
     bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
-    weights = plain.row_scales(mlp.up, indices, operands.topk_weights)
+    weights = plain.row_scales(mlp.up, bounds, indices, operands.topk_weights)
     # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled then
     options = mlp.activation_options | {"scale_hidden": operands.b_down is None}
     if mlp.quantization is not None:
@@ -181,33 +196,52 @@ def _dx(mlp: Mlp, operands: Operands, d_pre_activation: Any) -> jax.Array:
     return dx
 
 
+def _down_backward(
+    mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array, trained: bool
+) -> tuple[jax.Array | Any, jax.Array | None, jax.Array | float]:
+    """dw_down where it is `trained`, db_down where there is a b_down, and what that adds to the router's sums."""
+    gather_indices, b_down, bounds = operands.gather_indices, operands.b_down, mlp.bounds(operands.group_sizes)
+    # rows of dy are copied when z is no longer needed
+    hidden, dy = jax.lax.optimization_barrier((hidden if trained else None, dy))
+    dw_down = None
+    if b_down is None:
+        if trained:
+            (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
+        return dw_down, None, 0.0
+    weights = plain.row_scales(mlp.up, bounds, gather_indices, operands.topk_weights)
+    dy_rows = dy
+    if gather_indices is not None:
+        (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
+    if trained:
+        (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+    (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+    return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.down, dy_rows, b_down, bounds, None)
+
+
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple[Operands]:
-    operands, kept = residuals
-    x, b_gate_up, b_down, topk_weights = operands.x, operands.b_gate_up, operands.b_down, operands.topk_weights
-    gather_indices, bounds = operands.gather_indices, mlp.bounds(operands.group_sizes)
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array) -> tuple[Operands]:
+    operands, kept, trained = residuals
+    x, b_gate_up, topk_weights, gather_indices = (
+        operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
+    )  # fmt: skip
+    bounds = mlp.bounds(operands.group_sizes)
 
     dy = dy.astype(x.dtype)
     d_pre_activation, of_dx, hidden, d_weights = _activation_backward(mlp, operands, kept, dy)
-    hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
-    if b_down is None:
-        (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
-        db_down = None
-    else:
-        weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
-        dy_rows = dy
-        if gather_indices is not None:
-            (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
-        (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-        (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-        db_down = db_down.astype(b_down.dtype)
-        d_weights += bias_row_sums(mlp.down, dy_rows, b_down, bounds, None)
-    # one product after the other, that of most memory last: what only those before need is free by then
-    of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier((of_dx, d_pre_activation, dw_down))
-    dx = _dx(mlp, operands, of_dx)
-    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    (dw_gate_up,) = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.up)
+    dw_down, db_down, sums = _down_backward(mlp, operands, hidden, dy, trained.w_down)
+    d_weights += sums
+    dx: jax.Array | Any = None
+    dw_gate_up: jax.Array | Any = None
     db_gate_up = None
+    # one product after the other, that of most memory last: what only those before need is free by then
+    of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier(
+        (of_dx if trained.x else None, d_pre_activation, dw_down)
+    )
+    if trained.x:
+        dx = _dx(mlp, operands, of_dx)
+    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
+    if trained.w_gate_up:
+        (dw_gate_up,) = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.up)
     if b_gate_up is not None:
         (db_gate_up,) = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
@@ -220,7 +254,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
     return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
 
 
-_mlp.defvjp(_forward, _backward)
+_mlp.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

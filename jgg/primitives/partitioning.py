@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
+from jgg.core.quantized import is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.primitive import define_primitive
 
@@ -78,8 +79,10 @@ def _letters_of(part, letters) -> list[str]:
         return []
     if isinstance(part, GroupBounds):
         return ["e"] * len(part)
+    if is_quantized(part):  # several devices split what it dequantizes to
+        return [WHOLE * array.ndim for array in jax.tree.leaves(part)]
     if isinstance(part, Rows):
-        return [letters] if part.at is None else [letters, ROWS]
+        return [*_letters_of(part.array, letters), *([] if part.at is None else [ROWS])]
     return [ROWS * part.ndim if letters is None else letters]
 
 

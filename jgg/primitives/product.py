@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jgg.core.gpu_target import known_target
+from jgg.core.quantized import NO_DERIVATIVES
 from jgg.launching import choice, compile_ahead
 from jgg.launching.choice import How, Launcher
 from jgg.launching.interpret import INTERPRETER_LOCK
@@ -126,10 +127,7 @@ class Product:
         dtypes = [dtype for _, dtype in self._result_types(*leaves, **params)]
         dtypes += [leaves[index].dtype for index in varied]
         if any(jnp.dtype(dtype).itemsize == 1 for dtype in dtypes):
-            raise NotImplementedError(
-                "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round "
-                "them to zero. Take them without quantization."
-            )
+            raise NotImplementedError(NO_DERIVATIVES)
 
         def plain(*some):
             operands = list(leaves)

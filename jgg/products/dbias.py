@@ -31,7 +31,7 @@ class Dbias(NamedTuple):
 def _plain(operands: Dbias, problem: GroupedGemmProblem):
     dy, bounds, gather_indices, topk_weights = operands
     rows = Rows(dy, plain.y_rows(problem, gather_indices))
-    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     options = {"scales": scales, "precision": problem.precision, "out_dtype": jnp.float32}
     return [outer_dot(row_blocks.ones(rows), rows, bounds, **options)[:, 0]]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows
+from jgg.core.schedule import GroupBounds, Rows, guarded
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
 from jgg.primitives import vmap
@@ -41,7 +41,7 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
     left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
-    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     return [outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)]
 
 
@@ -130,8 +130,7 @@ def row_scales(topk_weights, gather_indices):
     weights = flat(topk_weights)
     if weights is None or gather_indices is None:
         return weights
-    at = jnp.where(gather_indices < 0, len(gather_indices), gather_indices)
-    return weights.at[at].get(mode="fill", fill_value=0)
+    return weights.at[guarded(gather_indices, len(weights))].get(mode="fill", fill_value=0)
 
 
 def _merge_batch(how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem):

@@ -58,7 +58,7 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
     rows, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
     dx = rows_dot(
-        rows, w, bounds, scales=plain.row_scales(problem, gather_indices, topk_weights), write_at=x_at,
+        rows, w, bounds, scales=plain.row_scales(problem, bounds, gather_indices, topk_weights), write_at=x_at,
         adds=x_at is not None, shape=problem.x_shape, out_dtype=problem.dtype, **dot,
     )  # fmt: skip
     return [dx] if x is None else [dx, row_dots(Rows(x, x_at), rows, w, bounds, **dot)]

@@ -36,7 +36,10 @@ from jgg.products.terms import Terms
 
 
 class Forward(NamedTuple):
-    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group. x and w are QuantizedArrays in FP8."""
+    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group.
+
+    In FP8, x is a QuantizedArray and w a QuantizedArray or ToQuantize.
+    """
 
     x: Any
     w: Any

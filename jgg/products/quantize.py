@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
-from jgg.core.quantized import BLOCK, quantize, scales_shape
+from jgg.core.quantized import BLOCK, as_bits, from_bits, quantize, scales_shape
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, power_of_2
 from jgg.primitives.product import Product
@@ -93,7 +93,18 @@ def _weight_outputs(w, dtype, keeps, turns):
     return outputs if keeps else {key: output for key, output in outputs.items() if key != "values"}
 
 
-def _weights_plainly(operands: Quantize, dtype, power_of_2_scales: bool, keeps: bool, turns: bool):
+def _weights_plainly(operands: Quantize, **options):
+    """One matrix after the other, so that temporaries are as large as one matrix."""
+    dtypes = [dtype for _, dtype in _weight_types(operands, **options)]
+
+    def quantize_one(w):
+        return list(map(as_bits, _weights_at_once(Quantize(w), **options)))
+
+    return list(map(from_bits, jax.lax.map(quantize_one, operands.array), dtypes))
+
+
+def _weights_at_once(operands: Quantize, dtype, power_of_2_scales: bool, keeps: bool, turns: bool):
+    """All matrices together: several devices, each with some of them, would gather them for a loop."""
     values, scales = jax.tree.leaves(quantize(operands.array, (BLOCK, BLOCK), dtype, power_of_2_scales))
     return [*([values] if keeps else []), scales, *([values.mT] if turns else [])]
 
@@ -102,7 +113,7 @@ def _launch_weights(
     launcher: Launcher, operands: Quantize, dtype, power_of_2_scales: bool, keeps: bool, turns: bool
 ):  # fmt: skip
     if not has_fp8(launcher):
-        return _weights_plainly(operands, dtype, power_of_2_scales, keeps, turns)
+        return _weights_at_once(operands, dtype, power_of_2_scales, keeps, turns)
     from jgg.kernels.quantize import quantize_weights_kernel
 
     (w,) = operands
@@ -126,6 +137,6 @@ QUANTIZE_WEIGHTS = Product(
     result_types=_weight_types,
     plain=_weights_plainly,
     launch=_launch_weights,
-    several=lambda how, operands, **parameters: _weights_plainly(operands, **parameters),
+    several=lambda how, operands, **parameters: _weights_at_once(operands, **parameters),
 )
 """[values in the shape of w if it `keeps` them, scales, the values with rows and columns exchanged if it `turns`]."""

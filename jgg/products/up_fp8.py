@@ -1,5 +1,6 @@
 """An expert's first product in FP8 and its activation, in one kernel where that can be."""
 
+import functools
 from collections.abc import Callable
 
 from jgg.activations import Activation
@@ -14,8 +15,9 @@ from jgg.products import hopper_fp8 as warp_specialized_fp8
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_FP8, activated_types
 from jgg.products.forward import Forward
-from jgg.products.forward_fp8 import FORWARD_FP8
+from jgg.products.forward_fp8 import FORWARD_FP8, merge_shared_weights, with_quantized_weights
 from jgg.products.hopper_fp8 import HiddenFp8
+from jgg.products.quantize import QUANTIZE_WEIGHTS
 
 
 def _one_by_one(call: Callable, operands: Forward, problem: GroupedGemmProblem, **activation):
@@ -42,6 +44,7 @@ def _launch(
             lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem,
             activation=activation, interleaved=interleaved, keeps=keeps, power_of_2_scales=power_of_2_scales,
         )  # fmt: skip
+    operands = with_quantized_weights(operands, functools.partial(QUANTIZE_WEIGHTS.launch, launcher))
     hidden = HiddenFp8(activation, keeps, power_of_2_scales)
     launcher = launcher._replace(config=config)
     return list(warp_specialized_fp8.multiply_rows(launcher, problem, *operands, hidden=hidden).values())
@@ -63,12 +66,13 @@ def _several(how: How, operands: Forward, **parameters):
     return _one_by_one(lambda product, operands, **own: product(how, operands, **own), operands, **parameters)
 
 
-UP_FP8 = Product(
+UP_FP8: Product = Product(
     "up_fp8",
     Forward,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
     several=_several,
+    merge_batch=lambda *args, **parameters: merge_shared_weights(UP_FP8, *args, **parameters),
 )
 """As ACTIVATE_FP8, of FORWARD_FP8's product."""

@@ -238,6 +238,9 @@ def test_second_derivatives_are_refused():
     for argument in (0, 1):
         with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
             jax.grad(slope, argument)(arrays, routing.topk_weights, "x")
+    for name in ("w_gate_up", "w_down"):
+        with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
+            jax.grad(lambda w: slope(arrays | {name: w}, routing.topk_weights, name))(arrays[name])  # noqa: B023
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: forward(arrays | {"x": x}, routing, jgg.Fp8()), (arrays["x"],), (arrays["x"],))
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from jgg.core.quantized import NO_DERIVATIVES, is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.partitioning import Letters, define_partitioned
 from jgg.products.plain import row_blocks
@@ -31,7 +32,7 @@ def rows_dot(
 
     Args:
       rows: M rows of R features.
-      w: [E, R, C], or [E, C, R] with `transpose_w`.
+      w: [E, R, C], or [E, C, R] with `transpose_w`; quantized ones are dequantized one group at a time.
       scales: float32 [M] or None for ones.
       bias: [E, C] or None for zero.
       write_at: as `Rows.at`.
@@ -204,6 +205,8 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
         terms = []
         for index, tangent in enumerate(tangents):
             if type(tangent) is not ad.Zero:
+                if is_quantized(getattr(structure.unflatten(leaves), names[index])):
+                    raise NotImplementedError(NO_DERIVATIVES)
                 part = structure.unflatten([*leaves[:index], tangent, *leaves[index + 1 :]]), params
                 if dependent_part is not None:
                     part = dependent_part(part[0], names[index], **params)
