@@ -217,7 +217,7 @@ DAMAGED = {
     "a list for a config": edited(config=["block_m"]),
     "text for a switch": edited("config", use_tma_load_x="no"),
     "unknown kernel": edited("config", kernel="volta"),
-    "text for a switch of jgg 0.1": edited("config", warp_specialized="no"),
+    "text for the former switch": edited("config", warp_specialized="no"),
     "true for a number": edited("config", band=True),
     "large number": edited("config", band=2**30),
     "huge number": edited("problem", topk=10**400),
@@ -247,8 +247,8 @@ def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, conte
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_file_of_jgg_0_1_is_read(own_file, kernel):
-    """It says whether the kernel was warp-specialized, where files now name the kernel."""
+def test_a_file_without_names_of_kernels_is_read(own_file, kernel):
+    """Older files say whether the kernel was warp-specialized, where files now name the kernel."""
     measured = entry(config=jgg.KernelConfigForward(kernel=kernel))
     config = dict(measured.as_json()["config"], warp_specialized=kernel == "hopper")
     del config["kernel"]
