@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 from jgg.activations import Activation
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
-from jgg.configs.requirements import max_columns
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.requirements import checked_tile
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format
 from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
@@ -66,7 +66,7 @@ def multiply_rows(
 
     config = launcher.config
     is_forward = isinstance(config, KernelConfigForward)
-    block_columns, step = _blocks(problem, config)
+    _, block_columns, step = checked_tile(problem, config)
     dtype = problem.out_dtype if is_forward else problem.dtype
     columns = config.sizes(problem).columns
     schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
@@ -133,7 +133,7 @@ def multiply_row_blocks(
     from jgg.kernels.hopper import hopper_kernel
 
     config, target = launcher.config, launcher.target
-    block_columns, step = _blocks(problem, config)
+    _, block_columns, step = checked_tile(problem, config)
     left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
     gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
     is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
@@ -184,26 +184,6 @@ def multiply_row_blocks(
         **cluster_options(target, problem, problem.num_experts * tiles),
     )
     return launcher.run(hopper_kernel, launch)["y"]
-
-
-def _blocks(problem: GroupedGemmProblem, config: KernelConfig) -> tuple[int, int]:
-    """Columns of an output tile, and the step along the reduced axis.
-
-    Raises: ValueError: the kernel has no such tiles.
-    """
-    rows, columns, step = tile = config.tile(problem.w_layout)
-    names = config.blocks(problem.w_layout)
-    if rows != 2 * TILE_ROWS or columns not in (128, 256) or step != 64:
-        raise ValueError(
-            f"{', '.join(names)} of {config.op} with warp_specialized must be 256, 128 or 256, and 64, "
-            f"got {tuple(tile)}."
-        )
-    if columns > max_columns(type(config), problem):
-        raise ValueError(
-            f"{names[1]} of {config.op} with warp_specialized and a result in {problem.out_dtype} must be 128, "
-            f"got {columns}."
-        )
-    return columns, step
 
 
 def _activation(hidden):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfig
+from jgg.configs.requirements import checked_tile
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, Format, QuantizedArray
 from jgg.core.schedule import GroupBounds, between_groups, tile_schedule
@@ -70,7 +70,7 @@ def _launch(
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     config = launcher.config
-    _check_tile(problem, config)
+    checked_tile(problem, config)
     schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
     columns = problem.out_features
     tiles = math.ceil(len(schedule.group) / CTAS) * math.ceil(columns / _TILE_COLUMNS)
@@ -108,14 +108,6 @@ def _launch(
     )
     results = launcher.run(hopper_fp8_kernel, launch)
     return {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
-
-
-def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
-    """Raises ValueError for tiles that the kernel does not have."""
-    tile, expected = tuple(config.tile(problem.w_layout)), (CTAS * TILE_ROWS, _TILE_COLUMNS, BLOCK)
-    if tile != expected:
-        names = ", ".join(config.blocks(problem.w_layout))
-        raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
 
 
 def _activation(hidden: Hidden | None):

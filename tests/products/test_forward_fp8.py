@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.requirements import can_run, why_not_quantized, why_not_specialized
+from jgg.configs.heuristic import heuristic_config, plain_config
+from jgg.configs.requirements import can_run, why_not, why_not_quantized
 from jgg.core.gpu_target import Target, current_target
 from jgg.core.quantized import Format
 from jgg.core.versions import WARP_SPECIALIZED, unlike
@@ -241,7 +241,7 @@ def test_which_products_the_kernel_computes():
         sizes = {"num_rows": 4096, "in_features": 256, "out_features": 512, "num_experts": 8} | sizes
         problem = dataclasses.replace(gemm(dtype="float8_e4m3fn", **sizes), out_dtype=jnp.dtype(out_dtype))
         target = Target(compute_capability, 132)
-        return why_not_quantized(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
+        return why_not_quantized(problem, target), why_not("hopper", jgg.KernelConfigForward, problem, target)
 
     rows = "rows of K and of N elements must be multiples of 16 bytes"
     assert reasons() == (None, unlike(WARP_SPECIALIZED))
@@ -261,10 +261,11 @@ def test_default_configurations_fit(compute_capability):
         problem = gemm(
             num_rows=rows, in_features=features, out_features=1536, num_experts=8, dtype="float8_e4m3fn", **options
         )  # fmt: skip
-        for may_specialize in (True, False):
-            config = heuristic_config(jgg.KernelConfigForward, problem, target, may_specialize)
+        chosen, plain = (
+            choose(jgg.KernelConfigForward, problem, target) for choose in (heuristic_config, plain_config)
+        )
+        for config in (chosen, plain):
             assert config.block_k == 128
             assert can_run(problem, target, config)
-            assert config.warp_specialized == (
-                may_specialize and compute_capability == 90 and not unlike(WARP_SPECIALIZED)
-            )
+        is_hopper = compute_capability == 90 and not unlike(WARP_SPECIALIZED)
+        assert (chosen.kernel, plain.kernel) == ("hopper" if is_hopper else "plain", "plain")
