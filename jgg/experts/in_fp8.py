@@ -40,7 +40,7 @@ class InFp8(Mlp):
         return FORWARD(self.how, of_down, problem=self.combined_down.quantized)
 
     def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
-        """As `Mlp.activation_backward` says, with the gradient of the pre-activation quantized too."""
+        """The results of `Mlp.activation_backward`, with the gradient of the pre-activation quantized too."""
         weights = self.row_weights(operands)
         w_down = self._down(operands, is_turned=self.of_down.w_layout == "enk")
         of_z = self._operands(operands, self._rows(dy, self.recipe.gradient_format), w_down)

@@ -73,7 +73,7 @@ class Letters(NamedTuple):
 
 
 def _letters_of(part, letters) -> list[str]:
-    """Those of each array of an operand."""
+    """The letters of each array of an operand."""
     if part is None:
         return []
     if isinstance(part, GroupBounds):
@@ -187,7 +187,7 @@ def _sharding_rule(axes):
 
 
 def _partition(bind, params, axes, mesh, operands, results):
-    """What custom_partitioning asks: the computation of one device, and how results and operands are split for it."""
+    """The computation of one device, and how results and operands are split for it, as custom_partitioning asks."""
     split = split_letters(axes, operands, results)
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)

@@ -16,7 +16,7 @@ from jgg.primitives.partitioning import Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """What stands for an array in a product's result types."""
+    """The type of a result, which stands for the array in a product's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -112,7 +112,7 @@ class Product:
         return jax.tree.leaves(results)
 
     def _label(self, operand, problem=None, **_):
-        """What a profiler shows it as."""
+        """The name that a profiler shows."""
         sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
         return f"jgg.{self.name}[{sizes}]"
 

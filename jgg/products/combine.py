@@ -17,7 +17,7 @@ from jgg.products import column_parts
 
 
 class Combine(NamedTuple):
-    """What is added up.
+    """Rows, and which of them are added up.
 
     Attributes:
       rows: [M, N].

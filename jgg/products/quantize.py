@@ -28,7 +28,7 @@ def can_quantize(launcher: Launcher) -> bool:
 
 
 def quantizing_constants(stored_as: Format) -> dict[str, float | bool]:
-    """What quantizing kernels are compiled for."""
+    """The constants that quantizing kernels are compiled for."""
     return {"LARGEST": float(jnp.finfo(stored_as.dtype).max), "POWER_OF_2": stored_as.power_of_2_scales}
 
 
