@@ -96,6 +96,12 @@ def define_partitioned(
 ):
     """A primitive of one device, and a function that binds it or one of any number of devices.
 
+        bind --- inside shard_map ----------------------------------> {name}_on_device
+          `----- {name}, which is lowered:
+                   |--- with Axes, by custom_partitioning ----------> {name}_on_device, of a device's part
+                   |--- without, for one device --------------------> {name}_on_device
+                   `--- without, for several devices ---------------> several, by primitives with Axes
+
     Args:
       name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
       axes_of: (*operands, **parameters) -> Axes, or None for operands that several devices compute by `several`.

@@ -128,7 +128,7 @@ def _backward_plainly(
 ):  # fmt: skip
     pre, z, weights, in_group = operands
     dtype, z = z.dtype, z.astype(jnp.float32)
-    if isinstance(pre, QuantizedArray):  # of which gate lies before up
+    if isinstance(pre, QuantizedArray):  # with gate before up
         dense, has_turns = pre.dequantize("float32").reshape(z.shape[0], math.prod(pre.shape[1:])), False
     else:
         dense, has_turns = pre, interleaved
