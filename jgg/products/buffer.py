@@ -38,7 +38,7 @@ def _launch(launcher: Launcher, operands: Buffer, shape, dtype):
     return launcher.run(clear_kernel, launch)["y"]
 
 
-BUFFER = Product(
+BUFFER: Product[jax.Array] = Product(
     "buffer",
     Buffer,
     result_types=lambda operands, shape, dtype: array_type(shape, dtype),

@@ -157,7 +157,7 @@ def _letters(operands: Dw, problem: GroupedGemmProblem):
     return Letters(rows, (problem.w_layout,), ("",))
 
 
-DW = Product(
+DW: Product[jax.Array] = Product(
     "dw",
     Dw,
     result_types=lambda operands, problem: array_type(problem.w_shape, problem.dtype),

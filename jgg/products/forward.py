@@ -191,7 +191,7 @@ def _letters(operands: Forward, problem: GroupedGemmProblem):
     return Letters(rows, (".n",), ("ek",))
 
 
-FORWARD: Product = Product(
+FORWARD: Product[jax.Array] = Product(
     "forward",
     Forward,
     result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),

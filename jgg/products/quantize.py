@@ -66,7 +66,7 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format):
     return QuantizedArray(**launcher.run(quantize_rows_kernel, launch))
 
 
-QUANTIZE_ROWS = Product(
+QUANTIZE_ROWS: Product[QuantizedArray] = Product(
     "quantize_rows",
     Quantize,
     result_types=_row_types,
@@ -132,7 +132,7 @@ def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, k
     return QuantizedMatrices(**absent | launcher.run(quantize_weights_kernel, launch))
 
 
-QUANTIZE_WEIGHTS = Product(
+QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
     "quantize_weights",
     Quantize,
     result_types=_weight_types,

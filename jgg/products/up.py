@@ -103,7 +103,7 @@ def _merge_batch(how: How, operands: Forward, batched: Forward, problem: Grouped
     return jax.vmap(lambda operands: _several(how, operands, problem=problem, **parameters), in_axes=(axes,))(operands)
 
 
-UP = Product(
+UP: Product[Activated] = Product(
     "up",
     Forward,
     result_types=_result_types,
