@@ -17,11 +17,11 @@ from jgg.primitives.partitioning import Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """What stands for an array in a product's result types."""
+    """The type of a result, which stands for the array in a product's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-class Product:
+class Product[Results]:
     """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
 
     Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
@@ -50,13 +50,13 @@ class Product:
         name: str,
         operands: Callable[..., NamedTuple],
         *,
-        result_types: Callable[..., Any],
-        plain: Callable[..., Any],
-        launch: Callable[..., Any],
+        result_types: Callable[..., Results],
+        plain: Callable[..., Results],
+        launch: Callable[..., Results],
         letters: Callable[..., Letters | None] | None = None,
-        merge_batch: Callable[..., Any] | None = None,
+        merge_batch: Callable[..., Results | None] | None = None,
         config_type: type | None = None,
-        several: Callable[..., Any] | None = None,
+        several: Callable[..., Results] | None = None,
     ):
         self.name, self.operands, self.config_type = name, operands, config_type
         self.result_types, self.plain, self.launch = result_types, plain, launch
@@ -77,7 +77,7 @@ class Product:
     def __repr__(self):
         return self.name
 
-    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Any:
+    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Results:
         """The results, as `result_types` says."""
         leaves, structure = jax.tree.flatten(operands)
         results: Any = jax.tree.structure(self.result_types(operands, **parameters))
@@ -113,7 +113,7 @@ class Product:
         return jax.tree.leaves(results)
 
     def _label(self, operand, problem=None, **_):
-        """What a profiler shows it as."""
+        """The name that a profiler shows."""
         sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
         return f"jgg.{self.name}[{sizes}]"
 
