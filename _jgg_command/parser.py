@@ -48,15 +48,6 @@ def positive_float(text: str) -> float:
     return value
 
 
-def _powers_of_two(text):
-    """Argument type: a comma list of powers of two."""
-    counts = tuple(dict.fromkeys(positive_int(part) for part in text.split(",")))
-    for count in counts:
-        if count & (count - 1):
-            raise argparse.ArgumentTypeError(f"must be powers of two, got {count}")
-    return counts
-
-
 def _file(text):
     """Argument type: the name of a file, which need not exist."""
     if os.path.basename(text) in ("", ".", ".."):
@@ -188,23 +179,6 @@ def _scale(parser):
     _add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
 
 
-def _plan(parser):
-    _add_shared(parser, layer={"help": "a layer that jgg knows (the first)"})
-    _add_shared(parser, "shapes", "tokens")
-    what = "comma list of powers of two (%(default)s)"
-    parser.add_argument("--devices", type=_powers_of_two, default="8,64,512,4096", metavar="LIST", help=what)
-    parser.add_argument("--node-size", type=positive_int, default=8, help="devices (%(default)s)")
-    for name, value, meaning in (
-        ("link-gbps", 450.0, "gigabytes a second that a device sends inside its node"),
-        ("network-gbps", 50.0, "gigabytes a second that a device sends to other nodes"),
-        ("tflops", 400.0, "TFLOP/s of a device on this layer alone, as jgg bench measures them"),
-        ("memory-gb", 141.0, "gigabytes of a device"),
-    ):
-        parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
-    _add_shared(parser, "json", out={"default": "jgg-plan"})
-
-
 def _completion(parser):
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"), help="of %(choices)s")
 
@@ -223,9 +197,6 @@ COMMANDS = {
     "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
     "scale": Command(
         "Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.", _scale
-    ),
-    "plan": Command(
-        "Estimate how an MoE layer scales to many GPUs: bytes on links, FLOPs, memory, and how to split it best.", _plan
     ),
     "completion": Command("Print a script by which a shell completes commands and options.", _completion),
 }

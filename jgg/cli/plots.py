@@ -1,4 +1,4 @@
-"""The plots of `jgg bench` and `jgg plan`; the only module of them that needs matplotlib."""
+"""The plots of `jgg bench`; its only module that needs matplotlib."""
 
 import functools
 from collections.abc import Callable
@@ -10,15 +10,10 @@ from matplotlib.figure import Figure
 from jgg.cli.bench_run import JGG, Result
 from jgg.cli.info import devices
 from jgg.core.files import replacing
-from jgg.experts.exchange import EXCHANGES
-from jgg.measuring.cost_model import FAMILIES, Cluster, best, strategies
 from jgg.measuring.peers import DENSE
-from jgg.measuring.workloads import Layer
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
 _TITLES = {"forward": "forward: y", "dx": "dX", "dw": "dW", "gather": "gather: y of x in token order"}
-_FAMILY_MARKERS = dict(zip(FAMILIES, "os^vD", strict=True))
-_MORE = {"tensor": "tensor, with anything"} | {name: f"expert by {name}, with data or fsdp" for name in EXCHANGES}
 
 
 def write_bench(result: Result, path: Path) -> None:
@@ -82,29 +77,3 @@ def _plot_roofline(result, axes):
     axes.set_title("roofline: jgg, and what a copy of x, w and y and the fastest dense product would allow")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
-
-
-def write_plan(layer: Layer, clusters: list[Cluster], path: Path) -> None:
-    """Draws efficiency and memory over the number of devices, for the fastest strategy of each family that fits."""
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    figure.suptitle(f"jgg plan: {layer.name}, {layer.tokens} tokens for each device (a model, not a measurement)")
-    efficiency, memory = figure.subplots(2, 1, sharex=True)
-    for family in FAMILIES:
-        label, fastest = _MORE.get(family, family), {}
-        for cluster in clusters:
-            found = best(layer, cluster, [s for s in strategies(layer, cluster) if s.family == family])
-            if found:
-                fastest[cluster.devices] = found[0][1]
-        # half transparent, since lines of two families may be the same
-        how = {"marker": _FAMILY_MARKERS[family], "markersize": 8, "alpha": 0.6, "label": label}
-        efficiency.plot(list(fastest), [cost.efficiency for cost in fastest.values()], **how)
-        memory.plot(list(fastest), [cost.memory / 1e9 for cost in fastest.values()], **how)
-    efficiency.set(ylabel="speed of a device, relative to one alone", ylim=(0, 1))
-    memory.set(xlabel="devices", ylabel="memory of a device, GB", ylim=(0, None), xscale="log")
-    counts = [cluster.devices for cluster in clusters]
-    memory.set_xticks(counts, labels=map(str, counts))
-    memory.minorticks_off()
-    efficiency.legend()
-    for axes in (efficiency, memory):
-        axes.grid(alpha=0.3)
-    _save(figure, path)
