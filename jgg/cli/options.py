@@ -8,10 +8,9 @@ import jax
 
 from jgg.core.gpu_target import device_target
 from jgg.launching import choice
-from jgg.measuring.workloads import Layer, load_layers
+from jgg.measuring.workloads import FP8, Layer, load_layers
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
-FP8 = "fp8"  # as --dtype of a command that takes it
 SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
@@ -34,6 +33,12 @@ def check_implementation(name: str | None) -> None:
         choice.check_implementation(name)
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def check_layout(args) -> None:
+    """Raises UsageError for a --w-layout in which nothing is quantized."""
+    if args.dtype == FP8 and args.w_layout == "ekn":
+        raise UsageError("--w-layout must be enk with --dtype fp8, got ekn, of which jgg quantizes a turned copy")
 
 
 def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:

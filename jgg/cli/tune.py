@@ -110,8 +110,7 @@ def _problems(args):
 
 def _problems_in_fp8(args):
     """Those of a layer are its forward products and, as products with K and N exchanged, its dX."""
-    if args.w_layout == "ekn":
-        raise UsageError("--w-layout must be enk with --dtype fp8, got ekn, of which jgg quantizes a turned copy")
+    options.check_layout(args)
     sizes = options.sizes(args)
     if sizes:
         flags = {name: getattr(args, name) for name in _FLAGS}

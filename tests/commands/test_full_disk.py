@@ -11,7 +11,7 @@ import pytest
 from jgg import tuning
 from jgg.cli import bench_run, demo, main, scale
 from jgg.cli.demo import train
-from jgg.measuring import peers, timing
+from jgg.measuring import timing, ways
 from jgg.measuring.strategies import Strategy
 from jgg.measuring.workloads import Layer, gemm
 from tests.support.processes import ROOT
@@ -44,7 +44,7 @@ def no_timing(monkeypatch):
     """A call takes 1 ms."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: timing.Timing(1e-3, function(arrays)))
+    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: timing.Timing(1e-3, function(arrays)))
 
 
 @pytest.mark.usefixtures("no_timing")
@@ -52,22 +52,11 @@ def no_timing(monkeypatch):
 def test_bench_prints_what_it_measured(as_json, prefix, capsys):
     options = ["--op", "forward", "--peers", "none", "--quiet", "--out", str(prefix), *["--json"] * as_json]
     assert main(["bench", *SIZES, *options]) == 1
-    output = check_errors(capsys, prefix, "json", "png")
+    output = check_errors(capsys, prefix, "json")
     if as_json:
         assert json.loads(output)["rows"][0]["measurements"]["jgg"]["milliseconds"] == 1
     else:
         assert "own gemm  32, 16, 16, 2  forward  1.00" in output
-
-
-@pytest.mark.usefixtures("no_timing")
-def test_what_can_be_written_is(prefix, capsys):
-    prefix.with_suffix(".json").rmdir()
-    options = ["--op", "forward", "--peers", "none", "--quiet", "--out", str(prefix)]
-    assert main(["bench", *SIZES, *options]) == 1
-    printed = capsys.readouterr()
-    assert printed.err == f"jgg: could not write {prefix}.png: Is a directory\n"
-    assert printed.out.endswith(f"Wrote {prefix}.json\n")
-    assert json.loads(prefix.with_suffix(".json").read_text())["rows"]
 
 
 @pytest.fixture
@@ -96,6 +85,16 @@ def trained(monkeypatch):
 def test_demo_prints_what_it_measured(prefix, capsys):
     assert main(["demo", "--quiet", "--out", str(prefix)]) == 1
     assert check_errors(capsys, prefix, "json", "png").startswith("Held out: 4.500 bits per byte after 1 steps")
+
+
+@pytest.mark.usefixtures("trained")
+def test_what_can_be_written_is(prefix, capsys):
+    prefix.with_suffix(".json").rmdir()
+    assert main(["demo", "--out", str(prefix)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"jgg: could not write {prefix}.png: Is a directory\n"
+    assert printed.out.endswith(f"Wrote {prefix}.json\n")
+    assert json.loads(prefix.with_suffix(".json").read_text())["history"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

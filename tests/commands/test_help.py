@@ -12,7 +12,7 @@ import pytest
 import jgg
 from _jgg_command import parser
 from jgg import tuning
-from jgg.cli import bench, demo, options, scale
+from jgg.cli import bench_settings, demo, scale
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.launching import choice
@@ -80,12 +80,12 @@ def test_each_command_has_a_module():
 def test_options_offer_what_jgg_has():
     dtypes = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
     gemm_in_fp8 = workloads.gemm(num_rows=1, in_features=1, out_features=1, num_experts=1, dtype=E4M3)
-    assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, options.FP8)
+    assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, workloads.FP8)
     assert option("scale", "--dtype").choices == tuple(scale.MAX_ERROR)
     assert option("bench", "--w-layout").choices == W_LAYOUTS
     assert option("bench", "--implementation").choices == choice.NAMES
     assert option("bench", "--groups").choices == workloads.GROUPS
-    assert option("bench", "--op").default == ",".join(bench.OPS)
+    assert option("bench", "--op").default == ",".join(bench_settings.OPS)
     assert f"({','.join(workloads.OPS)}; in fp8 {','.join(tuning.ops_of(gemm_in_fp8))} " in option("tune", "--op").help
     assert tuple(peers.PEERS) == parser.PEERS
     assert strategies.FAMILIES == parser.FAMILIES
