@@ -38,7 +38,7 @@ def check_implementation(name: str | None) -> None:
 def check_layout(args) -> None:
     """Raises UsageError for a --w-layout in which nothing is quantized."""
     if args.dtype == FP8 and args.w_layout == "ekn":
-        raise UsageError("--w-layout must be enk with --dtype fp8, got ekn, of which jgg quantizes a turned copy")
+        raise UsageError(f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a turned copy")
 
 
 def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
