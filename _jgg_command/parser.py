@@ -212,3 +212,8 @@ def make_parser(version: str) -> argparse.ArgumentParser:
         add_arguments(command)
         command.set_defaults(parser=command)
     return parser
+
+
+def parse(version: str, arguments: list[str]) -> argparse.Namespace:
+    """The parsed arguments; without any, as after a mistake, the process ends here, having shown help."""
+    return make_parser(version).parse_args(arguments or ["--help"])

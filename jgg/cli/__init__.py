@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import jax
 
-from _jgg_command.parser import make_parser
+from _jgg_command.parser import parse
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.core.versions import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `jgg` with `argv`, by default the process's arguments, and returns the exit code."""
-    return run(make_parser(__version__).parse_args(argv))
+    return run(parse(__version__, sys.argv[1:] if argv is None else argv))
 
 
 def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] | None = None) -> int:

@@ -47,7 +47,7 @@ def option(command, name):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], *([name, "--help"] for name in parser.COMMANDS)], ids=" ".join
+    "arguments", [[], ["--help"], ["-h"], *([name, "--help"] for name in parser.COMMANDS)], ids=" ".join
 )
 def test_help_needs_no_jax(arguments):
     done = run(*arguments)
@@ -64,12 +64,12 @@ def test_the_version_needs_no_jax():
     assert done.stdout.splitlines() == [f"jgg {jgg.__version__}", "imported:"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench", "--groups", "odd"]])
+@pytest.mark.parametrize("arguments", [["frobnicate"], ["bench", "--groups", "odd"]])
 def test_mistakes_are_told_without_jax(arguments):
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stdout == "imported:\n"
-    assert done.stderr.startswith(" ".join(["usage: jgg", *arguments[:1]])) and "Traceback" not in done.stderr
+    assert done.stderr.startswith("usage: jgg ") and "Traceback" not in done.stderr
 
 
 def test_each_command_has_a_module():

@@ -173,13 +173,14 @@ def test_citation_names_this_version():
     assert f"\nversion: {jgg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_import_starts_no_backend_and_loads_no_triton():
+def test_import_starts_no_backend_and_loads_neither_triton_nor_what_measures():
     program = """
 import sys
 import jgg
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 assert not {"triton", "jax_triton", "flax"} & sys.modules.keys()
+assert not [name for name in sys.modules if name.startswith(("jgg.measuring", "jgg.tuning"))]
 import jax
 jax.devices()
 assert xla_bridge.backends_are_initialized()  # else the check above would prove nothing
