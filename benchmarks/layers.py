@@ -65,7 +65,7 @@ class LayerRow:
         return seconds and self.problem.flops(which) / seconds / 1e12
 
     def percent_of_dense(self, which: str) -> float | None:
-        """The time of the dense products in percent of that of a pass."""
+        """The time of the dense products in percent of the time of a pass."""
         seconds = self.passes[which].seconds if which in self.passes else None
         dense = self.dense_seconds.get(which)
         return 100 * dense / seconds if dense and seconds else None
@@ -93,9 +93,9 @@ def problems_of(args) -> list[LayerProblem]:
     options.check_implementation(args.implementation)
     if sizes and sizes["out_features"] % 2:
         raise UsageError(f"--n must be even: gate and up, got {sizes['out_features']}")
-    layers = [own_layer(**sizes)] if sizes else options.layers(args)
+    layers = (own_layer(**sizes),) if sizes else options.layers(args)
     if not sizes and options.are_scaled_down(args):
-        layers = map(options.scaled_down, layers[:2])
+        layers = tuple(map(options.scaled_down, layers[:2]))
     dtype, recipe = args.dtype or options.default_dtype(), None
     if dtype == FP8:
         dtype, recipe = "bfloat16", Fp8()

@@ -84,7 +84,7 @@ def _not_right(result):
 
 
 def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
-    """By op and name, how many times as fast as `name` jgg is: geometric mean, smallest, and how many GEMMs."""
+    """How many times as fast as `name` jgg is, by op and name: geometric mean, smallest, and how many GEMMs."""
     found: dict[str, dict[str, dict]] = {}
     for op in ops:
         for name in names:

@@ -165,7 +165,7 @@ def _measure_row(row, settings, plan, peers, tell):
 
 
 def _labels(name, groups, asked):
-    """What a row calls a measurement with this kind of group sizes: jgg's own may be that of a bound, or both."""
+    """What a row calls a measurement with this kind of group sizes; jgg's own may be a bound, or both."""
     if name != JGG:
         return [name]
     labels = {asked: [JGG]}

@@ -1,4 +1,4 @@
-"""Options that commands share: what they stand for, and an error for those that do not fit."""
+"""Options that commands share: what they stand for, and an error for options that do not fit."""
 
 import dataclasses
 import importlib
@@ -51,7 +51,7 @@ def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def layers(args) -> tuple[Layer, ...]:
-    """Those that --layer names, by default all, of the file --shapes, by default those that jgg knows."""
+    """The layers that --layer names, by default all, from the file --shapes, by default the layers that jgg knows."""
     try:
         known = load_layers(args.shapes)
     except (OSError, ValueError) as error:

@@ -205,7 +205,7 @@ def _sum_of_products(y, dy, sharding):
 
 
 def _error(module, params, x, y, tokens):
-    """Of y, against the same layer on one device."""
+    """The error of y against the same layer on one device."""
     here = jax.devices()[0]
     params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
     want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
@@ -246,7 +246,7 @@ def bytes_sent(hlo: str) -> float:
 
 
 def _group_size(groups):
-    """Of {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    """The devices of a group in {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
     if groups.startswith("mesh"):
         mesh, _, names = groups.partition("] {")
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}

@@ -161,7 +161,7 @@ def test_without_a_gpu_make_leaves_nothing_that_looks_for_one(target):
 
 
 def test_jax_starts_quietly_where_no_gpu_is():
-    """As it does for a user of the environment that `make test` made."""
+    """JAX starts quietly for a user of the environment that `make test` made, too."""
     installed = [name for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt") if versions.installed(name)]
     if installed or info.has_nvidia_gpu():
         pytest.skip(f"JAX looks for a GPU here, with {installed}; `jgg info` says what to do if there is none")
