@@ -240,7 +240,7 @@ def gather() -> Facts:
 def origin() -> dict:
     """What a file of measurements says of where it is from: the command, the date, the versions and the device."""
     return {
-        "command": ["jgg", *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": dataclasses.asdict(devices()[0]),

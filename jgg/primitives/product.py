@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.export
@@ -10,8 +10,9 @@ from jax.interpreters import ad, mlir
 
 from jgg.core.gpu_target import known_target
 from jgg.core.quantized import NO_DERIVATIVES
-from jgg.launching import choice, compile_ahead
+from jgg.launching import choice
 from jgg.launching.choice import How, Launcher
+from jgg.launching.compile_ahead import AheadCompiler, Noted
 from jgg.launching.interpret import INTERPRETER_LOCK
 from jgg.primitives.partitioning import Letters, define_partitioned
 
@@ -43,7 +44,10 @@ class Product[Results]:
         None where that would copy an operand; without it, `vmap` is a loop.
       config_type: of the kernels' configuration, or None for kernels that have none.
       several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
+      ahead: compiles the kernels of all products of a program side by side.
     """
+
+    ahead: ClassVar[AheadCompiler] = AheadCompiler()
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class Product[Results]:
         """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
         if how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
-            compile_ahead.COMPILER.note(self._noted(is_local, leaves, how=how, **params))
+            self.ahead.note(self._noted(is_local, leaves, how=how, **params))
         return self._result_types(*leaves, **params)
 
     def _result_types(self, *leaves, structure, parameters, **_):
@@ -150,11 +154,11 @@ class Product[Results]:
 
     def _noted(self, is_local, operands, **params):
         own: dict[str, Hashable] = {**params, "product": self}
-        return compile_ahead.Noted.of(is_local, operands, own)
+        return Noted.of(is_local, operands, own)
 
     def _lower_beside_others(self, lower, context, *args, **params):
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
-        compile_ahead.COMPILER.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
+        self.ahead.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
         with INTERPRETER_LOCK.compiles():
             return lower(context, *args, **params)
 
