@@ -94,12 +94,17 @@ def problems_of(args) -> list[LayerProblem]:
     if sizes and sizes["out_features"] % 2:
         raise UsageError(f"--n must be even: gate and up, got {sizes['out_features']}")
     layers = (own_layer(**sizes),) if sizes else options.layers(args)
-    if not sizes and options.are_scaled_down(args):
+    if are_scaled_down(args):
         layers = tuple(map(options.scaled_down, layers[:2]))
     dtype, recipe = args.dtype or options.default_dtype(), None
     if dtype == FP8:
         dtype, recipe = "bfloat16", Fp8()
     return [LayerProblem(layer, dtype, args.w_layout, args.implementation, recipe) for layer in layers]
+
+
+def are_scaled_down(args) -> bool:
+    """Whether two layers are made smaller, for a CPU: where options name neither layers nor sizes."""
+    return options.sizes(args) is None and options.are_scaled_down(args)
 
 
 def own_layer(*, num_rows, in_features, out_features, num_experts, topk) -> Layer:
@@ -112,6 +117,8 @@ def run(args) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     problems, rows, interrupted = problems_of(args), [], False
     output, path = Output(), Path(f"{args.out}.json")
+    if are_scaled_down(args) and not args.json:
+        print(options.SCALED_DOWN)
     try:
         with progress(len(problems) * (3 + len(PASSES)), args.quiet) as tell:
             for problem in problems:

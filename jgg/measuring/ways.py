@@ -34,7 +34,7 @@ class Way:
 class Reference(Protocol):
     """What a result must be."""
 
-    def check(self, result: Any) -> Measurement:
+    def check(self, result: Any, /) -> Measurement:
         """Judges a result; the measurement has no seconds."""
         ...
 

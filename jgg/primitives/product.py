@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -44,10 +44,9 @@ class Product[Results]:
         None where that would copy an operand; without it, `vmap` is a loop.
       config_type: of the kernels' configuration, or None for kernels that have none.
       several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
-      ahead: compiles the kernels of all products of a program side by side.
     """
 
-    ahead: ClassVar[AheadCompiler] = AheadCompiler()
+    ahead = AheadCompiler()  # compiles the kernels of all products of a program side by side
 
     def __init__(
         self,

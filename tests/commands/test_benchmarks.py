@@ -186,6 +186,18 @@ def test_layers_in_fp8_are_quantized():
     assert (problem.dtype, problem.quantization) == ("bfloat16", jgg.Fp8())
 
 
+def test_layers_are_scaled_down_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    measured = []
+    monkeypatch.setattr(layers, "measure_layer", lambda row, *_: measured.append(row.problem.layer))
+    monkeypatch.setattr(layers.layers_report, "as_json", lambda *_: "{}")
+    monkeypatch.setattr(layers.Output, "write", lambda *_: None)
+    assert layers.main(["--quiet"]) == 0
+    assert [layer.tokens for layer in measured] == [256, 256]
+    assert capsys.readouterr().out.startswith("scaled down: no GPU")
+
+
 def test_other_libraries_are_beside_jgg(tmp_path, monkeypatch, capsys):
     def measure(function, arrays, *_, **__):
         return Timing(1e-3, jax.jit(function)(arrays))
