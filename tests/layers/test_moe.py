@@ -16,6 +16,7 @@ import jgg
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
 from jgg.experts.moe import moe_mlp
 from tests.support import oracle
+from tests.support.closeness import assert_close
 from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run
 
@@ -30,24 +31,12 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def assert_close(got, want, tolerance, name):
-    if want is None:
-        assert got is None, name
-        return
-    got = np.asarray(got, np.float64)
-    assert got.shape == want.shape, name
-    assert np.isfinite(got).all(), name
-    error = np.max(np.abs(got - want), initial=0) / max(np.max(np.abs(want), initial=0), 1e-30)
-    assert error <= tolerance or not np.any(want - got), f"{name}: {error:.1e}"
-
-
 def assert_right(implementation, activation="swiglu", interleaved=False, w_layout="enk", **options):
     floats, chosen, dy = make(activation, w_layout=w_layout, **options)
     y, grads = expected(floats, chosen, dy, activation, interleaved, w_layout)
     got_y, got_grads = run(floats, chosen, dy, implementation, activation, interleaved=interleaved, w_layout=w_layout)
-    assert_close(got_y, y, 1e-5, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-5, name)
+    assert_close(got_y, y)
+    assert_close(got_grads, grads, 2e-5)
 
 
 def test_every_activation_has_an_oracle():
@@ -99,9 +88,8 @@ def test_fewer_rows_than_choices(biased, w_layout, implementation):
     y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
     num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
     got_y, got_grads = run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=num_rows)
-    assert_close(got_y, y, 1e-5, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-5, name)
+    assert_close(got_y, y)
+    assert_close(got_grads, grads, 2e-5)
 
 
 def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **sizes):
@@ -116,9 +104,8 @@ def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **si
     y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
     got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16, num_rows=num_rows, w_layout=w_layout)
     assert got_y.dtype == jnp.bfloat16
-    assert_close(got_y, y, 1e-2, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-2, name)
+    assert_close(got_y, y, 1e-2)
+    assert_close(got_grads, grads, 2e-2)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
@@ -167,7 +154,7 @@ def test_parameters_of_the_clamped_swiglu():
         want, _ = expected(floats, chosen, dy, "own", False, "enk")
     finally:
         del FUNCTIONS["own"], ACTIVATIONS["own"]
-    assert_close(got, want, 1e-5, "y")
+    assert_close(got, want)
     assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
 
 

@@ -18,6 +18,8 @@ from jgg.layers import MoELayer
 from jgg.products.activate import Activate
 from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
 from tests.support import fp8
+from tests.support.closeness import distance
+from tests.support.passes import forward_and_backward
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
 RECIPES = {"e4m3": jgg.Fp8(), "e5m2": jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)}
@@ -73,17 +75,9 @@ def run(arrays, routing, recipe, **options):
     """y and the gradients, by name."""
     floats = {name: array for name, array in arrays.items() if name != "dy"} | {"topk_weights": routing.topk_weights}
 
-    @jax.jit
-    def both(floats, dy):
-        y, vjp = jax.vjp(lambda floats: forward(floats, routing, recipe, **options), floats)
-        return {"y": y, **vjp(dy)[0]}
-
-    return both(floats, arrays["dy"])
-
-
-def distance(got, want):
-    got, want = (np.asarray(array).astype(np.float64) for array in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
+    both = forward_and_backward(lambda floats: forward(floats, routing, recipe, **options))
+    y, gradients = jax.jit(both)(arrays["dy"], floats)
+    return {"y": y, **gradients}
 
 
 @IMPLEMENTATIONS

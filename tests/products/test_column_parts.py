@@ -15,6 +15,7 @@ from jgg.products import column_parts
 from jgg.products.combine import expert_order
 from tests.support.moe_oracle import DATA, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run
+from tests.support.passes import forward_and_backward
 
 FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
 
@@ -135,8 +136,8 @@ def lower_layer(tokens, hidden, features, experts, topk, **options):
     @jax.jit
     def run(arrays, indices, dy):
         routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-        y, vjp = jax.vjp(lambda arrays: moe_mlp(*arrays, routing, implementation="triton", **options), arrays)
-        return y, vjp(dy)
+        layer = lambda arrays: jgg.moe_mlp(*arrays, routing, implementation="triton", **options)  # noqa: E731
+        return forward_and_backward(layer)(dy, arrays)
 
     with jgg.target(90, 132):
         run.trace(arrays, indices, arrays[0]).lower(lowering_platforms=("cuda",))

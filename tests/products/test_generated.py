@@ -92,7 +92,7 @@ def _precision(implementation):
 def _vmapped(implementation, out_dtype, options, axes):
     configs = dict(small_configs()) if implementation in ("interpret", "triton") else {}
     options = {**dict(options), "preferred_element_type": out_dtype, "precision": _precision(implementation)}
-    function = comparison.forward_and_backward(implementation, options, configs)
+    function = comparison.passes_of_grouped_gemm(implementation, options, configs)
 
     def flat(x, w, topk_weights, bias, group_sizes, gather_indices, dy):
         y, gradients = function((x, w, topk_weights, bias), group_sizes, gather_indices, dy)
