@@ -46,8 +46,8 @@ def parametrize(*groups):
 FLOAT32, HIGHEST = ("float32", None), ("float32", "highest")
 FLOAT16, BFLOAT16 = ("float16", None), ("bfloat16", None)
 IN_EVERY_DTYPE = parametrize(
-    on("xla", FLOAT32, BFLOAT16),
-    thoroughly_on("xla", FLOAT16),
+    on("xla", FLOAT32),
+    thoroughly_on("xla", FLOAT16, BFLOAT16),
     on("interpret", FLOAT32),
     on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16),
 )

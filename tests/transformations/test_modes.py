@@ -16,6 +16,7 @@ from tests.support.transforms import (
     IMPLEMENTATIONS,
     NAMES,
     ORDER,
+    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
     differentiable,
@@ -53,7 +54,7 @@ def moe(implementation):
     return layer
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_disable_jit(implementation):
     arguments, expected = arguments_of(WITH_EVERYTHING)
     with jax.disable_jit():
@@ -93,7 +94,7 @@ def test_checkify_reports_nothing_that_is_right(implementation, batched):
 
 
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
     *floats, logits = moe_arguments()
     routing = jgg.route(logits, 2)
@@ -117,7 +118,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_checkify_reports_nothing_in_the_layer(implementation, options):
     """With its router, shared experts and losses, and their gradients."""
     layer = MoELayer(8, 5, 4, **({"topk": 2, "shared_features": 6, "use_bias": True} | options))
@@ -178,7 +179,7 @@ def test_enable_x64(axes, implementation):
     assert_close(list(outputs), expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_enable_x64_in_the_layer(implementation):
     arrays = moe_arguments()
     gradient = jax.grad(lambda arrays: jnp.sum(jnp.sin(moe(implementation)(*arrays))))
@@ -208,7 +209,7 @@ def test_cotangents_of_integers_are_float0(implementation):
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_mesh_of_one_device(implementation, axis_type):
     """Alone, under vmap and in shard_map; `jax.make_mesh` makes explicit axes unless told otherwise."""
     arguments, expected = arguments_of(WITH_EVERYTHING)
