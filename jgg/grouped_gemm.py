@@ -18,7 +18,7 @@ from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.primitives.product import Product
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
-from jgg.products.dx import DX, Dx
+from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.grouped_gemm_fp8 import multiply_quantized
 from jgg.products.plain import grouped_gemm as plain
@@ -185,7 +185,15 @@ def checked_grouped_gemm(
         return multiply_quantized(implementation, configs[0], **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     forward, dx, dw = (how._replace(config=config) for config in configs)
+    if not _is_plain(problem, how):
+        # before `_apply`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        arrays["x"] = checkpoint_name(arrays["x"], "jgg_x")
     return _apply(problem, (forward, dx, dw), **arrays)
+
+
+def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
+    """Whether a product is plain JAX, with the derivatives of that."""
+    return problem.is_empty or is_plain_jax(how.implementation)
 
 
 def _checked(
@@ -211,19 +219,18 @@ def _apply(
     gather_indices = as_indices(gather_indices)
     x, w, topk_weights, bias, gather_indices = (vary_over(axes, a) for a in (x, w, topk_weights, bias, gather_indices))
     operands = Forward(x, w, bounds, gather_indices, topk_weights, bias)
-    if problem.is_empty or is_plain_jax(hows[0].implementation):
+    if _is_plain(problem, hows[0]):
         return plain.grouped_gemm(problem, *operands)
     return _differentiable(problem, hows, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> jax.Array:
-    (y,) = FORWARD(hows[0], operands, problem=problem)
-    return y
+    return FORWARD(hows[0], operands, problem=problem)
 
 
 def _forward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward) -> tuple[jax.Array, Forward]:
-    return _differentiable(problem, hows, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+    return _differentiable(problem, hows, operands), operands
 
 
 def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
@@ -232,19 +239,19 @@ def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: j
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, *row_sums = DX(how_dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
-    (dw,) = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
+    dx, row_sums = DX(how_dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
+    dw = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
     d_topk_weights = dbias = None
     if topk_weights is not None:
-        (sums,) = row_sums
         if bias is not None:
-            sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
+            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
-            sums = sums.at[guarded(inverse_permutation(gather_indices), len(sums))].get(mode="fill", fill_value=0)
-        d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+            at = guarded(inverse_permutation(gather_indices), len(row_sums))
+            row_sums = row_sums.at[at].get(mode="fill", fill_value=0)
+        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         how = how_dw._replace(config=None)
-        (dbias,) = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
+        dbias = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
         dbias = dbias.astype(bias.dtype)
     return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
 
@@ -260,7 +267,7 @@ def bias_row_sums(
     in_group = experts < problem.num_experts
     experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
-        dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where(in_group, sums, 0)
 
@@ -268,8 +275,6 @@ def bias_row_sums(
 def _product(product: Product, config: object, implementation: str | None, **arguments: Any) -> jax.Array:
     """Checks the arguments, then computes one product of them."""
     _check_config("kernel_config", config, product)
-    if product is FORWARD and isinstance(arguments["x"], QuantizedArray):
-        return multiply_quantized(implementation, **arguments)
     problem, how, arrays = _checked(implementation, arguments)
     return _run_product(product, problem, how._replace(config=config), **arrays)
 
@@ -281,8 +286,8 @@ def _run_product(
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = product.operands(**arrays, bounds=bounds, gather_indices=as_indices(gather_indices))
-    (result,) = product(how, operands, problem=problem)
-    return result
+    result = product(how, operands, problem=problem)
+    return result.dx if isinstance(result, DxResults) else result
 
 
 def _check_config(name: str, config: object, product: Product) -> None:

@@ -25,7 +25,7 @@ from jgg.launching.choice import How
 from jgg.router.routing import Routing, sort_by_expert
 
 P = jax.P
-# Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/trials.md has others.
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; kernels/trials.md has others.
 _SPARE_SMS = 24
 
 

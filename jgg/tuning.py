@@ -13,15 +13,15 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jgg.configs.heuristic import has_rows_for_specialized, heuristic_config, specialized_config
+from jgg.configs.heuristic import heuristic_config, plain_config, trial_configs
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
-from jgg.configs.requirements import shared_memory, specialized_step, why_not_specialized
-from jgg.configs.tuned_configs import Entry, merge, parse, user_file
+from jgg.configs.requirements import shared_memory
+from jgg.configs.tuned_files import Entry, merge, parse, user_file
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.core.quantized import E4M3
+from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.core.versions import __version__
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
@@ -29,7 +29,7 @@ from jgg.measuring.workloads import OPS, gemm, operands
 _logger = logging.getLogger("jgg")
 
 # Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
-# docs/trials.md has what each was seen to do.
+# kernels/trials.md has what each was seen to do.
 _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),
@@ -47,8 +47,8 @@ _TILES_FP8 = (
     (64, 128, 4, 4, 1),
     (64, 128, 4, 2, 2),
 )
-# Beside the warp-specialized kernel few others are worth a trial.
-_TILES_BESIDE_SPECIALIZED = ((128, 128, 4, 3, 2),)
+# Beside a kernel for one generation of GPUs few tiles of the plain one are worth a trial.
+_TILES_BESIDE = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 
 
@@ -83,8 +83,9 @@ def tune(
       num_experts: E.
       topk: k, experts per token.
       ops: any of "forward", "dx", "dw"; by default all.
-      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`. In float8_e4m3fn, that of quantized x and w,
-        only "forward" of "enk" is tuned: dX is the forward product with K and N exchanged, and dW is not made in FP8.
+      dtype, w_layout, permute_x, permute_y: as in `grouped_gemm`. float8_e4m3fn stands for quantized x and w: only
+        "forward" with "enk" is tuned, because dX is the forward product with K and N exchanged, and dW is not made in
+        FP8.
       weighted, biased: whether topk_weights and bias are used.
       out: output file; by default $JGG_TUNED, else tuned.json in the platform's cache folder. jgg reads this default
         file automatically; it reads another only when $JGG_TUNED names it.
@@ -102,8 +103,8 @@ def tune(
         "topk": topk,
     }  # fmt: skip
     flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
-    dtype = as_dtype("dtype", dtype, (*DTYPES, E4M3))
-    check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == E4M3 else W_LAYOUTS)
+    dtype = as_dtype("dtype", dtype, (*DTYPES, QUANTIZED_DTYPE))
+    check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == QUANTIZED_DTYPE else W_LAYOUTS)
     problem = gemm(
         dtype=dtype, w_layout=w_layout,
         **{name: as_int(name, size, least=1) for name, size in sizes.items()},
@@ -117,9 +118,9 @@ def tune(
 
 
 def output_file(named: str | Path | None) -> Path:
-    """The file that results go into: the one named, else the user's.
+    """The file that results go into: the one named, else the user's. Checked before anything is measured.
 
-    Raises: ValueError: there is none, it is damaged or cannot be written, which one had better know before measuring.
+    Raises: ValueError: there is none, it is damaged or cannot be written.
     """
     path = Path(named) if named else user_file()
     if path is None:
@@ -136,7 +137,7 @@ def output_file(named: str | Path | None) -> Path:
 
 def ops_of(problem: GroupedGemmProblem) -> tuple[str, ...]:
     """The products of a problem that can be tuned."""
-    return OPS[:1] if problem.is_fp8 else OPS
+    return OPS[:1] if problem.is_quantized else OPS
 
 
 def _names_of_ops(ops: Iterable[str], problem: GroupedGemmProblem) -> tuple[str, ...]:
@@ -155,10 +156,10 @@ def tune_op(
 ) -> Entry:  # fmt: skip
     """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
 
-    Where the file cannot be written, the search goes on, and its end tries once more and raises OSError.
+    If the file cannot be written, the search goes on. At its end it tries once more and raises OSError.
 
     Args:
-      implementation: "interpret" runs the search without a GPU; its entries serve none.
+      implementation: "interpret" runs the search without a GPU; no GPU uses the entries that it writes.
       report: called with each trial.
       lock: held while the GPU or the file is used, so that several processes can search at once.
     """
@@ -197,19 +198,14 @@ def tune_op(
 
 
 def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
-    """The heuristic's configuration and tiles of other shapes, without those that cannot be right or fast."""
+    """The heuristic's configuration, and others whose tiles fit the device and are not too large for the problem."""
     kind = CONFIG_TYPES[op]
-    chosen, base = (heuristic_config(kind, problem, target, may_specialize) for may_specialize in (True, False))
-    configs = [chosen]
-    tiles = _TILES_FP8 if problem.is_fp8 else _TILES
-    if why_not_specialized(kind, problem, target) is None and has_rows_for_specialized(problem):
-        tiles = () if problem.is_fp8 else _TILES_BESIDE_SPECIALIZED
-        num_columns = kind.sizes(problem).columns
-        for columns in (256,) if problem.is_fp8 else (256, 128):
-            if columns == 256 or num_columns % 256 or num_columns <= 512:
-                config = specialized_config(kind, problem.w_layout, columns, specialized_step(problem))
-                configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))
-    configs.append(base)
+    chosen, base = heuristic_config(kind, problem, target), plain_config(kind, problem, target)
+    trials = trial_configs(kind, problem, target)
+    configs = [chosen, *(dataclasses.replace(config, fuse_gather=chosen.fuse_gather) for config in trials), base]
+    tiles = _TILES_FP8 if problem.is_quantized else _TILES
+    if trials:
+        tiles = () if problem.is_quantized else _TILES_BESIDE
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
         tile = Tile(rows, columns, base.tile(problem.w_layout).step)
         options = {"num_warps": num_warps, "num_stages": num_stages, "programs_per_sm": programs_per_sm}
@@ -220,7 +216,7 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
 
 
 def second_candidates(op: str, problem: GroupedGemmProblem, best: KernelConfig) -> Iterator[KernelConfig]:
-    """The best so far with another order of tiles, and with rows gathered the other way."""
+    """The best configuration so far with other bands, and with rows gathered the other way."""
     for band in _BANDS:
         yield dataclasses.replace(best, band=band)
     gathers = {"forward": problem.permute_x, "dx": problem.permute_y, "dw": problem.permute_x or problem.permute_y}

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import jax
 
-from jgg.configs import tuned_configs
-from jgg.configs.requirements import SPECIALIZED_COMPUTE_CAPABILITY
+from jgg.configs import tuned_files
+from jgg.configs.requirements import KERNEL_REQUIREMENTS
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
-from jgg.core.versions import REQUIREMENTS, WARP_SPECIALIZED, __version__, installed, numbers, satisfies, unlike
+from jgg.core.versions import REQUIREMENTS, __version__, installed, numbers, satisfies, unlike
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
 # JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.
@@ -122,9 +122,10 @@ def _choose(facts: Facts) -> tuple[str, str, str | None]:
     if missing:
         requirements = " ".join(f"'{name}{REQUIREMENTS[name]}'" for name in missing)
         return "xla", f"{' and '.join(missing)} not installed", f"pip install {requirements}"
-    other = unlike(WARP_SPECIALIZED, facts.versions)
-    if other and numbers(capability) == divmod(SPECIALIZED_COMPUTE_CAPABILITY, 10):
-        has += f"; without the warp-specialized kernels, the fastest: {other}"
+    for kernel, asked in KERNEL_REQUIREMENTS.items():
+        other = unlike(asked.versions, facts.versions)
+        if other and numbers(capability) in [divmod(each, 10) for each in asked.compute_capabilities or ()]:
+            has += f"; without the {kernel} kernels, the fastest: {other}"
     return "triton", has, None
 
 
@@ -224,7 +225,7 @@ def gather() -> Facts:
         found, backend_error = devices(), None
     except (RuntimeError, AssertionError) as error:
         found, backend_error = (), str(error) or "no backend starts"
-    paths = tuned_configs.user_file(), *tuned_configs.shipped_files()
+    paths = tuned_files.user_file(), *tuned_files.shipped_files()
     return Facts(
         system=platform.system(),
         versions=versions(),
@@ -271,7 +272,7 @@ def _cuda_device(device):
 
 def _tuned_file(path):
     try:
-        entries = tuned_configs.parse(path)
+        entries = tuned_files.parse(path)
     except ValueError as error:
         return TunedFile(str(path), damage=str(error))
     names = [(entry.device, "{}.{}".format(*divmod(entry.compute_capability, 10))) for entry in entries]

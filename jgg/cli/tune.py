@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jgg.cli import options
 from jgg.cli.console import progress
 from jgg.cli.options import UsageError
-from jgg.configs.tuned_configs import Entry
+from jgg.configs.tuned_files import Entry
 from jgg.core.gpu_target import device_target
 from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
 from jgg.core.quantized import E4M3

@@ -1,4 +1,7 @@
-"""The heuristic that chooses a kernel's configuration for any problem and device."""
+"""The heuristic: which kernel to run for any problem and device, with which configuration.
+
+The kernels for one generation of GPUs come first, with the tables `_CHOICES` and `_TRIALS`; the plain kernel follows.
+"""
 
 import dataclasses
 
@@ -6,28 +9,97 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
-from jgg.configs.requirements import can_run, max_columns, specialized_step
+from jgg.configs.requirements import can_run, shared_memory, tiles_of
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK
 
 
-def heuristic_config(
-    kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target, may_specialize: bool = True
-) -> KernelConfig:
+def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """A configuration of the type `kind` for a problem on a device.
+
+    It is for the kernel of the device's generation, if that can run and is expected to be the fastest, else for the
+    plain kernel.
+    """
+    for choose in _CHOICES.values():
+        config = choose(kind, problem)
+        if config is not None and can_run(problem, target, config):
+            return config
+    return plain_config(kind, problem, target)
+
+
+def trial_configs(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
+    """The configurations that `jgg tune` tries of a kernel for the device's generation; none if no such can run."""
+    configs = [config for trials in _TRIALS.values() for config in trials(kind, problem)]
+    return [config for config in configs if can_run(problem, target, config)]
+
+
+def hopper_config(kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64) -> KernelConfig:
+    """A configuration of the hopper kernel, with output tiles of `columns` columns."""
+    tile = Tile(256, columns, step)
+    return kind.of_tile(tile, w_layout, kernel="hopper", num_stages={256: 4, 128: 6}[columns])
+
+
+def _hopper_configs(kind, problem):
+    """A configuration for each tile of the hopper kernel, the widest first."""
+    tiles = tiles_of("hopper", kind, problem)
+    return [hopper_config(kind, problem.w_layout, tile.columns, tile.step) for tile in tiles]
+
+
+def _choose_hopper(kind, problem):
+    """The hopper kernel's configuration, or None if groups have too few rows, or operands features, to fill its tiles.
+
+    - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
+      does if rows of the other operand are short. Otherwise it is faster to copy the rows into expert order first.
+    - Where forward and dX gather, the band is narrow: the next column of tiles gathers the same rows soon after.
+    - FP8 products run in this kernel at all sizes, with a wide band, and gather if there are few columns of tiles.
+    """
+    rows, columns, _ = kind.sizes(problem)
+    fills_tiles = _has_rows_for_hopper(problem) and columns > 128 and (kind is not KernelConfigDW or rows > 128)
+    if not (problem.is_quantized or fills_tiles):
+        return None
+    gathers = _gathers_in_hopper(kind, problem)
+    band = 2 if gathers and not problem.is_quantized and kind is not KernelConfigDW else 8
+    return dataclasses.replace(_hopper_configs(kind, problem)[0], fuse_gather=gathers, band=band)
+
+
+def _hopper_trials(kind, problem):
+    """Configurations with the widest tile and, for few columns or a number that 256 does not divide, narrower ones."""
+    if not _has_rows_for_hopper(problem):
+        return []
+    num_columns = kind.sizes(problem).columns
+    widest, *narrower = _hopper_configs(kind, problem)
+    return [widest, *(narrower if num_columns % 256 or num_columns <= 512 else [])]
+
+
+def _has_rows_for_hopper(problem):
+    """Whether groups have more rows, on average, than one warpgroup multiplies."""
+    return problem.rows_of_groups > 64 * problem.num_experts
+
+
+def _gathers_in_hopper(kind, problem):
+    if kind is KernelConfigDW:  # a copy takes long beside the product of each row with one of few features
+        other = problem.out_features if problem.permute_x else problem.in_features
+        return (problem.permute_x or problem.permute_y) and other <= 2048
+    _, columns, reduced = kind.sizes(problem)
+    is_permuted = problem.permute_x if kind is KernelConfigForward else problem.permute_y
+    return is_permuted and (problem.is_quantized or reduced >= 1024) and _is_narrow(columns)
+
+
+# For each kernel of one generation of GPUs, functions of (kind, problem): the configuration to choose, or None; and
+# the list of those that `jgg tune` tries.
+_CHOICES = {"hopper": _choose_hopper}
+_TRIALS = {"hopper": _hopper_trials}
+
+
+def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
+    """A configuration of the plain kernel, which runs on every GPU.
 
     Rules, chosen so that no kernel spills registers:
 
-    - The warp-specialized kernel is the fastest for most, where it can run and groups are large enough to fill its
-      tiles. `may_specialize=False` leaves it out. It gathers rows as it loads them where each of its tiles takes many
-      steps and there are few columns of tiles, and for dW where rows of the other operand are short; elsewhere a
-      copy first is faster. Rows that forward and dX gather they had better gather again for the next column soon: in a
-      narrow band.
-    - In FP8 it is for all where it can run, with a wide band, and gathers as it loads where there are few columns of
-      tiles. Elsewhere a tile's products of a step take registers beside its sums, so it is no wider than 128 columns.
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
+    - In FP8 a tile's products of a step take registers beside its sums, so it is no wider than 128 columns.
     - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
     - float32 takes twice the shared memory, so half the step; a device with less of it gets fewer stages.
     - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. With 16 rows loading
@@ -37,47 +109,11 @@ def heuristic_config(
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
-    if may_specialize and (problem.is_fp8 or _fills_specialized_tiles(kind, problem)):
-        gathers = _gathers_in_specialized(kind, problem)
-        specialized = dataclasses.replace(
-            specialized_config(kind, problem.w_layout, max_columns(kind, problem), specialized_step(problem)),
-            fuse_gather=gathers,
-            band=2 if gathers and not problem.is_fp8 and kind is not KernelConfigDW else 8,
-        )
-        if can_run(problem, target, specialized):
-            return specialized
     if problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST:
         config = _choose_ieee_float32(kind, problem, target)
     else:
         config = _choose_dw(problem, target) if kind is KernelConfigDW else _choose_by_rows(kind, problem, target)
     return _fitted(problem, target, config)
-
-
-def specialized_config(
-    kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64
-) -> KernelConfig:  # fmt: skip
-    """A configuration of the warp-specialized kernel, with output tiles of that many columns."""
-    tile = Tile(256, columns, step)
-    return kind.of_tile(tile, w_layout, warp_specialized=True, num_stages={256: 4, 128: 6}[columns])
-
-
-def has_rows_for_specialized(problem: GroupedGemmProblem) -> bool:
-    """Whether groups have more rows, on average, than one warpgroup multiplies."""
-    return problem.rows_of_groups > 64 * problem.num_experts
-
-
-def _fills_specialized_tiles(kind, problem):
-    rows, columns, _ = kind.sizes(problem)
-    return has_rows_for_specialized(problem) and columns > 128 and (kind is not KernelConfigDW or rows > 128)
-
-
-def _gathers_in_specialized(kind, problem):
-    if kind is KernelConfigDW:  # a copy takes long beside the product of each row with one of few features
-        other = problem.out_features if problem.permute_x else problem.in_features
-        return (problem.permute_x or problem.permute_y) and other <= 2048
-    _, columns, reduced = kind.sizes(problem)
-    is_permuted = problem.permute_x if kind is KernelConfigForward else problem.permute_y
-    return is_permuted and (problem.is_fp8 or reduced >= 1024) and _is_narrow(columns)
 
 
 def _is_narrow(columns):
@@ -86,7 +122,7 @@ def _is_narrow(columns):
 
 
 def _choose_by_rows(kind, problem, target):
-    """Of the forward or the dX kernel."""
+    """A configuration of the forward or the dX kernel."""
     _, num_columns, _ = kind.sizes(problem)
     fusing = {"fuse_gather": not target.has_tma}
     has_heavy_epilogue = kind is KernelConfigDX and problem.has_topk_weights
@@ -137,8 +173,8 @@ def _choose_ieee_float32(kind, problem, target):
 
 
 def _fitted(problem, target, config):
-    """The configuration with tiles half as wide, and only then with fewer stages, while it takes too much memory."""
-    while not can_run(problem, target, config) and config.num_stages > 1:
+    """The configuration, made to fit shared memory: its tile's longer side is halved down to 64, then stages go."""
+    while shared_memory(problem, target, config) > target.shared_memory and config.num_stages > 1:
         tile = config.tile(problem.w_layout)
         longest = "columns" if tile.columns >= tile.rows else "rows"
         if (length := getattr(tile, longest)) > 64:
@@ -149,7 +185,7 @@ def _fitted(problem, target, config):
 
 
 def _block_rows(problem, largest):
-    """Rows of a tile: no more than the next power of two of an even share."""
+    """Rows of a tile: a power of two that is no more than an expert's even share of rows needs."""
     share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, max(16, 1 << (share - 1).bit_length()))
 
@@ -159,7 +195,7 @@ def _has_wide_tiles(problem, target):
 
 
 def _step(problem):
-    if problem.is_fp8:
+    if problem.is_quantized:
         return BLOCK
     return 64 if problem.dtype.itemsize == 2 and problem.rows_are_aligned else 32
 

@@ -1,11 +1,14 @@
-"""Configurations of the three products' kernels: tile sizes and TMA switches."""
+"""Configurations of the three products: which kernel runs, its tile sizes and its TMA switches."""
 
 import dataclasses
+import functools
+import warnings
 from typing import Any, ClassVar, NamedTuple, Self
 
-from jgg.core.arguments import as_flag, as_int
+from jgg.core.arguments import as_flag, as_int, check_one_of
 from jgg.core.problem import GroupedGemmProblem
 
+KERNELS = ("plain", "hopper")
 _BLOCK = "a power of two of at least 16"
 
 
@@ -19,19 +22,20 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _KernelConfig:
-    """What the three kernels' configurations share.
+    """The fields that the configurations of the three products share.
 
     Args:
       block_m, block_n, block_k: tile sizes along M, N and K, powers of two of at least 16. The kernel's output tile
         has two of them, its main loop steps by the third.
       num_warps: warps of a program, 4 or 8.
-      num_stages: blocks of each operand in flight in shared memory.
+      num_stages: blocks of each operand that are in shared memory at once.
       band: row tiles processed for one column of tiles before the next column (L2 swizzle); a larger band reuses
         weights more.
       programs_per_sm: persistent programs for each multiprocessor.
-      warp_specialized: run the kernel of `jgg.kernels.hopper`, with output tiles of [256, 128] or [256, 256] and
-        steps of 64, where `jgg.configs.requirements` says that it can; elsewhere the heuristic chooses. It loads by
-        TMA what it does not gather, leaves scatter to a copy, and uses neither num_warps nor programs_per_sm.
+      kernel: "plain", the Triton kernel of every GPU, or "hopper", the warp-specialized kernel of H100 and H200
+        (`jgg.kernels.hopper`). "hopper" has output tiles of [256, 128] or [256, 256] and steps of 64, loads by TMA
+        what it does not gather, leaves scatter to a copy, and uses neither num_warps nor programs_per_sm. Where it
+        cannot run (`jgg.configs.requirements` says why), the heuristic chooses a configuration instead.
     """
 
     op: ClassVar[str]  # the product's name in files and commands
@@ -44,13 +48,15 @@ class _KernelConfig:
     num_stages: int = 4
     band: int = 8
     programs_per_sm: int = 1
-    warp_specialized: bool = False
+    kernel: str = "plain"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if field.type is bool:
                 value = as_flag(name, value)
+            elif name == "kernel":
+                check_one_of(name, value, KERNELS)
             elif name.startswith("block_"):
                 value = as_int(name, value, least=16, expected=_BLOCK)
                 if value & (value - 1):
@@ -60,6 +66,11 @@ class _KernelConfig:
             object.__setattr__(self, name, value)
         if self.num_warps not in (4, 8):
             raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}.")
+
+    @property
+    def warp_specialized(self) -> bool:
+        """Whether the kernel is "hopper". Deprecated: use `kernel`."""
+        return self.kernel == "hopper"
 
     @classmethod
     def blocks(cls, w_layout: str) -> tuple[str, str, str]:
@@ -76,20 +87,45 @@ class _KernelConfig:
 
     @classmethod
     def of_tile(cls, tile: Tile, w_layout: str, **options: Any) -> Self:
-        """A configuration with that tile."""
+        """A configuration with the given tile."""
         blocks: dict[str, Any] = dict(zip(cls.blocks(w_layout), tile, strict=True))
         return cls(**blocks, **options)
 
     def tile(self, w_layout: str) -> Tile:
-        """Its tile."""
+        """The output tile and the step that the blocks are."""
         return Tile(*(getattr(self, block) for block in self.blocks(w_layout)))
 
     def with_tile(self, tile: Tile, w_layout: str, **changes: Any) -> Self:
-        """The same with another tile, and other changes."""
+        """This configuration with another tile, and with the other changes."""
         blocks: dict[str, Any] = dict(zip(self.blocks(w_layout), tile, strict=True))
         return dataclasses.replace(self, **blocks, **changes)
 
 
+def kernel_of_flag(warp_specialized: bool) -> str:
+    """The kernel that `warp_specialized` stands for."""
+    return "hopper" if as_flag("warp_specialized", warp_specialized) else "plain"
+
+
+def _takes_warp_specialized[Kind: _KernelConfig](kind: type[Kind]) -> type[Kind]:
+    """Lets a type of configuration take `warp_specialized`, the field that `kernel` replaced, with a warning."""
+    initialize: Any = kind.__init__
+
+    @functools.wraps(initialize)
+    def init(self: Any, *fields: Any, warp_specialized: bool | None = None, **named_fields: Any) -> None:
+        if warp_specialized is not None:
+            named_fields["kernel"] = kernel_of_flag(warp_specialized)
+            warnings.warn(
+                f'warp_specialized is deprecated: use kernel="{named_fields["kernel"]}".',
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        initialize(self, *fields, **named_fields)
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigForward(_KernelConfig):
     """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
@@ -113,6 +149,7 @@ class KernelConfigForward(_KernelConfig):
     fuse_scatter: bool = True
 
 
+@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigDX(_KernelConfig):
     """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
@@ -132,6 +169,7 @@ class KernelConfigDX(_KernelConfig):
     fuse_gather: bool = True
 
 
+@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigDW(_KernelConfig):
     """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.
@@ -139,7 +177,7 @@ class KernelConfigDW(_KernelConfig):
     Args:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
       fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
-        by topk_weights is copied all the same, and so is dy in the warp-specialized kernel if x is gathered.
+        by topk_weights is copied all the same, and so is dy with kernel "hopper" if x is gathered.
     """
 
     op = "dw"

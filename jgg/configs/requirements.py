@@ -1,78 +1,70 @@
-"""What a kernel's configuration asks of a device: instructions, registers and shared memory, before it is compiled."""
+"""What each kernel asks of a problem, a GPU and the installed packages, known before it is compiled.
+
+`KERNEL_REQUIREMENTS` is the table, a row for each kernel. The functions below it answer by a kernel's row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDX, KernelConfigForward
+from jgg.configs.kernel_configs import KernelConfig, KernelConfigDX, KernelConfigForward, Tile
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 
-SPECIALIZED_COMPUTE_CAPABILITY = 90  # the only one with wgmma instructions
 FP8_COMPUTE_CAPABILITY = 89  # the least that multiplies in FP8, and converts to it
 _BARRIERS = 256  # bytes, more than any kernel's
-_HANDED_OVER = 256  # bytes of arguments, more than the warp-specialized kernel's warps get
+_HANDED_OVER = 256  # bytes of arguments, more than the hopper kernel's warps get
 _PART = 128  # bytes of each thread, at most, that go through shared memory at once where a tile is stored in parts
 
 
-def can_run(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> bool:
-    """Whether a device has the instructions, registers and shared memory for the kernel of a configuration."""
-    if config.warp_specialized:
-        kind = type(config)
-        too_wide = config.tile(problem.w_layout).columns > max_columns(kind, problem)
-        if too_wide or why_not_specialized(kind, problem, target) is not None:
-            return False
-    return shared_memory(problem, target, config) <= target.shared_memory
+@dataclasses.dataclass(frozen=True)
+class Requirements:
+    """What a kernel asks for.
+
+    Attributes:
+      compute_capabilities: the GPUs that have its instructions; None for every GPU that jgg supports.
+      versions: for a package, how the versions that compile it begin; {} if all do that jgg supports.
+      conditions: functions of (kind, problem, target) that must be true; the key says what is wrong if one is not.
+      tiles: function of (kind, problem) that gives the output tiles that the kernel has, the widest first; () if it
+        has tiles of any size.
+      shared_memory: function of (problem, target, config) that gives the most bytes a program takes.
+    """
+
+    compute_capabilities: tuple[int, ...] | None
+    versions: Mapping[str, tuple[str, ...]]
+    conditions: Mapping[str, Callable[[type[KernelConfig], GroupedGemmProblem, Target], bool]]
+    tiles: Callable[[type[KernelConfig], GroupedGemmProblem], tuple[Tile, ...]]
+    shared_memory: Callable[[GroupedGemmProblem, Target, KernelConfig], int]
 
 
-def max_columns(kind: type[KernelConfig], problem: GroupedGemmProblem) -> int:
-    """Columns of the warp-specialized kernel's widest tile: a warpgroup holds a finished one beside the next."""
-    return 128 if kind is KernelConfigForward and problem.out_dtype.itemsize == 4 else 256
+def _hopper_tiles(kind, problem):
+    """Tiles of 256 rows, which two multiprocessors share, in steps of 128 bytes."""
+    widths: tuple[int, ...] = (256, 128)
+    if problem.is_quantized:
+        widths = (256,)
+    elif kind is KernelConfigForward and problem.out_dtype.itemsize == 4:
+        widths = (128,)  # a warpgroup holds a finished tile beside the next one
+    return tuple(Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths)
 
 
-def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> str | None:
-    """Why `jgg.kernels.hopper` cannot compute the product that a type of configuration is of, or None if it can."""
-    if target.compute_capability != SPECIALIZED_COMPUTE_CAPABILITY:
-        return "they are for compute capability 9.0"
-    if target.is_interpreted:
-        return "Triton's interpreter does not run Gluon"
-    if problem.dtype.itemsize > 2:
-        return "they multiply floats of 16 and 8 bits"
-    if problem.is_fp8 and problem.out_dtype.itemsize != 2:
-        return "they store products of 8-bit floats in 16 bits"
-    if not problem.rows_are_aligned:
-        return "rows of K and of N elements must be multiples of 16 bytes"
-    if kind is KernelConfigDX and problem.has_topk_weights:
-        return "the gradient of topk_weights is another kernel's epilogue"
-    other = unlike(WARP_SPECIALIZED)
-    if other:
-        warn_once(f"The warp-specialized kernels are not used, others are: {other}")
-    return other
+def _hopper_shared_memory(problem, target, config):
+    """The ring of blocks and a part of the tile that is being stored, of the half tile that a multiprocessor has."""
+    rows, columns, step = config.tile(problem.w_layout)
+    ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
+    parts = 2 if problem.is_quantized else 4
+    return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // parts * _result_size(problem, config)
 
 
-def specialized_step(problem: GroupedGemmProblem) -> int:
-    """The warp-specialized kernel's step along the reduced axis: 128 bytes."""
-    return 128 // problem.dtype.itemsize
+def _plain_shared_memory(problem, target, config):
+    """An upper bound on what Triton 3.9 compiles the kernel to.
 
-
-def why_not_fp8(problem: GroupedGemmProblem, target: Target) -> str | None:
-    """Why no kernel multiplies x and w of a forward product in FP8, or None if one can."""
-    if target.compute_capability < FP8_COMPUTE_CAPABILITY:
-        return "kernels multiply in FP8 from compute capability 8.9 on"
-    return "rows of K elements must be multiples of 16 bytes" if problem.in_features % 16 else None
-
-
-def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
-    """Bytes of shared memory that the kernel of a product takes, at most, as Triton 3.9 compiles it.
-
-    The warp-specialized kernel takes just that. Plain ones take less where few steps make a tile, where rows cannot be
-    loaded ahead, or where Triton finds a better way to turn a tile for its store.
+    The kernel takes less where few steps make a tile, where rows cannot be loaded ahead, or where Triton finds a better
+    way to turn a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)
-    if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a part of the tile to be stored
-        ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
-        parts = 2 if problem.is_fp8 else 4
-        return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // parts * _result_size(problem, config)
     stage = (rows + columns) * step * problem.dtype.itemsize
     return _BARRIERS + _num_stages(problem, target, config) * stage + _store(problem, target, config, rows * columns)
 
@@ -88,7 +80,7 @@ def _num_stages(problem, target, config):
 
 
 def _store(problem, target, config, elements):
-    """The buffer in which a tile is turned, so that neighbouring threads store neighbouring elements."""
+    """Bytes of the buffer in which a tile is turned, so that neighbouring threads store neighbouring elements."""
     size = _result_size(problem, config)
     is_summed = isinstance(config, KernelConfigDX) and problem.has_topk_weights  # with x, in float32
     if is_summed and not _multiplies_from_shared_memory(target):
@@ -106,3 +98,96 @@ def _result_size(problem, config):
 def _multiplies_from_shared_memory(target):
     """Whether tensor cores read operands there rather than from registers."""
     return 90 <= target.compute_capability < 120
+
+
+KERNEL_REQUIREMENTS = {
+    "plain": Requirements(
+        compute_capabilities=None,
+        versions={},
+        conditions={
+            "kernels multiply in FP8 from compute capability 8.9 on": lambda kind, problem, target: (
+                not problem.is_quantized or target.compute_capability >= FP8_COMPUTE_CAPABILITY
+            ),
+            "rows of K elements must be multiples of 16 bytes": lambda kind, problem, target: (
+                not problem.is_quantized or problem.in_features % 16 == 0
+            ),
+        },
+        tiles=lambda kind, problem: (),
+        shared_memory=_plain_shared_memory,
+    ),
+    "hopper": Requirements(
+        compute_capabilities=(90,),  # the only one with wgmma instructions
+        versions=WARP_SPECIALIZED,
+        conditions={
+            "Triton's interpreter does not run Gluon": lambda kind, problem, target: not target.is_interpreted,
+            "they multiply floats of 16 and 8 bits": lambda kind, problem, target: problem.dtype.itemsize <= 2,
+            "they store products of 8-bit floats in 16 bits": lambda kind, problem, target: (
+                not problem.is_quantized or problem.out_dtype.itemsize == 2
+            ),
+            "rows of K and of N elements must be multiples of 16 bytes": lambda kind, problem, target: (
+                problem.rows_are_aligned
+            ),
+            "the gradient of topk_weights is another kernel's epilogue": lambda kind, problem, target: (
+                kind is not KernelConfigDX or not problem.has_topk_weights
+            ),
+        },
+        tiles=_hopper_tiles,
+        shared_memory=_hopper_shared_memory,
+    ),
+}
+
+
+def why_not(kernel: str, kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> str | None:
+    """Why a kernel cannot compute the product that a type of configuration is for, or None if it can."""
+    asked = KERNEL_REQUIREMENTS[kernel]
+    if asked.compute_capabilities is not None and target.compute_capability not in asked.compute_capabilities:
+        return f"they are for compute capability {' and '.join(str(each / 10) for each in asked.compute_capabilities)}"
+    for reason, is_met in asked.conditions.items():
+        if not is_met(kind, problem, target):
+            return reason
+    other = unlike(asked.versions)
+    if other:
+        warn_once(f"The warp-specialized kernels are not used, others are: {other}")
+    return other
+
+
+def why_not_quantized(problem: GroupedGemmProblem, target: Target) -> str | None:
+    """Why no kernel multiplies x and w of a forward product in FP8, or None if one can."""
+    # the plain kernel asks for least
+    return why_not("plain", KernelConfigForward, problem, target)
+
+
+def can_run(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> bool:
+    """Whether the kernel of a configuration can compute a problem, has its tile, and fits into shared memory."""
+    kind = type(config)
+    if why_not(config.kernel, kind, problem, target) is not None:
+        return False
+    tiles = tiles_of(config.kernel, kind, problem)
+    if tiles and config.tile(problem.w_layout) not in tiles:
+        return False
+    return shared_memory(problem, target, config) <= target.shared_memory
+
+
+def tiles_of(kernel: str, kind: type[KernelConfig], problem: GroupedGemmProblem) -> tuple[Tile, ...]:
+    """The output tiles that a kernel has for a problem, the widest first; () if it has tiles of any size."""
+    return KERNEL_REQUIREMENTS[kernel].tiles(kind, problem)
+
+
+def checked_tile(problem: GroupedGemmProblem, config: KernelConfig) -> Tile:
+    """The tile of a configuration.
+
+    Raises: ValueError: its kernel has no such tile.
+    """
+    tile, tiles = config.tile(problem.w_layout), tiles_of(config.kernel, type(config), problem)
+    if tiles and tile not in tiles:
+        names, expected = ", ".join(config.blocks(problem.w_layout)), " or ".join(str(tuple(each)) for each in tiles)
+        raise ValueError(
+            f"{names} of {config.op} with kernel={config.kernel!r}, x in {problem.dtype} and a result in "
+            f"{problem.out_dtype} must be {expected}, got {tuple(tile)}."
+        )
+    return tile
+
+
+def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
+    """Bytes of shared memory that a configuration's kernel takes, at most, as Triton 3.9 compiles it."""
+    return KERNEL_REQUIREMENTS[config.kernel].shared_memory(problem, target, config)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jgg.activations import Activation
 from jgg.core.arguments import as_dtype, as_flag, as_int, as_precision, check, check_integers, check_one_of, check_rank
+from jgg.core.quantized import QUANTIZED_DTYPE
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
@@ -27,7 +28,7 @@ class GroupedGemmProblem:
       in_features: K.
       out_features: N.
       topk: k, rows of each token in token order.
-      dtype: of x, w and dy; that of FP8 values if x and w are quantized.
+      dtype: of x, w and dy; QUANTIZED_DTYPE if x and w are quantized.
       out_dtype: of y.
       w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
       permute_x: x is [T, K] in token order.
@@ -96,9 +97,14 @@ class GroupedGemmProblem:
         return any(map(jax.export.is_symbolic_dim, sizes))
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether x and w are of 8 bits, with scales."""
         return self.dtype.itemsize == 1
+
+    @property
+    def quantized(self) -> Self:
+        """The problem of the same operands quantized, where w lies along the reduced axis."""
+        return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk")
 
     @property
     def rows_are_aligned(self) -> bool:

@@ -1,6 +1,5 @@
 """`grouped_gemm` of operands that are both quantized."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,11 +9,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.core.arguments import as_arrays, check_instance
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.problem import GroupedGemmProblem, check_problem
-from jgg.core.quantized import BLOCK, E4M3, QuantizedArray, check_blocks
+from jgg.core.quantized import BLOCK, QuantizedArray, check_blocks
 from jgg.core.schedule import as_indices, group_bounds
 from jgg.launching.choice import How, how_of
-from jgg.products.forward import Forward
-from jgg.products.forward_fp8 import FORWARD_FP8
+from jgg.products.forward import FORWARD, Forward
 
 
 def multiply_quantized(
@@ -43,7 +41,7 @@ def multiply_quantized(
     check_blocks("w", w, BLOCK)
     how = how_of(problem, implementation)._replace(config=config)
     w = w if problem.w_layout == "enk" else w.mT
-    return _run(dataclasses.replace(problem, dtype=E4M3, w_layout="enk"), how, x, w, **arrays)
+    return _run(problem.quantized, how, x, w, **arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -56,5 +54,4 @@ def _run(
     operands = Forward(x, w, bounds, as_indices(gather_indices), topk_weights, bias)
     axes = varying_axes(*jax.tree.leaves(operands))
     operands = jax.tree.map(lambda array: vary_over(axes, array), operands)
-    (y,) = FORWARD_FP8(how, operands, problem=problem)
-    return y
+    return FORWARD(how, operands, problem=problem)

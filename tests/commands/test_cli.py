@@ -80,10 +80,10 @@ ASSESSMENTS = {
         "compute capability 9.0",
         ["pip install 'triton>=3.7.1'"],
     ),
-    "Triton without the warp-specialized kernels": (
+    "Triton without the hopper kernels": (
         facts(H100, {"triton": "3.8.0"}),
         "triton",
-        "without the warp-specialized kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
+        "without the hopper kernels, the fastest: triton 3.8.0 was not tested with them, only 3.9",
         [],
     ),
     "the same on a GPU that has none": (facts(A100, {"triton": "3.8.0"}), "triton", "compute capability 8.0", []),

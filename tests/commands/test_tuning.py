@@ -12,9 +12,9 @@ import pytest
 import jgg
 from jgg import tuning
 from jgg.cli import main
-from jgg.configs import tuned_configs
-from jgg.configs.heuristic import heuristic_config, specialized_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.configs import tuned_configs, tuned_files
+from jgg.configs.heuristic import heuristic_config, hopper_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
 from jgg.core.gpu_target import Target
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import Launcher
@@ -28,7 +28,7 @@ def own_file(tmp_path, monkeypatch):
     """The user's file is one that does not exist yet, and none comes with jgg."""
     path = tmp_path / "own" / "tuned.json"
     monkeypatch.setenv("JGG_TUNED", str(path))
-    monkeypatch.setattr(tuned_configs, "shipped_files", lambda: [tmp_path / "shipped.json"])
+    monkeypatch.setattr(tuned_files, "shipped_files", lambda: [tmp_path / "shipped.json"])
     return path
 
 
@@ -40,8 +40,8 @@ def test_an_entry_survives_its_file(own_file):
         entry(gemm(**SIZES, dtype="float8_e4m3fn"), jgg.KernelConfigForward(block_k=128)),
     ]
     for each in entries:
-        tuned_configs.merge(own_file, each)
-    assert list(tuned_configs.parse(own_file)) == entries
+        tuned_files.merge(own_file, each)
+    assert list(tuned_files.parse(own_file)) == entries
     assert {path.name for path in own_file.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
 
 
@@ -63,7 +63,7 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
     for expected in (heuristic_config(jgg.KernelConfigForward, problem, HOPPER).band, 3):
         FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem)
         assert launches[-1].constants["BAND"] == expected
-        tuned_configs.merge(own_file, entry(problem))
+        tuned_files.merge(own_file, entry(problem))
     given = Launcher(call, HOPPER, jgg.KernelConfigForward(band=5))
     FORWARD.launch(given, Forward(x, w, bounds), problem=problem)
     assert launches[-1].constants["BAND"] == 5
@@ -83,13 +83,13 @@ OTHER = {
 
 @pytest.mark.parametrize("change", NEAR.values(), ids=NEAR)
 def test_a_near_problem_uses_the_entry(own_file, change):
-    tuned_configs.merge(own_file, entry())
+    tuned_files.merge(own_file, entry())
     assert chosen(gemm(**SIZES | change)) == UNUSUAL
 
 
 @pytest.mark.parametrize("change", [*FAR.values(), *OTHER.values()], ids=[*FAR, *OTHER])
 def test_another_problem_does_not(own_file, change):
-    tuned_configs.merge(own_file, entry())
+    tuned_files.merge(own_file, entry())
     assert chosen(gemm(**SIZES | change)) != UNUSUAL
 
 
@@ -98,23 +98,23 @@ def test_an_entry_serves_the_other_layout_until_that_has_its_own(own_file, op):
     config = CONFIG_TYPES[op](block_m=32, block_n=64, block_k=128)
     turned = dataclasses.replace(config, block_n=128, block_k=64) if op == "dw" else config
     problem = gemm(**SIZES | {"in_features": 1024}, w_layout="ekn")
-    tuned_configs.merge(own_file, entry(config=config))
+    tuned_files.merge(own_file, entry(config=config))
     assert chosen(problem, op) == turned
     own = dataclasses.replace(config, band=3)
-    tuned_configs.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own))
+    tuned_files.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own))
     assert chosen(problem, op) == own
     assert chosen(op=op) == config
 
 
 def test_an_entry_for_these_sizes_serves_the_other_layout_rather_than_one_for_twice_the_features(own_file):
-    tuned_configs.merge(own_file, entry())
+    tuned_files.merge(own_file, entry())
     far = gemm(**SIZES | {"in_features": 2 * SIZES["in_features"]}, w_layout="ekn")
-    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigForward(band=3)))
+    tuned_files.merge(own_file, entry(far, jgg.KernelConfigForward(band=3)))
     assert chosen(gemm(**SIZES, w_layout="ekn")) == UNUSUAL
 
 
 def test_another_device_or_product_does_not(own_file):
-    tuned_configs.merge(own_file, entry())
+    tuned_files.merge(own_file, entry())
     assert chosen() == UNUSUAL
     assert chosen(target=Target(90, 132, "NVIDIA H100 80GB HBM3")) == UNUSUAL  # the same multiprocessor
     assert chosen(target=Target(90, 132)) == UNUSUAL  # named for ahead-of-time lowering
@@ -124,7 +124,7 @@ def test_another_device_or_product_does_not(own_file):
 
 def test_the_nearest_entry_is_used(own_file):
     for features, band in ((1024, 11), (1536, 12), (2560, 13)):
-        tuned_configs.merge(
+        tuned_files.merge(
             own_file, entry(gemm(**SIZES | {"in_features": features}), jgg.KernelConfigForward(band=band))
         )
     assert [chosen(gemm(**SIZES | {"in_features": k})).band for k in (1024, 1120, 1600, 2048, 4096)] == [
@@ -135,31 +135,36 @@ def test_the_nearest_entry_is_used(own_file):
 def test_an_entry_that_does_not_fit_is_passed_over(own_file):
     """Tiles of [128, 256] with four stages fit with a result of 16 bits alone: one of 32 takes 327,712 bytes."""
     wide = jgg.KernelConfigForward(block_n=256, band=3)
-    tuned_configs.merge(own_file, entry(config=wide))
+    tuned_files.merge(own_file, entry(config=wide))
     far = jgg.KernelConfigForward(band=5)
-    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), far))
+    tuned_files.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), far))
     assert chosen() == wide
     float32 = dataclasses.replace(PROBLEM, out_dtype=jnp.dtype("float32"))
     assert chosen(float32) == far
-    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), wide))
+    tuned_files.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024}), wide))
     assert chosen(float32) == heuristic_config(jgg.KernelConfigForward, float32, HOPPER)
     given = tuned_configs.choose_config(jgg.KernelConfigForward, float32, HOPPER, wide)
     assert given == wide  # refused where it is compiled, and its memory known
 
 
-def test_an_entry_for_the_warp_specialized_kernel_is_passed_over_where_that_cannot_run(own_file):
+def test_an_entry_for_a_tile_that_the_hopper_kernel_has_not_is_passed_over(own_file):
+    tuned_files.merge(own_file, entry(config=dataclasses.replace(UNUSUAL, kernel="hopper", block_m=512)))
+    assert chosen() == heuristic_config(jgg.KernelConfigForward, PROBLEM, HOPPER)
+
+
+def test_an_entry_for_the_hopper_kernel_is_passed_over_where_that_cannot_run(own_file):
     weighted = gemm(**SIZES, weighted=True)
-    tuned_configs.merge(own_file, entry(weighted, specialized_config(jgg.KernelConfigDX, "enk")))
+    tuned_files.merge(own_file, entry(weighted, hopper_config(jgg.KernelConfigDX, "enk")))
     far = gemm(**SIZES | {"in_features": 1024}, weighted=True)
-    tuned_configs.merge(own_file, entry(far, jgg.KernelConfigDX(band=3)))
+    tuned_files.merge(own_file, entry(far, jgg.KernelConfigDX(band=3)))
     assert chosen(weighted, op="dx") == jgg.KernelConfigDX(band=3)
 
 
 def test_the_own_file_comes_before_the_shipped_one(own_file):
-    (shipped,) = tuned_configs.shipped_files()
-    tuned_configs.merge(shipped, entry(config=jgg.KernelConfigForward(band=5)))
+    (shipped,) = tuned_files.shipped_files()
+    tuned_files.merge(shipped, entry(config=jgg.KernelConfigForward(band=5)))
     assert chosen().band == 5
-    tuned_configs.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024})))
+    tuned_files.merge(own_file, entry(gemm(**SIZES | {"in_features": 1024})))
     assert chosen() == UNUSUAL
 
 
@@ -211,6 +216,8 @@ DAMAGED = {
     "unknown field": edited("config", warp=1),
     "a list for a config": edited(config=["block_m"]),
     "text for a switch": edited("config", use_tma_load_x="no"),
+    "unknown kernel": edited("config", kernel="volta"),
+    "text for the former switch": edited("config", warp_specialized="no"),
     "true for a number": edited("config", band=True),
     "large number": edited("config", band=2**30),
     "huge number": edited("problem", topk=10**400),
@@ -235,26 +242,40 @@ def test_a_damaged_file_is_named_and_ignored_but_not_overwritten(own_file, conte
     with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations"):
         assert chosen() == heuristic_config(jgg.KernelConfigForward, PROBLEM, HOPPER)
     with pytest.raises(ValueError, match=r"tuned\.json is no file"):
-        tuned_configs.merge(own_file, entry())
+        tuned_files.merge(own_file, entry())
     assert own_file.read_text() == content
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_file_without_names_of_kernels_is_read(own_file, kernel):
+    """Older files say whether the kernel was warp-specialized, where files now name the kernel."""
+    measured = entry(config=jgg.KernelConfigForward(kernel=kernel))
+    config = dict(measured.as_json()["config"], warp_specialized=kernel == "hopper")
+    del config["kernel"]
+    own_file.parent.mkdir()
+    own_file.write_text(edited(config=config))
+    assert tuned_files.parse(own_file) == (measured,)
+    tuned_files.merge(own_file, entry(device="NVIDIA H100"))
+    assert tuned_files.parse(own_file)[0] == measured
+    assert "warp_specialized" not in own_file.read_text()
 
 
 def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):
     others = [entry(config=jgg.KernelConfigDX()), entry(device="NVIDIA H100")]
     for each in (*others, entry(milliseconds=2.0)):
-        tuned_configs.merge(own_file, each)
-    tuned_configs.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
-    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 2]
-    tuned_configs.merge(own_file, entry(milliseconds=1.5), keep_faster=True)
-    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 1.5]
-    tuned_configs.merge(own_file, entry(milliseconds=4.0))
-    assert [each.milliseconds for each in tuned_configs.parse(own_file)] == [1, 1, 4]
+        tuned_files.merge(own_file, each)
+    tuned_files.merge(own_file, entry(milliseconds=3.0), keep_faster=True)
+    assert [each.milliseconds for each in tuned_files.parse(own_file)] == [1, 1, 2]
+    tuned_files.merge(own_file, entry(milliseconds=1.5), keep_faster=True)
+    assert [each.milliseconds for each in tuned_files.parse(own_file)] == [1, 1, 1.5]
+    tuned_files.merge(own_file, entry(milliseconds=4.0))
+    assert [each.milliseconds for each in tuned_files.parse(own_file)] == [1, 1, 4]
 
 
 def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("JGG_TUNED")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tuned_configs.merge(tuned_configs.user_file(), entry())
+    tuned_files.merge(tuned_files.user_file(), entry())
     assert chosen() == UNUSUAL
 
 
@@ -271,7 +292,7 @@ def test_search(op, own_file):
     assert len(trials) >= 4
     assert {trial.failure for trial in trials} == {None}
     assert found.milliseconds == min(trial.milliseconds for trial in trials)
-    assert tuned_configs.parse(own_file) == (found,)
+    assert tuned_files.parse(own_file) == (found,)
     assert (
         tuned_configs.find(CONFIG_TYPES[op], gemm(**TINY), HOPPER) is None
     )  # what the interpreter measured is for no GPU
@@ -286,7 +307,7 @@ def test_search_in_fp8(own_file):
     assert {trial.failure for trial in trials} == {None}
     assert {trial.config.fuse_gather for trial in trials} == {True, False}
     assert found.config.block_k == 128
-    assert tuned_configs.parse(own_file) == (found,)
+    assert tuned_files.parse(own_file) == (found,)
 
 
 @pytest.mark.interpret
@@ -300,7 +321,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(own_file):
 
     with pytest.raises(KeyboardInterrupt):
         tuning.tune_op("forward", gemm(**TINY), own_file, "interpret", report)
-    (kept,) = tuned_configs.parse(own_file)
+    (kept,) = tuned_files.parse(own_file)
     assert kept.milliseconds == min(trial.milliseconds for trial in trials[:2])
 
 
@@ -339,7 +360,7 @@ def test_candidates_in_fp8_fit_the_device():
                 assert len(set(configs)) == len(configs) > 1
                 for config in configs:
                     sums = config.block_m * config.block_n // (32 * config.num_warps)
-                    assert config.warp_specialized or sums <= 64  # of a thread
+                    assert config.kernel == "hopper" or sums <= 64  # of a thread
 
 
 def test_candidates_fit_the_device():
@@ -351,7 +372,7 @@ def test_candidates_fit_the_device():
                 assert len(set(configs)) == len(configs) > 2
                 for config in configs:
                     rows, columns, _ = config.tile(problem.w_layout)
-                    threads = 32 * config.num_warps * (2 if config.warp_specialized else 1)  # of a cluster
+                    threads = 32 * config.num_warps * (2 if config.kernel == "hopper" else 1)  # of a cluster
                     assert rows * columns // threads <= 128  # accumulators of a thread
 
 
@@ -397,7 +418,7 @@ def test_command(tmp_path, capsys):
     out = tmp_path / "found.json"
     options = ["--op", "fwd,dx", "--interpret", "--permute-y", "--weighted", "--workers", "2"]
     assert main(["tune", *words, *options, "--out", str(out)]) == 0
-    found = tuned_configs.parse(out)
+    found = tuned_files.parse(out)
     assert {entry.op for entry in found} == {"forward", "dx"}
     assert {entry.problem for entry in found} == {gemm(**TINY, w_layout="ekn", permute_y=True, weighted=True)}
     assert str(out) in capsys.readouterr().out
@@ -414,7 +435,7 @@ def test_command_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     sizes = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2", "--dtype", "float32", "--w-layout", "enk"]
     out = tmp_path / "found.json"
     assert main(["tune", *sizes, "--op", "dx,dw", "--interpret", "--workers", "1", "--out", str(out)]) == 1
-    assert [entry.op for entry in tuned_configs.parse(out)] == ["dw"]
+    assert [entry.op for entry in tuned_files.parse(out)] == ["dw"]
     assert "No configuration of dx works" in capsys.readouterr().out
 
 

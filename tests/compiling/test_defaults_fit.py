@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.configs import tuned_configs
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.configs.requirements import can_run
+from jgg.configs import tuned_configs, tuned_files
+from jgg.configs.heuristic import plain_config
+from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
+from jgg.configs.requirements import KERNEL_REQUIREMENTS, can_run
 from jgg.core.gpu_target import current_target
 from tests.programs.lower_defaults import random_problem
 from tests.support import processes
@@ -64,15 +64,19 @@ def test_every_choice_is_expected_to_fit(compute_capability):
     for _ in range(300):
         problem = random_problem(rng)
         for op in CONFIG_TYPES:
-            plain = heuristic_config(CONFIG_TYPES[op], problem, target, may_specialize=False)
+            plain = plain_config(CONFIG_TYPES[op], problem, target)
             for config in (plain, tuned_configs.choose_config(CONFIG_TYPES[op], problem, target)):
                 assert can_run(problem, target, config), (op, problem, config)
 
 
+def test_each_kernel_has_requirements():
+    assert tuple(KERNEL_REQUIREMENTS) == KERNELS
+
+
 def test_tuned_configurations_are_expected_to_fit():
     """As they were measured on the device, they do: none is passed over."""
-    for path in tuned_configs.shipped_files():
-        for entry in tuned_configs.parse(path):
+    for path in tuned_files.shipped_files():
+        for entry in tuned_files.parse(path):
             with jgg.target(entry.compute_capability):
                 assert can_run(entry.problem, current_target(), entry.config), entry
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 import jgg
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_files
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import current_target
 from jgg.core.versions import WARP_SPECIALIZED, unlike
@@ -68,10 +68,10 @@ def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.sweep
-@pytest.mark.parametrize("path", tuned_configs.shipped_files(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", tuned_files.shipped_files(), ids=lambda path: path.stem)
 def test_tuned_kernels_compile_and_fit(path, tmp_path):
     """Whether or not they spill, as they were measured to be fastest."""
-    (compute_capability,) = {entry.compute_capability for entry in tuned_configs.parse(path)}
+    (compute_capability,) = {entry.compute_capability for entry in tuned_files.parse(path)}
     kernels = lowered(tmp_path, compute_capability, path)
     check_shared_memory(kernels, compute_capability)
     assert set(KERNELS) & {kernel["kernel"] for kernel in kernels}
@@ -85,8 +85,8 @@ def check_shared_memory(kernels, compute_capability):
 
 
 def test_a_tuned_file_comes_along():
-    (path,) = tuned_configs.shipped_files()
-    entries = tuned_configs.parse(path)
+    (path,) = tuned_files.shipped_files()
+    entries = tuned_files.parse(path)
     assert {entry.op for entry in entries} == CONFIG_TYPES.keys()
     assert len({entry.identity for entry in entries}) == len(entries)
 

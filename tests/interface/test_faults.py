@@ -17,7 +17,7 @@ import pytest
 import jgg
 from jgg import tuning
 from jgg.cli import info, main
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_files
 from jgg.configs.heuristic import heuristic_config
 from jgg.core import files
 from jgg.core.gpu_target import Target
@@ -30,7 +30,7 @@ from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen,
 def own_file(tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     monkeypatch.setenv("JGG_TUNED", str(path))
-    monkeypatch.setattr(tuned_configs, "shipped_files", lambda: [])
+    monkeypatch.setattr(tuned_files, "shipped_files", lambda: [])
     return path
 
 
@@ -59,7 +59,7 @@ def on_a_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("no_home", "on_a_gpu")
 def test_without_a_home_nothing_is_looked_up_or_written(tmp_path, capsys):
-    assert tuned_configs.user_file() is None
+    assert tuned_files.user_file() is None
     assert chosen().block_m  # from a file that comes with jgg, or by the heuristic
     assert all(file.path for file in info.gather().tuned_files)
     with pytest.raises(SystemExit, match="2"):
@@ -72,8 +72,8 @@ def test_what_is_tuned_at_once_is_all_kept(own_file):
     """Threads are as two containers' processes of one process id, and a lock of one keeps the other out as well."""
     problems = [gemm(**SIZES | {"in_features": 16 * n}) for n in range(1, 33)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda problem: tuned_configs.merge(own_file, entry(problem)), problems))
-    assert {each.problem for each in tuned_configs.parse(own_file)} == set(problems)
+        list(threads.map(lambda problem: tuned_files.merge(own_file, entry(problem)), problems))
+    assert {each.problem for each in tuned_files.parse(own_file)} == set(problems)
 
 
 def test_what_is_written_at_once_is_whole_at_any_time(tmp_path):
@@ -96,7 +96,7 @@ def test_without_locks_a_file_is_written_all_the_same(own_file, monkeypatch, cap
 
     monkeypatch.setattr(fcntl, "flock", flock)
     for milliseconds in (2.0, 1.0):
-        tuned_configs.merge(own_file, entry(milliseconds=milliseconds))
+        tuned_files.merge(own_file, entry(milliseconds=milliseconds))
     assert chosen() == UNUSUAL
     (record,) = caplog.records
     assert f"{own_file} is written without a lock" in record.message

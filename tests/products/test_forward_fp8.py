@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.requirements import can_run, why_not_fp8, why_not_specialized
+from jgg.configs.heuristic import heuristic_config, plain_config
+from jgg.configs.requirements import can_run, why_not, why_not_quantized
 from jgg.core.gpu_target import Target, current_target
+from jgg.core.quantized import Format
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 from jgg.launching.choice import How
 from jgg.measuring.workloads import gemm
@@ -167,7 +168,7 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
     x.reshape(-1)[:3] = 1e-42, -np.inf, np.nan
     for own in ("float32", "bfloat16"):
         operands = Quantize(jnp.asarray(x, own))
-        options = {"dtype": jnp.dtype(dtype), "power_of_2_scales": powers}
+        options = {"stored_as": Format(jnp.dtype(dtype), powers)}
         product = QUANTIZE_ROWS if len(shape) == 2 else QUANTIZE_WEIGHTS
         if len(shape) == 3:
             options |= {"keeps": True, "turns": True}
@@ -175,7 +176,7 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
             jax.jit(lambda operands, name=name: product(How(name, current_target()), operands, **options))(operands)  # noqa: B023
             for name in ("triton", "xla")
         )
-        for g, w in zip(got, want, strict=True):
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert (g.shape, g.dtype) == (w.shape, w.dtype)
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
@@ -240,7 +241,7 @@ def test_which_products_the_kernel_computes():
         sizes = {"num_rows": 4096, "in_features": 256, "out_features": 512, "num_experts": 8} | sizes
         problem = dataclasses.replace(gemm(dtype="float8_e4m3fn", **sizes), out_dtype=jnp.dtype(out_dtype))
         target = Target(compute_capability, 132)
-        return why_not_fp8(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
+        return why_not_quantized(problem, target), why_not("hopper", jgg.KernelConfigForward, problem, target)
 
     rows = "rows of K and of N elements must be multiples of 16 bytes"
     assert reasons() == (None, unlike(WARP_SPECIALIZED))
@@ -260,10 +261,11 @@ def test_default_configurations_fit(compute_capability):
         problem = gemm(
             num_rows=rows, in_features=features, out_features=1536, num_experts=8, dtype="float8_e4m3fn", **options
         )  # fmt: skip
-        for may_specialize in (True, False):
-            config = heuristic_config(jgg.KernelConfigForward, problem, target, may_specialize)
+        chosen, plain = (
+            choose(jgg.KernelConfigForward, problem, target) for choose in (heuristic_config, plain_config)
+        )
+        for config in (chosen, plain):
             assert config.block_k == 128
             assert can_run(problem, target, config)
-            assert config.warp_specialized == (
-                may_specialize and compute_capability == 90 and not unlike(WARP_SPECIALIZED)
-            )
+        is_hopper = compute_capability == 90 and not unlike(WARP_SPECIALIZED)
+        assert (chosen.kernel, plain.kernel) == ("hopper" if is_hopper else "plain", "plain")

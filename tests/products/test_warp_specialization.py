@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import heuristic_config, specialized_config
+from jgg.configs.heuristic import heuristic_config, hopper_config, plain_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.configs.requirements import why_not_specialized
+from jgg.configs.requirements import why_not
 from jgg.core import files, versions
 from jgg.core.gpu_target import Target
 from jgg.measuring.timing import relative_error
@@ -73,12 +73,7 @@ def test_many_groups(w_layout):
 
     specialized = compiled(dict(specialized_configs(w_layout)))
     problem = gemm(num_rows=num_rows, in_features=features, out_features=features, num_experts=experts)
-    plain = compiled(
-        {
-            name: heuristic_config(CONFIG_TYPES[op], problem, HOPPER, may_specialize=False)
-            for op, name in ARGUMENTS.items()
-        }
-    )
+    plain = compiled({name: plain_config(CONFIG_TYPES[op], problem, HOPPER) for op, name in ARGUMENTS.items()})
     rng = np.random.default_rng(0)
     for spread in 20 * (0.05, 0.3, 1, 10):
         sizes = jnp.asarray(rng.multinomial(rng.integers(num_rows), rng.dirichlet(np.full(experts, spread))), jnp.int32)
@@ -112,9 +107,9 @@ def test_the_same_bits_every_time():
 
 def test_it_is_chosen_where_it_can_run():
     for op in CONFIG_TYPES:
-        assert why_not_specialized(CONFIG_TYPES[op], gemm(**GEMM), HOPPER) is None
-        assert heuristic_config(CONFIG_TYPES[op], gemm(**GEMM), HOPPER).warp_specialized
-        assert not heuristic_config(CONFIG_TYPES[op], gemm(**GEMM), HOPPER, may_specialize=False).warp_specialized
+        assert why_not("hopper", CONFIG_TYPES[op], gemm(**GEMM), HOPPER) is None
+        assert heuristic_config(CONFIG_TYPES[op], gemm(**GEMM), HOPPER).kernel == "hopper"
+        assert plain_config(CONFIG_TYPES[op], gemm(**GEMM), HOPPER).kernel == "plain"
 
 
 @pytest.mark.parametrize(
@@ -131,18 +126,16 @@ def test_it_is_chosen_where_it_can_run():
 def test_it_steps_aside(ops, changes, target, reason):
     problem = gemm(**GEMM | changes)
     for op in ops:
-        assert reason in why_not_specialized(CONFIG_TYPES[op], problem, target)
-        assert not heuristic_config(CONFIG_TYPES[op], problem, target).warp_specialized
+        assert reason in why_not("hopper", CONFIG_TYPES[op], problem, target)
+        assert heuristic_config(CONFIG_TYPES[op], problem, target).kernel == "plain"
 
 
 def test_a_result_of_32_bits_has_tiles_that_fit_the_registers(launched):
     problem = dataclasses.replace(gemm(**GEMM), out_dtype=jnp.dtype("float32"))
-    assert why_not_specialized(jgg.KernelConfigForward, problem, HOPPER) is None
+    assert why_not("hopper", jgg.KernelConfigForward, problem, HOPPER) is None
     assert heuristic_config(jgg.KernelConfigForward, problem, HOPPER).block_n == 128
-    with pytest.raises(
-        ValueError, match="block_n of forward with warp_specialized and a result in float32 must be 128"
-    ):
-        lower(preferred_element_type="float32", kernel_config_fwd=specialized_config(jgg.KernelConfigForward, "enk"))
+    with pytest.raises(ValueError, match=r"with kernel='hopper'.* a result in float32 must be \(256, 128, 64\), got"):
+        lower(preferred_element_type="float32", kernel_config_fwd=hopper_config(jgg.KernelConfigForward, "enk"))
 
 
 @pytest.fixture(autouse=True)
@@ -164,11 +157,11 @@ def another_triton(as_with_its_triton, monkeypatch):
 def test_it_steps_aside_for_another_triton_and_says_so_once(caplog):
     with caplog.at_level(logging.WARNING, "jgg"):
         for _ in range(2):
-            assert "triton 3.8.0 was not tested with them, only 3.9" in why_not_specialized(
-                jgg.KernelConfigDW, gemm(**GEMM), HOPPER
+            assert "triton 3.8.0 was not tested with them, only 3.9" in why_not(
+                "hopper", jgg.KernelConfigDW, gemm(**GEMM), HOPPER
             )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert not heuristic_config(jgg.KernelConfigDW, gemm(**GEMM), HOPPER).warp_specialized
+    assert heuristic_config(jgg.KernelConfigDW, gemm(**GEMM), HOPPER).kernel == "plain"
 
 
 def names(launched):
@@ -187,7 +180,7 @@ def lower(**options):
 
 
 def test_a_configuration_chooses_the_kernel(launched):
-    lower(kernel_config_fwd=specialized_config(jgg.KernelConfigForward, "enk"))
+    lower(kernel_config_fwd=hopper_config(jgg.KernelConfigForward, "enk"))
     lower(kernel_config_fwd=jgg.KernelConfigForward())
     assert names(launched) == ["hopper_kernel", "forward_kernel"]
 
@@ -199,7 +192,7 @@ def test_a_configuration_chooses_the_kernel(launched):
 def test_dw_gathers_rows_of_one_side(w_layout, permuted, copies, launched):
     x, dy = (jax.ShapeDtypeStruct((512, features), "bfloat16") for features in (256, 512))
     sizes, indices = (jax.ShapeDtypeStruct((size,), "int32") for size in (4, 512))
-    options = dict.fromkeys(permuted, True) | {"kernel_config": specialized_config(jgg.KernelConfigDW, w_layout)}
+    options = dict.fromkeys(permuted, True) | {"kernel_config": hopper_config(jgg.KernelConfigDW, w_layout)}
 
     def dw(x, dy, sizes, indices):
         return jgg.grouped_gemm_dw(x, dy, sizes, indices, w_layout=w_layout, implementation="triton", **options)
@@ -213,7 +206,7 @@ def test_dw_gathers_rows_of_one_side(w_layout, permuted, copies, launched):
 def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
     x, dy = (jax.ShapeDtypeStruct((512, features), "bfloat16") for features in (2560, 2048))
     sizes, indices = (jax.ShapeDtypeStruct((size,), "int32") for size in (4, 512))
-    config = dataclasses.replace(specialized_config(jgg.KernelConfigDW, w_layout), fuse_gather=False)
+    config = dataclasses.replace(hopper_config(jgg.KernelConfigDW, w_layout), fuse_gather=False)
 
     def dw(x, dy, sizes, indices):
         return jgg.grouped_gemm_dw(
@@ -234,7 +227,7 @@ def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
 
     def dw(x, dy, sizes):
         return jgg.grouped_gemm_dw(
-            x, dy, sizes, implementation="triton", kernel_config=specialized_config(jgg.KernelConfigDW, "enk")
+            x, dy, sizes, implementation="triton", kernel_config=hopper_config(jgg.KernelConfigDW, "enk")
         )
 
     with jgg.target(90, 132):
@@ -246,7 +239,7 @@ def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
 
 @pytest.mark.parametrize(("fuse_gather", "kernels"), [(True, []), (False, ["combine_kernel"])])
 def test_rows_are_gathered_as_they_are_loaded_or_by_a_copy(fuse_gather, kernels, launched):
-    config = dataclasses.replace(specialized_config(jgg.KernelConfigForward, "enk"), fuse_gather=fuse_gather)
+    config = dataclasses.replace(hopper_config(jgg.KernelConfigForward, "enk"), fuse_gather=fuse_gather)
     lower(permute_x=True, gather_indices=np.arange(512, dtype=np.int32), kernel_config_fwd=config)
     assert names(launched) == [*kernels, "hopper_kernel"]
 
@@ -267,18 +260,20 @@ def test_rows_are_gathered_as_they_are_loaded_or_by_a_copy(fuse_gather, kernels,
 )
 def test_where_it_gathers_by_itself(op, sizes, fuse_gather):
     config = heuristic_config(CONFIG_TYPES[op], gemm(**GEMM | {"permute_x": True, "permute_y": True} | sizes), HOPPER)
-    assert (config.warp_specialized, config.fuse_gather) == (True, fuse_gather)
+    assert (config.kernel, config.fuse_gather) == ("hopper", fuse_gather)
 
 
 @pytest.mark.usefixtures("another_triton")
 def test_a_configuration_that_cannot_run_here_is_replaced(launched):
-    lower(kernel_config_fwd=specialized_config(jgg.KernelConfigForward, "enk"))
+    lower(kernel_config_fwd=hopper_config(jgg.KernelConfigForward, "enk"))
     assert names(launched) == ["forward_kernel"]
 
 
 def test_other_tiles_are_refused():
-    with pytest.raises(ValueError, match=r"of forward .* must be 256, 128 or 256, and 64, got"):
-        lower(kernel_config_fwd=dataclasses.replace(specialized_config(jgg.KernelConfigForward, "enk"), block_m=128))
+    with pytest.raises(
+        ValueError, match=r"of forward .* must be \(256, 256, 64\) or \(256, 128, 64\), got \(128, 256, 64\)"
+    ):
+        lower(kernel_config_fwd=dataclasses.replace(hopper_config(jgg.KernelConfigForward, "enk"), block_m=128))
 
 
 @pytest.mark.interpret

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jgg
-from jgg.configs.heuristic import heuristic_config
+from jgg.configs.heuristic import plain_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import choose_config
@@ -96,9 +96,9 @@ def main():
     with jgg.target(compute_capability):
         for index in range(count):
             problem, configs = random_problem(rng), {}
-            if index % 2:  # as where the warp-specialized kernel cannot run, with another version of Triton
+            if index % 2:  # as where the hopper kernel cannot run, with another version of Triton
                 configs = {
-                    name: heuristic_config(CONFIG_TYPES[op], problem, current_target(), may_specialize=False)
+                    name: plain_config(CONFIG_TYPES[op], problem, current_target())
                     for name, op in zip(names, CONFIG_TYPES, strict=True)
                 }
             lower(problem, configs)

@@ -23,7 +23,7 @@ import triton
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_files
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import current_target
@@ -351,7 +351,7 @@ def tuned_kernels(compute_capability, path):
     """The same of each configuration in a file, whatever its order of tiles, for a problem of sizes that all share."""
     sizes = {"num_rows": 4096, "num_experts": EXPERTS, "in_features": 512, "out_features": 512, "topk": 2}
     entries = {}
-    for entry in tuned_configs.parse(path):
+    for entry in tuned_files.parse(path):
         problem = dataclasses.replace(entry.problem, **sizes)
         entry = dataclasses.replace(entry, problem=problem, config=dataclasses.replace(entry.config, band=8))
         entries[entry.op, problem, entry.config] = entry

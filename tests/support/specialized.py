@@ -1,8 +1,8 @@
-"""Configurations of the warp-specialized kernel, and cases of several of its tiles."""
+"""Configurations of the hopper kernel, and cases of several of its tiles."""
 
 import dataclasses
 
-from jgg.configs.heuristic import specialized_config
+from jgg.configs.heuristic import hopper_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from tests.support.cases import EVERYTHING, Case
 
@@ -11,7 +11,7 @@ ARGUMENTS = {"forward": "kernel_config_fwd", "dx": "kernel_config_bwd_dx", "dw":
 
 def specialized_configs(w_layout, columns=256, **options):
     for op, name in ARGUMENTS.items():
-        config = specialized_config(CONFIG_TYPES[op], w_layout, columns)
+        config = hopper_config(CONFIG_TYPES[op], w_layout, columns)
         yield name, dataclasses.replace(config, **options)
 
 

@@ -1,7 +1,7 @@
 """A tuned entry, the problem that it is of, and what is chosen for that."""
 
 import jgg
-from jgg.configs import tuned_configs
+from jgg.configs import tuned_configs, tuned_files
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import Target
 from jgg.measuring.workloads import gemm
@@ -13,7 +13,7 @@ UNUSUAL = jgg.KernelConfigForward(band=3)
 
 
 def entry(problem=PROBLEM, config=UNUSUAL, milliseconds=1.0, capability=90, device="NVIDIA H200"):
-    return tuned_configs.Entry(problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
+    return tuned_files.Entry(problem, config, milliseconds, device, capability, {"jax": "0.11.2"}, "2026-11-21")
 
 
 def chosen(problem=PROBLEM, op="forward", target=HOPPER):

@@ -1,0 +1,186 @@
+"""Files of configurations that `jgg tune` measured: where they are, what they hold, how an entry gets into one."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, kernel_of_flag
+from jgg.core.files import cache_folder, locked, replace_text
+from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.core.quantized import QUANTIZED_DTYPE
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A measured configuration.
+
+    Attributes:
+      problem: what was computed.
+      config: the fastest configuration, of the product's type.
+      milliseconds: of one call on the device.
+      device: as the driver names it.
+      compute_capability: 10 * major + minor; the entry serves every device that has it.
+      versions: of jgg, JAX and Triton.
+      date: ISO 8601.
+    """
+
+    problem: GroupedGemmProblem
+    config: KernelConfig
+    milliseconds: float
+    device: str
+    compute_capability: int
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def op(self) -> str:
+        """The product: "forward", "dx" or "dw"."""
+        return self.config.op
+
+    @property
+    def tflops(self) -> float:
+        """TF/s, of 2 * M * K * N floating-point operations."""
+        return self.problem.flops / self.milliseconds / 1e9
+
+    @property
+    def identity(self) -> tuple:
+        """The product, problem and device, for which a file has one entry."""
+        return self.op, self.problem, self.device
+
+    def as_json(self) -> dict:
+        """The entry as it is in a file."""
+        problem = dataclasses.asdict(self.problem)
+        problem |= {name: problem[name].name for name in ("dtype", "out_dtype", "precision")}
+        own = {name: getattr(self, name) for name in ("device", "compute_capability", "versions", "date")}
+        time = {"milliseconds": self.milliseconds, "tflops": round(self.tflops, 1)}
+        return {"op": self.op, "problem": problem, "config": dataclasses.asdict(self.config), **time, **own}
+
+    @classmethod
+    def from_json(cls, entry: dict) -> Self:
+        """The entry that a file holds as `entry`.
+
+        Raises: KeyError, TypeError or ValueError: it is no entry.
+        """
+        problem = dict(entry["problem"])
+        problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
+        problem["precision"] = jax.lax.Precision[problem["precision"]]
+        for name, choices in (("dtype", (*DTYPES, QUANTIZED_DTYPE)), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
+            if problem[name] not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")
+        milliseconds = float(entry["milliseconds"])
+        if not 0 < milliseconds < math.inf:
+            raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
+        # kernels multiply by what a configuration has in int32
+        config = _made_of(CONFIG_TYPES[entry["op"]], _with_kernel(entry["config"]), 2**12)
+        return cls(
+            problem=_made_of(GroupedGemmProblem, problem, 2**31 - 1),
+            config=config,
+            milliseconds=milliseconds,
+            device=str(entry["device"]),
+            compute_capability=int(entry["compute_capability"]),
+            versions=dict(entry["versions"]),
+            date=str(entry["date"]),
+        )
+
+
+def _with_kernel(config):
+    """The fields of a configuration; older files have `warp_specialized` in place of `kernel`."""
+    if "warp_specialized" not in config:
+        return config
+    others = {name: value for name, value in config.items() if name != "warp_specialized"}
+    return others | {"kernel": kernel_of_flag(config["warp_specialized"])}
+
+
+def _made_of(kind, values, most):
+    """An object of the dataclass `kind`.
+
+    Raises: TypeError: a value is not of the type that the field declares. ValueError: an int is not from 1 to `most`.
+    """
+    made = kind(**values)
+    declarations = get_type_hints(kind)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        declared, value = declarations[name], getattr(made, name)
+        is_of_type = declared is Any or isinstance(value, declared)
+        if not is_of_type or (type(value) is bool and declared is not bool):  # Python takes True for an int
+            raise TypeError(f"{name} must be {declared}, got {value!r}")
+        if type(value) is int and not 0 < value <= most:
+            raise ValueError(f"{name} must be from 1 to {most}, got {value}")
+    return made
+
+
+def user_file() -> Path | None:
+    """The user's file, which need not exist: $JGG_TUNED, else tuned.json in the platform's folder for caches.
+
+    None if there is no such folder.
+    """
+    named = os.environ.get("JGG_TUNED")
+    folder = None if named else cache_folder()
+    return Path(named) if named else folder and folder / "tuned.json"
+
+
+def shipped_files() -> list[Path]:
+    """The files that come with jgg."""
+    return sorted((Path(__file__).parent / "tuned").glob("*.json"))
+
+
+def load(path: Path | None) -> tuple[Entry, ...]:
+    """The entries of a file; none if there is no such file or, with a warning, if it is damaged."""
+    try:
+        return () if path is None else _load(path, path.stat().st_mtime_ns)
+    except OSError:
+        return ()
+
+
+@functools.lru_cache(maxsize=32)
+def _load(path, modified):
+    try:
+        return parse(path)
+    except ValueError as error:
+        warnings.warn(f"{error}; it is ignored.", stacklevel=2)
+        return ()
+
+
+def parse(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file.
+
+    Raises: ValueError: the file is damaged; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+        return tuple(Entry.from_json(entry) for entry in content["entries"])
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no file of tuned configurations: {what}") from error
+
+
+def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
+    """Writes `entry` into a file, in place of one for the same product, problem and device.
+
+    Processes that write at the same time wait for each other.
+
+    Args:
+      keep_faster: leave the file alone if the entry that it has is the faster one.
+
+    Raises: ValueError: the file is damaged; it is left as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        entries = {old.identity: old for old in (parse(path) if path.exists() else ())}
+        old = entries.get(entry.identity)
+        if keep_faster and old is not None and old.milliseconds <= entry.milliseconds:
+            return
+        entries[entry.identity] = entry
+        lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
+        replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
