@@ -16,7 +16,6 @@ from jax.test_util import check_grads
 
 import jgg
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
-from jgg.experts.moe import moe_mlp
 from tests.support import oracle
 from tests.support.closeness import assert_close
 from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
@@ -180,7 +179,7 @@ def test_vmap_with_shared_weights(implementation):
 
     def loss(ws, x, topk_weights, chosen, dy):
         routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, DATA["experts"]))
-        y = moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
+        y = jgg.moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
         return jnp.sum(y * dy)
 
     arrays = [jnp.stack([jnp.asarray(f[name]) for f, _, _ in batch]) for name in ("x", "topk_weights")]
@@ -205,7 +204,7 @@ def loss_of(dtype=jnp.float32, policy=None, residual_names=None, **sizes):
         routing = jgg.Routing(
             arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
         )
-        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
+        y = jgg.moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
@@ -361,7 +360,7 @@ def test_the_last_product_spares_multiprocessors(launched):
         @jax.grad
         def gradient(arrays, indices):
             routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-            return jnp.sum(moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
+            return jnp.sum(jgg.moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
 
         with jgg.target(90, 132):
             gradient.trace(arrays, indices).lower(lowering_platforms=("cuda",))
@@ -391,7 +390,7 @@ def test_frozen_arrays_leave_no_product(biased, quantization, launched):
     def traced(trained):
         def loss(some, weights, others, indices):
             routing = jgg.Routing(weights, jnp.zeros((tokens, topk), jnp.int32), *indices)
-            y = moe_mlp(routing=routing, quantization=quantization, **some, **others)
+            y = jgg.moe_mlp(routing=routing, quantization=quantization, **some, **others)
             return jnp.sum(y.astype(jnp.float32))
 
         some = {name: arrays[name] for name in trained}
@@ -426,7 +425,7 @@ def test_gradients_beside_frozen_arrays(quantization, trained):
     def loss(some, others):
         both = some | others
         routing = jgg.Routing(both.pop("topk_weights"), jnp.asarray(chosen), group_sizes, gather_indices)
-        return jnp.sum(moe_mlp(routing=routing, quantization=quantization, **both) * dy)
+        return jnp.sum(jgg.moe_mlp(routing=routing, quantization=quantization, **both) * dy)
 
     want = jax.jit(jax.grad(loss))(arrays, {})
     names = (*trained, "b_gate_up", "b_down", "topk_weights")
@@ -443,7 +442,7 @@ def test_xla_to_second_order():
 
     def function(x, w_gate_up, w_down, topk_weights):
         routing = jgg.Routing(topk_weights, jnp.asarray(chosen), group_sizes, gather_indices)
-        return moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
+        return jgg.moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
 
     arrays = [jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down", "topk_weights")]
     check_grads(function, arrays, order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
@@ -455,7 +454,7 @@ def call(**changes):
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
     routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
     parts = {name.removeprefix("routing."): changes.pop(name) for name in list(changes) if name.startswith("routing.")}
-    return moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
+    return jgg.moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
 
 
 ERRORS = {

@@ -9,7 +9,6 @@ import pytest
 
 import jgg
 from jgg.core.gpu_target import current_target
-from jgg.experts.moe import moe_mlp
 from jgg.launching.choice import How, Launcher
 from jgg.products import column_parts
 from jgg.products.combine import expert_order
@@ -88,7 +87,7 @@ def test_parts_of_columns_in_a_scan_over_layers(w_layout, dtype, part_width):
     )
 
     def layer(x, weights):
-        y = moe_mlp(x, **weights, routing=routing, w_layout=w_layout, implementation="triton")
+        y = jgg.moe_mlp(x, **weights, routing=routing, w_layout=w_layout, implementation="triton")
         return y, y
 
     @jax.jit
@@ -119,7 +118,7 @@ def test_what_is_written_over_is_kept_where_it_is_needed():
 
     def forward(x):
         routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
-        return moe_mlp(x, jnp.asarray(floats["w_gate_up"]), jnp.asarray(floats["w_down"]), routing)
+        return jgg.moe_mlp(x, jnp.asarray(floats["w_gate_up"]), jnp.asarray(floats["w_down"]), routing)
 
     _, vjp = jax.vjp(forward, jnp.asarray(floats["x"]))
     results = [vjp(jnp.asarray(dy)), vjp(jnp.asarray(dy)), *jax.jit(lambda dy: (vjp(dy), vjp(dy)))(jnp.asarray(dy))]
