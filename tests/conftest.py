@@ -12,6 +12,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 generated.register_profiles()
 workers.compile_quickly()
+workers.share_programs()
 workers.share_gpus()
 
 

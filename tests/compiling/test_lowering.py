@@ -23,7 +23,7 @@ from tests.programs.lower_kernels import (
 )
 from tests.support import processes
 
-# test_defaults_fit.py compiles for 8.9 and 10.0 too, and in float32, what the defaults choose for random problems
+# test_defaults_fit.py compiles for these too, and in float32, what the defaults choose for random problems
 SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]
 TARGETS = [80, 90, *SWEPT]
 

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 import jgg
+from tests.support.passes import forward_and_backward
 
 M, K, N, E = 64, 32, 48, 4
-SHAPES = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((M, K), (E, N, K), (M, N))]
+DY, *SHAPES = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((M, N), (M, K), (E, N, K))]
 SIZES = jnp.array([10, 20, 4, 30])
 FLOPS, BYTES = 2 * M * K * N, 2 * (M * K + E * N * K + M * N)
 PASSES = ("forward", "dx", "dw")
 
 
-def forward_and_backward(x, w, dy, implementation=None):
-    y, vjp = jax.vjp(lambda x, w: jgg.grouped_gemm(x, w, SIZES, implementation=implementation), x, w)
-    return y, *vjp(dy)
+def product(x, w):
+    return jgg.grouped_gemm(x, w, SIZES)
 
 
 def kernel_calls(function, *shapes):
@@ -38,9 +38,9 @@ def place(location, locations):
 
 
 def test_kernels_have_names_and_costs():
-    calls = list(kernel_calls(forward_and_backward, *SHAPES))
-    for product, (location, cost) in zip(PASSES, calls, strict=True):
-        assert f"jgg.{product}[M={M},K={K},N={N},E={E},bfloat16]" in location
+    calls = list(kernel_calls(forward_and_backward(product), DY, *SHAPES))
+    for name, (location, cost) in zip(PASSES, calls, strict=True):
+        assert f"jgg.{name}[M={M},K={K},N={N},E={E},bfloat16]" in location
         assert cost == {"flops": FLOPS, "bytes_accessed": BYTES}
 
 
@@ -71,6 +71,6 @@ def test_a_batch_is_named_by_what_runs():
 
 
 def test_names_on_a_cpu():
-    program = jax.jit(forward_and_backward).lower(*SHAPES).compile()
+    program = jax.jit(forward_and_backward(product)).lower(DY, *SHAPES).compile()
     names = set(re.findall(r'op_name="[^"]*?jgg\.(\w+)\[', program.as_text()))
     assert names == set(PASSES)

@@ -13,7 +13,9 @@ import jgg
 from jgg.activations import ACTIVATIONS
 from tests.support import moe_oracle, oracle
 from tests.support.cases import MAX_INT, MIN_INT
+from tests.support.closeness import assert_close
 from tests.support.generated import examples, on
+from tests.support.passes import forward_and_backward
 from tests.support.routers import SIGMOID, assert_routed, deepseek_v3, mixtral, olmoe, qwen3, reference_sort
 
 IMPLEMENTATIONS = ("xla", None, pytest.param("triton", marks=pytest.mark.gpu))
@@ -43,7 +45,7 @@ def static_mlp(number):
 @functools.cache
 def _mlp(implementation, options):
     @jax.jit
-    def forward_and_backward(arrays, chosen, dy):
+    def run(arrays, chosen, dy):
         def forward(arrays):
             floats = {name: array for name, array in arrays.items() if name != "topk_weights"}
             group_sizes, gather_indices = jgg.sort_by_expert(chosen, len(floats["w_down"]), implementation)
@@ -52,10 +54,9 @@ def _mlp(implementation, options):
                 **floats, routing=routing, implementation=implementation, precision="highest", **dict(options)
             )
 
-        y, vjp = jax.vjp(forward, arrays)
-        return y, *vjp(dy)
+        return forward_and_backward(forward)(dy, arrays)
 
-    return forward_and_backward
+    return run
 
 
 @pytest.mark.parametrize(
@@ -78,19 +79,9 @@ def test_moe_mlp(implementation, number):
         floats["topk_weights"][~is_chosen] = np.nan
         got = _mlp(implementation, tuple(options.items()))(jax.tree.map(jnp.asarray, floats), jnp.asarray(chosen), dy)
         expected = moe_oracle.expected(floats, np.where(is_chosen, chosen, experts), dy, **options)
-        assert_close(got[0], expected[0], "y")
-        for name, want in expected[1].items():
-            if want is not None:
-                assert_close(got[1][name], want, name)
+        assert_close(got, expected, 2e-5, least_scale=1)
 
     check()
-
-
-def assert_close(got, want, name, tolerance=2e-5):
-    got = np.asarray(got)
-    assert got.shape == want.shape, name
-    error = np.max(np.abs(got - want), initial=0)
-    assert error <= tolerance * max(1, np.max(np.abs(want), initial=0)), f"the error of {name} is {error:.1e}"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -146,16 +137,11 @@ def test_route(implementation):
 @functools.cache
 def _ragged_dot(implementation):
     @jax.jit
-    def forward_and_backward(lhs, rhs, group_sizes, group_offset, dy):
-        def forward(lhs, rhs):
-            return jgg.ragged_dot(
-                lhs, rhs, group_sizes, "highest", group_offset=group_offset, implementation=implementation
-            )
+    def run(lhs, rhs, group_sizes, group_offset, dy):
+        options = {"precision": "highest", "group_offset": group_offset, "implementation": implementation}
+        return forward_and_backward(functools.partial(jgg.ragged_dot, group_sizes=group_sizes, **options))(dy, lhs, rhs)
 
-        y, vjp = jax.vjp(forward, lhs, rhs)
-        return y, *vjp(dy)
-
-    return forward_and_backward
+    return run
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -177,12 +163,12 @@ def test_ragged_dot(implementation):
         # an offset past all groups in half of the examples only
         first = group_offset % (groups + 1) if seed % 2 else group_offset
         got = _ragged_dot(implementation)(*map(jnp.asarray, (lhs, rhs, group_sizes, np.int32(first), dy)))
-        assert_close(got[0], oracle.ragged_dot(lhs, rhs, group_sizes, first), "y")
-        assert_close(got[1], oracle.ragged_dot(dy, rhs.swapaxes(1, 2), group_sizes, first), "d lhs")
+        y = oracle.ragged_dot(lhs, rhs, group_sizes, first)
+        d_lhs = oracle.ragged_dot(dy, rhs.swapaxes(1, 2), group_sizes, first)
         d_rhs = np.zeros(rhs.shape)
         ranges = oracle.group_ranges(group_sizes, rows)[first : first + matrices]
         for group, own in enumerate(ranges):
             d_rhs[group] = lhs[own].astype(np.float64).T @ dy[own]
-        assert_close(got[2], d_rhs, "d rhs")
+        assert_close(got, (y, d_lhs, d_rhs), 2e-5, least_scale=1)
 
     check()

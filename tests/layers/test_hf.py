@@ -16,14 +16,11 @@ import jgg.nnx
 from jgg.activations import clamped_swiglu
 from jgg.hf.families import FAMILIES, SELECTION_BIAS
 from jgg.hf.quantized import quantization
+from tests.support.closeness import assert_close
 from tests.support.hf import load
+from tests.support.passes import forward_and_backward
 
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
-
-
-def close(got, want, what):
-    error = np.max(np.abs(np.asarray(got) - want)) / max(np.max(np.abs(want)), 1e-30)  # zeros of an expert unchosen
-    assert error <= 1e-4, f"{what}: {error:.1e}"
 
 
 @EVERY_FAMILY
@@ -39,18 +36,17 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
             bias = None if selection_bias is None else jnp.asarray(selection_bias)
             return layer.apply(params, x, bias, precision="highest")[0]
 
-        y, vjp = jax.vjp(apply, params, x)
-        return y, *vjp(dy)
+        return forward_and_backward(apply)(dy, params, x)
 
     y, d_params, dx = run(params, data["x"], data["dy"])
-    close(y, data["y"], "y")
-    close(dx, data["dx"], "dx")
+    assert_close(y, data["y"], 1e-4, name="y")
+    assert_close(dx, data["dx"], 1e-4, name="dx")
     zeros = {} if selection_bias is None else {SELECTION_BIAS: np.zeros_like(selection_bias)}
     own = jgg.hf.to_hf(config, d_params | zeros, 0)
     assert gradients.keys() <= own.keys()
     assert own.keys() - gradients.keys() == {key for key in own if key.endswith("e_score_correction_bias")}
     for key, want in gradients.items():
-        close(own[key], want, key)
+        assert_close(own[key], want, 1e-4, name=key)
 
 
 @pytest.mark.thorough
@@ -61,7 +57,7 @@ def test_flax_layers_take_the_parameters(name):
     options = vars(jgg.hf.moe_layer(config))
     layer = jgg.nnx.MoE(**options, precision="highest", rngs=nnx.Rngs(0))
     jgg.nnx.load_params(layer, params)
-    close(layer(jnp.asarray(data["x"])), data["y"], "nnx")
+    assert_close(layer(jnp.asarray(data["x"])), data["y"], 1e-4, name="nnx")
 
     module = jgg.linen.MoE(
         precision="highest", **{key: value for key, value in options.items() if key != "in_features"}
@@ -69,7 +65,7 @@ def test_flax_layers_take_the_parameters(name):
     variables = {"params": {key: value for key, value in params.items() if key != SELECTION_BIAS}}
     if SELECTION_BIAS in params:
         variables["router"] = {SELECTION_BIAS: params[SELECTION_BIAS]}
-    close(module.apply(variables, jnp.asarray(data["x"])), data["y"], "linen")
+    assert_close(module.apply(variables, jnp.asarray(data["x"])), data["y"], 1e-4, name="linen")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -64,9 +64,10 @@ class Block:
     sparse_matmul = jgg.integrations.maxtext.sparse_matmul
 
 
-@pytest.mark.parametrize(("decoder_block", "activation"), [("mistral", "swiglu"), ("gpt_oss", "clamped_swiglu")])
-@pytest.mark.parametrize("biased", [False, True])
-def test_maxtext_block(biased, decoder_block, activation):
+@pytest.mark.parametrize(
+    ("decoder_block", "activation", "biased"), [("mistral", "swiglu", False), ("gpt_oss", "clamped_swiglu", True)]
+)
+def test_maxtext_block(decoder_block, activation, biased):
     x, logits = normal(0, 2, T // 2, H), normal(1, 2, T // 2, E)
     gate, up, down = normal(2, E, H, HIDDEN), normal(3, E, H, HIDDEN), normal(4, E, HIDDEN, H)
     biases = [normal(5, E, HIDDEN), normal(6, E, HIDDEN), normal(7, E, H)] if biased else [None] * 3

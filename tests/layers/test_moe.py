@@ -16,8 +16,8 @@ from jax.test_util import check_grads
 
 import jgg
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
-from jgg.experts.moe import moe_mlp
 from tests.support import oracle
+from tests.support.closeness import assert_close
 from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run
 
@@ -32,24 +32,12 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def assert_close(got, want, tolerance, name):
-    if want is None:
-        assert got is None, name
-        return
-    got = np.asarray(got, np.float64)
-    assert got.shape == want.shape, name
-    assert np.isfinite(got).all(), name
-    error = np.max(np.abs(got - want), initial=0) / max(np.max(np.abs(want), initial=0), 1e-30)
-    assert error <= tolerance or not np.any(want - got), f"{name}: {error:.1e}"
-
-
 def assert_right(implementation, activation="swiglu", interleaved=False, w_layout="enk", **options):
     floats, chosen, dy = make(activation, w_layout=w_layout, **options)
     y, grads = expected(floats, chosen, dy, activation, interleaved, w_layout)
     got_y, got_grads = run(floats, chosen, dy, implementation, activation, interleaved=interleaved, w_layout=w_layout)
-    assert_close(got_y, y, 1e-5, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-5, name)
+    assert_close(got_y, y)
+    assert_close(got_grads, grads, 2e-5)
 
 
 def test_every_activation_has_an_oracle():
@@ -86,10 +74,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# what test_contract.py shows of the same kernels at every change
+OF_EACH_PRODUCT = ("one expert", "every expert", "all tokens on one expert", "many")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2] + IMPLEMENTATIONS[3:])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_case(case, implementation):
     assert_right(implementation, biased=True, **case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in OF_EACH_PRODUCT)) for name in CASES]
+)
+def test_case_interpreted(name):
+    assert_right("interpret", biased=True, **CASES[name])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -101,9 +101,8 @@ def test_fewer_rows_than_choices(biased, w_layout, implementation):
     y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
     num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
     got_y, got_grads = run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=num_rows)
-    assert_close(got_y, y, 1e-5, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-5, name)
+    assert_close(got_y, y)
+    assert_close(got_grads, grads, 2e-5)
 
 
 def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **sizes):
@@ -118,9 +117,8 @@ def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **si
     y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
     got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16, num_rows=num_rows, w_layout=w_layout)
     assert got_y.dtype == jnp.bfloat16
-    assert_close(got_y, y, 1e-2, "y")
-    for name, want in grads.items():
-        assert_close(got_grads[name], want, 2e-2, name)
+    assert_close(got_y, y, 1e-2)
+    assert_close(got_grads, grads, 2e-2)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
@@ -169,7 +167,7 @@ def test_parameters_of_the_clamped_swiglu():
         want, _ = expected(floats, chosen, dy, "own", False, "enk")
     finally:
         del FUNCTIONS["own"], ACTIVATIONS["own"]
-    assert_close(got, want, 1e-5, "y")
+    assert_close(got, want)
     assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
 
 
@@ -181,7 +179,7 @@ def test_vmap_with_shared_weights(implementation):
 
     def loss(ws, x, topk_weights, chosen, dy):
         routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, DATA["experts"]))
-        y = moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
+        y = jgg.moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
         return jnp.sum(y * dy)
 
     arrays = [jnp.stack([jnp.asarray(f[name]) for f, _, _ in batch]) for name in ("x", "topk_weights")]
@@ -206,7 +204,7 @@ def loss_of(dtype=jnp.float32, policy=None, residual_names=None, **sizes):
         routing = jgg.Routing(
             arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
         )
-        y = moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
+        y = jgg.moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
@@ -233,18 +231,15 @@ def test_what_is_kept_for_the_backward_pass(dtype):
     assert total <= x + pre_activation + 32 * rows + y, kept  # y: of this test's own square
 
 
-@pytest.mark.parametrize("names", [(), ("jgg_x",), ("jgg_pre_activation",), ("jgg_x", "jgg_pre_activation")])
-def test_policies_know_the_residuals_by_name(names):
+def test_policies_know_the_residuals_by_name():
     sizes = {"tokens": 64, "features": 32, "hidden": 16, "experts": 4, "topk": 2}
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    function, arrays = loss_of(policy=policy, **sizes)
-    shapes = [aval.shape for aval, source in saved_residuals(function, arrays) if "argument" not in source]
-    assert ((128, 32) in shapes) == ("jgg_pre_activation" in names)
-    plain, _ = loss_of(**sizes)
-    for got, want in zip(
-        jax.tree.leaves(jax.grad(function)(arrays)), jax.tree.leaves(jax.grad(plain)(arrays)), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    plain, arrays = loss_of(**sizes)
+    want = jax.grad(plain)(arrays)
+    for names in ((), ("jgg_x",), ("jgg_pre_activation",), ("jgg_x", "jgg_pre_activation")):
+        function, _ = loss_of(policy=jax.checkpoint_policies.save_only_these_names(*names), **sizes)
+        shapes = [aval.shape for aval, source in saved_residuals(function, arrays) if "argument" not in source]
+        assert ((128, 32) in shapes) == ("jgg_pre_activation" in names)
+        assert_close(jax.grad(function)(arrays), want, name=str(names))
 
 
 def test_residuals_under_names_of_ones_own():
@@ -365,7 +360,7 @@ def test_the_last_product_spares_multiprocessors(launched):
         @jax.grad
         def gradient(arrays, indices):
             routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-            return jnp.sum(moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
+            return jnp.sum(jgg.moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
 
         with jgg.target(90, 132):
             gradient.trace(arrays, indices).lower(lowering_platforms=("cuda",))
@@ -395,7 +390,7 @@ def test_frozen_arrays_leave_no_product(biased, quantization, launched):
     def traced(trained):
         def loss(some, weights, others, indices):
             routing = jgg.Routing(weights, jnp.zeros((tokens, topk), jnp.int32), *indices)
-            y = moe_mlp(routing=routing, quantization=quantization, **some, **others)
+            y = jgg.moe_mlp(routing=routing, quantization=quantization, **some, **others)
             return jnp.sum(y.astype(jnp.float32))
 
         some = {name: arrays[name] for name in trained}
@@ -430,7 +425,7 @@ def test_gradients_beside_frozen_arrays(quantization, trained):
     def loss(some, others):
         both = some | others
         routing = jgg.Routing(both.pop("topk_weights"), jnp.asarray(chosen), group_sizes, gather_indices)
-        return jnp.sum(moe_mlp(routing=routing, quantization=quantization, **both) * dy)
+        return jnp.sum(jgg.moe_mlp(routing=routing, quantization=quantization, **both) * dy)
 
     want = jax.jit(jax.grad(loss))(arrays, {})
     names = (*trained, "b_gate_up", "b_down", "topk_weights")
@@ -447,7 +442,7 @@ def test_xla_to_second_order():
 
     def function(x, w_gate_up, w_down, topk_weights):
         routing = jgg.Routing(topk_weights, jnp.asarray(chosen), group_sizes, gather_indices)
-        return moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
+        return jgg.moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
 
     arrays = [jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down", "topk_weights")]
     check_grads(function, arrays, order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
@@ -459,7 +454,7 @@ def call(**changes):
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
     routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
     parts = {name.removeprefix("routing."): changes.pop(name) for name in list(changes) if name.startswith("routing.")}
-    return moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
+    return jgg.moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
 
 
 ERRORS = {

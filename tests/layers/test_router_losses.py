@@ -9,14 +9,13 @@ import pytest
 from jax.test_util import check_grads
 
 import jgg
-from jgg.router.logits import losses as router_losses
 from tests.support.routers import random_logits, softmax
 
 # compiled, as models call them, and quicker here than one operation at a time
 route = jax.jit(jgg.route, static_argnames=("topk", "score"))
-load_balancing_loss = jax.jit(router_losses.load_balancing_loss, static_argnames="score")
-router_z_loss = jax.jit(router_losses.router_z_loss)
-update_selection_bias = jax.jit(router_losses.update_selection_bias)
+load_balancing_loss = jax.jit(jgg.load_balancing_loss, static_argnames="score")
+router_z_loss = jax.jit(jgg.router_z_loss)
+update_selection_bias = jax.jit(jgg.update_selection_bias)
 LOGITS = jnp.zeros((8, 4))
 
 # name: probabilities of each token, the experts it takes, score, the loss

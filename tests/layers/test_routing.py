@@ -10,7 +10,6 @@ import pytest
 from jax.test_util import check_grads
 
 import jgg
-from jgg.router.logits import losses as router_losses
 from tests.support.routers import (
     BAD_TOKENS,
     FAMILIES,
@@ -255,9 +254,9 @@ def test_route_and_losses_under_shard_map():
 
     def on_device(logits, mean=jnp.asarray, total=jnp.asarray):
         routing = jgg.route(logits, 4, score="sigmoid", **V3)
-        loss = router_losses.load_balancing_loss(logits, routing.topk_indices, score="sigmoid")
-        loss += router_losses.router_z_loss(logits, mask=logits[:, 0] > 0) + jnp.mean(routing.topk_weights[:, 0])
-        bias = router_losses.update_selection_bias(jnp.zeros(16), total(routing.group_sizes), 0.5)
+        loss = jgg.load_balancing_loss(logits, routing.topk_indices, score="sigmoid")
+        loss += jgg.router_z_loss(logits, mask=logits[:, 0] > 0) + jnp.mean(routing.topk_weights[:, 0])
+        bias = jgg.update_selection_bias(jnp.zeros(16), total(routing.group_sizes), 0.5)
         return mean(loss), (routing, bias)
 
     sharded = shard(

@@ -9,12 +9,12 @@ import pytest
 
 import jgg
 from jgg.core.gpu_target import current_target
-from jgg.experts.moe import moe_mlp
 from jgg.launching.choice import How, Launcher
 from jgg.products import column_parts
 from jgg.products.combine import expert_order
 from tests.support.moe_oracle import DATA, make
 from tests.support.moe_runs import IMPLEMENTATIONS, run
+from tests.support.passes import forward_and_backward
 
 FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
 
@@ -87,7 +87,7 @@ def test_parts_of_columns_in_a_scan_over_layers(w_layout, dtype, part_width):
     )
 
     def layer(x, weights):
-        y = moe_mlp(x, **weights, routing=routing, w_layout=w_layout, implementation="triton")
+        y = jgg.moe_mlp(x, **weights, routing=routing, w_layout=w_layout, implementation="triton")
         return y, y
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_what_is_written_over_is_kept_where_it_is_needed():
 
     def forward(x):
         routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
-        return moe_mlp(x, jnp.asarray(floats["w_gate_up"]), jnp.asarray(floats["w_down"]), routing)
+        return jgg.moe_mlp(x, jnp.asarray(floats["w_gate_up"]), jnp.asarray(floats["w_down"]), routing)
 
     _, vjp = jax.vjp(forward, jnp.asarray(floats["x"]))
     results = [vjp(jnp.asarray(dy)), vjp(jnp.asarray(dy)), *jax.jit(lambda dy: (vjp(dy), vjp(dy)))(jnp.asarray(dy))]
@@ -135,8 +135,8 @@ def lower_layer(tokens, hidden, features, experts, topk, **options):
     @jax.jit
     def run(arrays, indices, dy):
         routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-        y, vjp = jax.vjp(lambda arrays: moe_mlp(*arrays, routing, implementation="triton", **options), arrays)
-        return y, vjp(dy)
+        layer = lambda arrays: jgg.moe_mlp(*arrays, routing, implementation="triton", **options)  # noqa: E731
+        return forward_and_backward(layer)(dy, arrays)
 
     with jgg.target(90, 132):
         run.trace(arrays, indices, arrays[0]).lower(lowering_platforms=("cuda",))

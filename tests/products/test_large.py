@@ -13,6 +13,7 @@ import pytest
 
 import jgg
 from tests.support import moe_oracle
+from tests.support.passes import forward_and_backward
 
 GPU = (pytest.mark.gpu, pytest.mark.large)
 PRODUCTS = {
@@ -90,18 +91,13 @@ def test_layer(implementation, tokens, features, hidden, experts, topk):
     chosen[-own:, 0] = experts - 1
     group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def forward_and_backward(floats, dy):
-        def forward(floats):
-            routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
-            arrays = {name: array for name, array in floats.items() if name != "topk_weights"}
-            return jgg.moe_mlp(**arrays, routing=routing, implementation=implementation)
-
-        y, vjp = jax.vjp(forward, floats)
-        return y, *vjp(dy)
+    def forward(floats):
+        routing = jgg.Routing(floats["topk_weights"], jnp.asarray(chosen), group_sizes, gather_indices)
+        arrays = {name: array for name, array in floats.items() if name != "topk_weights"}
+        return jgg.moe_mlp(**arrays, routing=routing, implementation=implementation)
 
     some_dy = float64(dy[-own:])
-    y, gradients = forward_and_backward(floats, dy)
+    y, gradients = jax.jit(forward_and_backward(forward), donate_argnums=0)(dy, floats)
 
     # the last tokens, with those experts only that they have
     some = chosen[-own:]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jgg
+from tests.support.passes import forward_and_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.large(24.0)]
 
@@ -47,21 +48,20 @@ def make_data(in_features, out_features, experts, topk, gather):
     }
 
 
-def forward_and_backward(implementation, topk, gather, dtype, data):
+def run(implementation, topk, gather, dtype, data):
     """y, dx, dw and d topk_weights; the up GEMM gathers, the down GEMM scatters and scales."""
 
     @jax.jit
-    def function(x, w, topk_weights, dy, group_sizes, gather_indices):
+    def both(x, w, topk_weights, dy, group_sizes, gather_indices):
         def forward(x, w, topk_weights):
             return jgg.grouped_gemm(
                 x, w, group_sizes, topk, gather_indices, permute_x=gather, permute_y=not gather,
                 topk_weights=None if gather else topk_weights, precision="highest", implementation=implementation,
             )  # fmt: skip
 
-        y, vjp = jax.vjp(forward, x.astype(dtype), w.astype(dtype), topk_weights)
-        return y, *vjp(dy.astype(dtype))
+        return forward_and_backward(forward)(dy, x.astype(dtype), w.astype(dtype), topk_weights)
 
-    return function(**data)
+    return both(**data)
 
 
 @jax.jit
@@ -77,9 +77,9 @@ def test_layer(layer, gather):
     hidden, expert_hidden, experts, topk = layer
     features = (hidden, 2 * expert_hidden) if gather else (expert_hidden, hidden)
     data = make_data(*features, experts, topk, gather)
-    got = forward_and_backward("triton", topk, gather, jnp.bfloat16, data)
-    own = forward_and_backward("xla", topk, gather, jnp.bfloat16, data)
-    want = forward_and_backward("xla", topk, gather, jnp.float32, data)
+    got = run("triton", topk, gather, jnp.bfloat16, data)
+    own = run("xla", topk, gather, jnp.bfloat16, data)
+    want = run("xla", topk, gather, jnp.float32, data)
     for name, ours, xlas, exact in zip(("y", "dx", "dw", "d_topk_weights"), got, own, want, strict=True):
         bound = 2 * error(xlas, exact) + 1e-5
         assert error(ours, exact) <= bound, f"{name}: {error(ours, exact)} > {bound}"

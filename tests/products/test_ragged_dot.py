@@ -10,6 +10,8 @@ import pytest
 
 import jgg
 from tests.support import oracle
+from tests.support.closeness import largest_error
+from tests.support.passes import forward_and_backward
 
 SIZES = (3, 0, 5)  # of 11 rows
 INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
@@ -69,13 +71,7 @@ DTYPES = [
 
 def run(function, lhs, rhs, ct):
     """The product and the gradients in lhs and rhs."""
-
-    @jax.jit
-    def forward_and_backward(lhs, rhs, ct):
-        out, vjp = jax.vjp(function, lhs, rhs)
-        return out, *vjp(ct.astype(out.dtype))
-
-    return forward_and_backward(lhs, rhs, ct)
+    return jax.jit(forward_and_backward(function))(ct, lhs, rhs)
 
 
 def assert_right(case, dtypes, implementation):
@@ -107,12 +103,8 @@ def assert_right(case, dtypes, implementation):
     types = [(out.shape, out.dtype), (lhs.shape, lhs.dtype), (rhs.shape, rhs.dtype)]
     for name, array, want, other, expected in zip(("out", "lhs", "rhs"), got, wanted, own, types, strict=True):
         assert (array.shape, array.dtype) == expected, name
-        bound = float(jnp.finfo(array.dtype).eps) if other is None else 2 * error(other, want)
-        assert error(array, want) <= 1e-5 + bound, name
-
-
-def error(got, want):
-    return np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want))
+        bound = float(jnp.finfo(array.dtype).eps) if other is None else 2 * largest_error(other, want)
+        assert largest_error(array, want) <= 1e-5 + bound, name
 
 
 @pytest.mark.parametrize("implementation", [None, TRITON])
@@ -208,12 +200,11 @@ def test_no_copy_of_what_kernels_read_as_it_is(name, transposes):
     *shapes, sizes_shape, dimension_numbers = CASES[name]
     lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     sizes = jnp.zeros(sizes_shape, jnp.int32)
-
-    def forward_and_backward(lhs, rhs):
-        out, vjp = jax.vjp(lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dimension_numbers), lhs, rhs)
-        return out, vjp(out)
-
-    program = str(jax.make_jaxpr(forward_and_backward)(lhs, rhs))
+    product = functools.partial(
+        jgg.ragged_dot_general, group_sizes=sizes, ragged_dot_dimension_numbers=dimension_numbers
+    )
+    dy = jax.eval_shape(product, lhs, rhs)
+    program = str(jax.make_jaxpr(forward_and_backward(product))(dy, lhs, rhs))
     assert program.count("how=") == 3
     assert program.count("= transpose[") == transposes
 
@@ -230,4 +221,4 @@ def test_cotangent_of_a_wider_result_is_not_rounded(implementation):
 
     wanted = oracle.ragged_dot_general(lhs, rhs, np.array(SIZES), BASIC)(lhs, rhs, ct)
     for array, want in zip(run(multiply, lhs, rhs, ct), wanted, strict=True):
-        assert error(array, want) <= 1e-5 + float(jnp.finfo(array.dtype).eps)
+        assert largest_error(array, want) <= 1e-5 + float(jnp.finfo(array.dtype).eps)

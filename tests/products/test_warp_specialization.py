@@ -18,7 +18,7 @@ from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
 from jgg.products import hopper as warp_specialized
 from tests.support.cases import CASES, OPTIONS
-from tests.support.comparison import assert_right, forward_and_backward
+from tests.support.comparison import assert_right, passes_of_grouped_gemm
 from tests.support.specialized import ARGUMENTS, LARGE_CASES, columns_of, specialized_configs
 
 HOPPER = Target(90, 132, "NVIDIA H200")
@@ -68,7 +68,7 @@ def test_many_groups(w_layout):
     x, w, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
 
     def compiled(configs):
-        run = jax.jit(forward_and_backward("triton", {"w_layout": w_layout}, configs))
+        run = jax.jit(passes_of_grouped_gemm("triton", {"w_layout": w_layout}, configs))
         return lambda sizes: run((x, w, None, None), sizes, None, dy)
 
     specialized = compiled(dict(specialized_configs(w_layout)))
@@ -91,15 +91,15 @@ def test_the_same_bits_every_time():
     w = jax.random.normal(keys[1], (8, 512, 512), jnp.bfloat16)
     sizes = jnp.array([700, 0, 1000, 3, 900, 64, 129, 1100], jnp.int32)
 
-    def forward_and_backward(x):
+    def own_cotangent(x):
         y, vjp = jax.vjp(lambda x, w: jgg.grouped_gemm(x, w, sizes, implementation="triton"), x, w)
         return y, *vjp(y)
 
     @jax.jit
     def repeated(x):
-        return jax.lax.scan(lambda carry, _: (carry, forward_and_backward(carry)), x, length=5)[1]
+        return jax.lax.scan(lambda carry, _: (carry, own_cotangent(carry)), x, length=5)[1]
 
-    once = jax.jit(forward_and_backward)(x)
+    once = jax.jit(own_cotangent)(x)
     for _ in range(3):
         for result, expected in zip(repeated(x), once, strict=True):
             assert jnp.array_equal(result, jnp.broadcast_to(expected, result.shape))
@@ -222,7 +222,7 @@ def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
 
 
 def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
-    monkeypatch.setattr(warp_specialized, "largest_first", lambda bounds: 3 * (bounds.starts,))
+    monkeypatch.setattr(warp_specialized, "largest_first", lambda bounds: 3 * (bounds.starts[:7],))
     x, dy = (jax.ShapeDtypeStruct((8192, 4096), "bfloat16") for _ in range(2))
 
     def dw(x, dy, sizes):
@@ -234,7 +234,7 @@ def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
         jax.jit(dw).trace(x, dy, jax.ShapeDtypeStruct((64,), "int32")).lower(lowering_platforms=("cuda",))
     ((name, launch),) = launched
     assert name == "hopper_kernel"
-    assert launch.operands["tile_group"] is launch.operands["group_starts"]
+    assert launch.operands["tile_group"].shape == (7,)
 
 
 @pytest.mark.parametrize(("fuse_gather", "kernels"), [(True, []), (False, ["combine_kernel"])])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
+from tests.support.passes import forward_and_backward
 
 ROWS, IN, OUT, TOPK = 512, 64, 96, 2
 OPTIONS = {
@@ -33,12 +34,11 @@ def compiled(num_experts, dtype, options, w_layout, backward, implementation):
     def forward(floats, fixed):
         return jgg.grouped_gemm(**floats, **fixed, **options, w_layout=w_layout, implementation=implementation)
 
-    def forward_and_backward(floats, fixed, dy):
-        y, vjp = jax.vjp(lambda floats: forward(floats, fixed), floats)
-        return y, vjp(dy)
+    def backward_too(floats, fixed, dy):
+        return forward_and_backward(lambda floats: forward(floats, fixed))(dy, floats)
 
     if backward:
-        return jax.jit(forward_and_backward).lower(floats, fixed, struct(ROWS, OUT)).compile()
+        return jax.jit(backward_too).lower(floats, fixed, struct(ROWS, OUT)).compile()
     return jax.jit(forward).lower(floats, fixed).compile()
 
 

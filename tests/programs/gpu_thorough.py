@@ -31,7 +31,7 @@ class Configuration:
         self.case, self.dtype = generated.static_case(number)
         case = self.case
         options = {**case.options, "preferred_element_type": case.out_dtype, "precision": "highest"}
-        compute = comparison.forward_and_backward(implementation, options, {})
+        compute = comparison.passes_of_grouped_gemm(implementation, options, {})
 
         def run(unwritten, values):
             del unwritten  # donated, it becomes the memory of the results: what nobody writes is NaN

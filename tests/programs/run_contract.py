@@ -15,7 +15,7 @@ import numpy as np
 import jgg
 from tests.support import moe_oracle, moe_runs
 from tests.support.cases import CASES, OPTIONS, OPTIONS_HALVES, make_data
-from tests.support.comparison import forward_and_backward, small_configs
+from tests.support.comparison import passes_of_grouped_gemm, small_configs
 from tests.support.routers import random_logits
 from tests.support.specialized import LARGE_CASES, columns_of, specialized_configs
 
@@ -42,7 +42,7 @@ def run_product(case, dtype, configs):
         jnp.asarray,
         ((data.x, data.w, data.topk_weights, data.bias), data.group_sizes, data.gather_indices, data.dy),
     )
-    run = jax.jit(forward_and_backward("triton", options, dict(configs)))
+    run = jax.jit(passes_of_grouped_gemm("triton", options, dict(configs)))
     jax.block_until_ready(run(arrays, *fixed))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from tests.support.closeness import assert_close, distance
 
 P = jax.P
 TOKENS, FEATURES, OUT, EXPERTS, TOPK = 6, 12, 20, 4, 2
@@ -93,9 +94,9 @@ def check_local(name, specs, implementation=None, mesh=None):
     run = program(implementation).lower(split).compile()
     (_, y), got = run(split)
     want_y, want = wanted()
-    assert_close(y, want_y, f"{name}: y")
+    assert_close(y, want_y, name=f"{name}: y")
     for argument, gradient in got.items():
-        assert_close(gradient, want[argument], f"{name}: gradient of {argument}")
+        assert_close(gradient, want[argument], name=f"{name}: gradient of {argument}")
     assert_weights_stay(run, name)
 
 
@@ -168,7 +169,7 @@ def check_uneven():
         return jgg.grouped_gemm(x, w, group_sizes, bias=bias, w_layout="ekn", precision="highest")
 
     want = function((P(), P(), P()), *arrays)
-    assert_close(function((P(None, "b"), P("b"), P(None, "a")), *arrays), want, "uneven x and bias")
+    assert_close(function((P(None, "b"), P("b"), P(None, "a")), *arrays), want, name="uneven x and bias")
     with refuses("Weights [2, 9, 9] must be split evenly, got P(None, None, 'a'): ", "jgg.sharding.MoESharding"):
         function((P(), P(None, None, "a"), P()), *arrays)
 
@@ -193,7 +194,7 @@ def check_group_offset():
     offset = jnp.int32(1)
     w = jax.device_put(floats["w"][1:3], jax.NamedSharding(mesh_of(), P("a", "b", "c")))
     want = function(rows, floats["w"][1:3], group_sizes, group_offset=offset)
-    assert_close(function(rows, w, group_sizes, group_offset=offset), want, "group_offset")
+    assert_close(function(rows, w, group_sizes, group_offset=offset), want, name="group_offset")
 
 
 def check_out_sharding():
@@ -204,7 +205,7 @@ def check_out_sharding():
     sharding = jax.NamedSharding(mesh, P("a", "b"))
     y = jgg.ragged_dot(x, w, sizes, out_sharding=sharding)
     assert y.sharding == sharding, y.sharding
-    assert_close(y, jgg.ragged_dot(x, w, sizes), "out_sharding")
+    assert_close(y, jgg.ragged_dot(x, w, sizes), name="out_sharding")
 
     def loss(x, **options):
         return jnp.sum(jnp.sin(jgg.ragged_dot(x, w, sizes, **options)))
@@ -212,7 +213,7 @@ def check_out_sharding():
     with jax.set_mesh(mesh):
         for spec in P("a"), P(None, "b"):
             got = jax.jit(jax.grad(functools.partial(loss, out_sharding=spec)))(x)
-            assert_close(got, jax.grad(loss)(x), "gradient with out_sharding")
+            assert_close(got, jax.grad(loss)(x), name="gradient with out_sharding")
     try:
         jgg.ragged_dot(x, w, sizes, out_sharding=jax.NamedSharding(mesh_of(), P("a")))
     except ValueError as error:
@@ -237,7 +238,7 @@ def check_scan():
 
     got = gradient(jax.device_put(w, jax.NamedSharding(mesh_of(), P(None, "a"))))
     assert got.sharding.spec == P(None, "a")
-    assert_close(got, gradient(w), "scan")
+    assert_close(got, gradient(w), name="scan")
 
 
 @functools.cache
@@ -292,13 +293,8 @@ def check_fp8():
     ):
         got = run(*place(mesh, arrays, specs).values())
         for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            one, other = (np.asarray(array, np.float32) for array in (one, other))
-            error = np.linalg.norm(one - other) / np.linalg.norm(other)
+            error = distance(one, other)
             assert error < 0.05, f"fp8 {specs}: {error}"
-
-
-def assert_close(got, want, name):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.max(np.abs(want)), err_msg=name)
 
 
 def main():

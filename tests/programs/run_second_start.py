@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jgg
-from tests.support.transforms import ORDER, WITH_EVERYTHING, batch_of, forward_and_backward
+from tests.support.transforms import ORDER, WITH_EVERYTHING, batch_of, passes_of
 
 
 def main():
@@ -25,7 +25,7 @@ def main():
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    function = forward_and_backward(WITH_EVERYTHING, None if implementation == "None" else implementation)
+    function = passes_of(WITH_EVERYTHING, None if implementation == "None" else implementation)
     batch = batch_of(WITH_EVERYTHING, 1)
     arguments = [batch[name][0] for name in ORDER]
     jax.block_until_ready(jnp.sin(batch["x"]))  # so that the backend's own start is not counted

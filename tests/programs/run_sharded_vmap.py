@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from tests.support.transforms import assert_close
+from tests.support.closeness import assert_close
 
 SEQUENCES, TOKENS, FEATURES, HIDDEN, EXPERTS = 4, 6, 8, 5, 4
 

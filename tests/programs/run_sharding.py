@@ -17,7 +17,7 @@ import jgg.linen
 import jgg.nnx
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
-from tests.support.sharded_cases import CASES, assert_case_is_right, assert_close, make, on_mesh, place
+from tests.support.sharded_cases import CASES, assert_case_is_right, assert_shards_close, make, on_mesh, place
 
 KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.Explicit}
 ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
@@ -54,12 +54,12 @@ def check_layer(kind):
     split = {name: jax.device_put(array, sharding.named(specs[name])) for name, array in params.items()}
     x = jax.device_put(X, sharding.named(jax.P(sharding.token_axes)))
     y, metrics, got = jax.jit(functools.partial(run, sharding=sharding))(split, x)
-    assert_close(y, want_y, "y")
+    assert_shards_close(y, want_y, "y")
     assert int(jnp.sum(metrics.group_sizes)) == 12 * layer.topk
     for name, value in metrics._asdict().items():
-        assert_close(value, getattr(want_metrics, name), name)
+        assert_shards_close(value, getattr(want_metrics, name), name)
     for name in params:
-        assert_close(got[name], want[name], name)
+        assert_shards_close(got[name], want[name], name)
 
 
 def check_flax():
@@ -76,9 +76,9 @@ def check_flax():
 
     whole = module.clone(sharding=None)
     variables = jax.device_get(variables)
-    assert_close(y, jax.jit(whole.apply)(variables, X), "Linen")
+    assert_shards_close(y, jax.jit(whole.apply)(variables, X), "Linen")
     variables["params"] = jax.device_get({name: getattr(layer, name)[...] for name in layer.layer.shapes})
-    assert_close(nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(whole.apply)(variables, X), "NNX")
+    assert_shards_close(nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(whole.apply)(variables, X), "NNX")
 
 
 def check_load_params():
@@ -145,7 +145,7 @@ def check_interleave():
 
     want = y(MoESharding(mesh_of(), data="a"), arrays)
     arrays |= {name: interleave(arrays[name]) for name in ("w_gate_up", "b_gate_up")}
-    assert_close(y(MoESharding(mesh_of(), tensor="c"), arrays, interleaved=True), want, "y")
+    assert_shards_close(y(MoESharding(mesh_of(), tensor="c"), arrays, interleaved=True), want, "y")
 
 
 def main():

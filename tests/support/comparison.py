@@ -10,6 +10,8 @@ import numpy as np
 import jgg
 from tests.support import oracle
 from tests.support.cases import Case, Data, make_data
+from tests.support.closeness import largest_error
+from tests.support.passes import forward_and_backward
 
 OUTPUTS = ("y", "x", "w", "topk_weights", "bias")  # y and what the gradients are of
 
@@ -45,16 +47,16 @@ def run(case: Case, data: Data, implementation, *, precision=None, configs=(), j
 
 @functools.cache
 def _compiled(implementation, options, configs, jit):
-    forward_and_backward_of = forward_and_backward(implementation, dict(options), dict(configs))
+    both = passes_of_grouped_gemm(implementation, dict(options), dict(configs))
 
     def function(unwritten, *arguments):
         del unwritten
-        return forward_and_backward_of(*arguments)
+        return both(*arguments)
 
     return jax.jit(function, donate_argnums=0, keep_unused=True) if jit else function
 
 
-def forward_and_backward(implementation, options, configs):
+def passes_of_grouped_gemm(implementation, options, configs):
     """grouped_gemm as a function to y and the gradients in the arrays x, w, topk_weights and bias."""
 
     def function(arrays, group_sizes, gather_indices, dy):
@@ -71,8 +73,8 @@ def forward_and_backward(implementation, options, configs):
                 **configs,
             )
 
-        y, vjp = jax.vjp(forward, *arrays)
-        return y, vjp(dy)
+        y, *gradients = forward_and_backward(forward)(dy, *arrays)
+        return y, gradients
 
     return function
 
@@ -129,14 +131,13 @@ def oracle_arguments(case: Case, data: Data):
 
 def _error(got, want, mask, name):
     """The largest error of the elements in `mask`, relative to the largest of them."""
-    got, want = got[mask].astype(np.float64), want[mask]
+    got, want = got[mask], want[mask]
     finite = np.isfinite(want)
     np.testing.assert_array_equal(np.isfinite(got), finite, f"where {name} is finite")
     got, want = got[finite], want[finite]
     # the oracle has zeros only where nothing was added up
     np.testing.assert_array_equal(got[want == 0], 0, f"{name} where it must be exactly zero")
-    scale = np.max(np.abs(want), initial=0)
-    return np.max(np.abs(got - want), initial=0) / scale if scale else 0.0
+    return largest_error(got, want)
 
 
 def _own_errors(case, data, precision):
@@ -241,5 +242,5 @@ def _plain_xla(precision, indices, members, dy, *arrays):
         y = jnp.sum(jnp.where(member_rows, products, 0), axis=0).astype(dy.dtype)
         return jnp.zeros_like(y).at[y_rows].set(y, mode="drop")
 
-    y, vjp = jax.vjp(forward, *arrays)
-    return y, vjp(dy)
+    y, *gradients = forward_and_backward(forward)(dy, *arrays)
+    return y, gradients

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.experts.moe import moe_mlp
+from tests.support.passes import forward_and_backward
 
 IMPLEMENTATIONS = [
     None,
@@ -22,24 +22,13 @@ def run(floats, chosen, dy, implementation, activation="swiglu", dtype=jnp.float
     gather_indices = gather_indices[:num_rows]
     arrays = {name: None if a is None else jnp.asarray(a, dtype) for name, a in floats.items()}
 
-    @jax.jit
-    def forward_and_backward(arrays, dy):
-        def forward(arrays):
-            names = ("x", "w_gate_up", "w_down")
-            weights = arrays["topk_weights"].astype(jnp.float32)
-            routing = jgg.Routing(weights, jnp.asarray(chosen), group_sizes, gather_indices)
-            biases = {name: arrays[name] for name in ("b_gate_up", "b_down")}
-            return moe_mlp(
-                *(arrays[name] for name in names),
-                routing,
-                activation=activation,
-                precision="highest",
-                implementation=implementation,
-                **biases,
-                **options,
-            )
+    def forward(arrays):
+        arrays = dict(arrays)
+        weights = arrays.pop("topk_weights").astype(jnp.float32)
+        routing = jgg.Routing(weights, jnp.asarray(chosen), group_sizes, gather_indices)
+        return jgg.moe_mlp(
+            **arrays, routing=routing, activation=activation, precision="highest", implementation=implementation,
+            **options,
+        )  # fmt: skip
 
-        y, vjp = jax.vjp(forward, arrays)
-        return y, *vjp(dy.astype(y.dtype))
-
-    return forward_and_backward(arrays, jnp.asarray(dy))
+    return jax.jit(forward_and_backward(forward))(jnp.asarray(dy), arrays)

@@ -8,6 +8,7 @@ import numpy as np
 
 import jgg
 from jgg.sharding import MoESharding, sharded_moe_mlp
+from tests.support.closeness import assert_close
 
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 32, 12, 10, 8, 3
 
@@ -136,13 +137,13 @@ def assert_case_is_right(name, mesh, seed=0, compiler_options=None):
     )  # fmt: skip
     want_y, want = on_one_device(floats, chosen, dy, fits)
     assert int(overflow) == np.sum(~fits), name
-    assert_close(y, want_y, f"{name}: y")
+    assert_shards_close(y, want_y, f"{name}: y")
     for argument, gradient in gradients.items():
-        assert_close(gradient, want[argument], f"{name}: gradient of {argument}")
+        assert_shards_close(gradient, want[argument], f"{name}: gradient of {argument}")
 
 
-def assert_close(got, want, name):
+def assert_shards_close(got, want, name):
     """Compares what this process has of an array with all of it."""
     for shard in got.addressable_shards:
         part = np.asarray(want)[shard.index]
-        np.testing.assert_allclose(shard.data, part, rtol=1e-5, atol=1e-5 * np.max(np.abs(want)), err_msg=name)
+        assert_close(shard.data, part, name=name, least_scale=np.max(np.abs(want)))

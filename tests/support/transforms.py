@@ -1,21 +1,21 @@
 """grouped_gemm of a small case as a function to transform, and the oracle's values for it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jgg
-from tests.support import comparison, oracle
+from tests.support import oracle
 from tests.support.cases import EVERYTHING, Case, make_data
-from tests.support.comparison import small_configs
+from tests.support.comparison import passes_of_grouped_gemm, small_configs
 
+# JAX transforms its own operations here, which few changes can break
+PLAIN_JAX = pytest.param("xla", marks=pytest.mark.thorough)
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "implementation",
     [
-        "xla",
+        PLAIN_JAX,
         None,
         pytest.param("interpret", marks=pytest.mark.interpret),
         pytest.param("triton", marks=pytest.mark.gpu),
@@ -50,10 +50,6 @@ def differentiable(case, implementation):
     return function, jax.tree.map(jnp.asarray, arrays), data
 
 
-def assert_close(got, expected, tolerance=1e-5):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), got, expected)
-
-
 def batch_of(case, count):
     """Arrays of several cases that differ in their values, stacked, and each case's own data."""
     all_data = [make_data(case, "float32", seed) for seed in range(count)]
@@ -66,10 +62,10 @@ def batch_of(case, count):
     return jax.tree.map(jnp.asarray, stacked)
 
 
-def forward_and_backward(case, implementation):
+def passes_of(case, implementation):
     """y and the gradients of a case as a function of arrays in ORDER."""
     configs = dict(small_configs()) if implementation in ("interpret", "triton") else {}
-    function = comparison.forward_and_backward(implementation, case.options | {"precision": "highest"}, configs)
+    function = passes_of_grouped_gemm(implementation, case.options | {"precision": "highest"}, configs)
 
     def flat(x, w, topk_weights, bias, group_sizes, gather_indices, dy):
         y, gradients = function((x, w, topk_weights, bias), group_sizes, gather_indices, dy)

@@ -1,12 +1,15 @@
 """How tests are divided among workers, and a GPU's memory among those: the first ones run all large tests."""
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+import jax
 from xdist.scheduler import LoadGroupScheduling
 
 # GiB of a GPU: what CUDA and the compiled kernels take, and the arrays of a worker that runs no large tests
@@ -63,6 +66,18 @@ def num_workers() -> int:
 def compile_quickly() -> None:
     """Has XLA compile for a GPU, before JAX starts there, without trying which variant of a product is fastest."""
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
+
+
+def share_programs() -> None:
+    """Has the workers of a run on a CPU share what XLA compiles, in a folder that the first process removes."""
+    if jax.config.jax_platforms != "cpu":
+        return
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="jgg-test-programs-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["JGG_TEST_PROGRAMS"] = folder
+    jax.config.update("jax_compilation_cache_dir", os.environ["JGG_TEST_PROGRAMS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def share_gpus() -> None:

@@ -14,7 +14,8 @@ import jgg
 from jgg.exporting import _KERNEL_CALL
 from tests.support import oracle, processes
 from tests.support.cases import make_data
-from tests.support.transforms import ORDER, WITH_EVERYTHING, assert_close, expected_outputs, forward_and_backward
+from tests.support.closeness import assert_close
+from tests.support.transforms import ORDER, WITH_EVERYTHING, expected_outputs, passes_of
 
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 24, 16, 32, 4, 2
 ON = [
@@ -158,7 +159,7 @@ def test_compiled_ahead_of_time(implementation):
     data = make_data(WITH_EVERYTHING, "float32")
     arrays = [jnp.asarray(getattr(data, name)) for name in ORDER]
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    compiled = jax.jit(forward_and_backward(WITH_EVERYTHING, implementation)).lower(*shapes).compile()
+    compiled = jax.jit(passes_of(WITH_EVERYTHING, implementation)).lower(*shapes).compile()
     expected = expected_outputs(WITH_EVERYTHING, *(getattr(data, name) for name in ORDER))
     assert_close(list(compiled(*arrays)), list(expected))
 

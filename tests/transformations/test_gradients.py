@@ -11,8 +11,10 @@ from jax.test_util import check_grads
 import jgg
 from tests.support import oracle, processes
 from tests.support.cases import Case, make_data
+from tests.support.closeness import assert_close, distance
 from tests.support.comparison import oracle_arguments
-from tests.support.transforms import IMPLEMENTATIONS, NAMES, PLAIN, WITH_EVERYTHING, assert_close, differentiable
+from tests.support.passes import forward_and_backward
+from tests.support.transforms import IMPLEMENTATIONS, NAMES, PLAIN, WITH_EVERYTHING, differentiable
 
 CASES = pytest.mark.parametrize("case", [WITH_EVERYTHING, PLAIN], ids=lambda case: case.name)
 
@@ -63,7 +65,7 @@ def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
     expected = oracle.gradients(data.dy, **arguments, gather_indices=data.gather_indices, **case.options)
     assert got[0].dtype == got[1].dtype == dtype
     for name, mine, lax, want in zip(("x", "w"), got, own, expected[:2], strict=True):
-        error, bound = (np.linalg.norm(np.asarray(a, np.float64) - want) / np.linalg.norm(want) for a in (mine, lax))
+        error, bound = distance(mine, want), distance(lax, want)
         assert error <= 1.05 * bound, (name, error, bound)
 
 
@@ -158,15 +160,14 @@ def test_scan_over_layers(implementation):
     layers = [make_data(case, "float32", seed) for seed in range(3)]
     x, dy, group_sizes = layers[0].x, layers[0].dy, jnp.asarray(layers[0].group_sizes)
 
-    @jax.jit
-    def run(x, w):
+    def scanned(x, w):
         def layer(x, w):
             return jgg.grouped_gemm(x, w, group_sizes, implementation=implementation, precision="highest"), None
 
-        y, vjp = jax.vjp(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
-        return y, *vjp(jnp.asarray(dy))
+        return jax.lax.scan(layer, x, w)[0]
 
-    y, dx, dw = run(x, jnp.stack([layer.w for layer in layers]))
+    w = jnp.stack([layer.w for layer in layers])
+    y, dx, dw = jax.jit(forward_and_backward(scanned))(jnp.asarray(dy), x, w)
     inputs = [x]
     for layer in layers:
         inputs.append(oracle.grouped_gemm(inputs[-1], layer.w, layer.group_sizes))

@@ -11,17 +11,19 @@ import pytest
 import jgg
 from tests.support import moe_oracle, oracle, processes
 from tests.support.cases import EVERYTHING, Case
+from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
+from tests.support.passes import forward_and_backward
 from tests.support.transforms import (
     IMPLEMENTATIONS,
     IN_ORDER,
     ORDER,
+    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
-    assert_close,
     batch_of,
     expected_outputs,
-    forward_and_backward,
+    passes_of,
 )
 
 ROUTING = ("topk_weights", "group_sizes", "gather_indices")
@@ -43,13 +45,20 @@ def assert_right_under_vmap(case, implementation, batched, size=3):
     arguments = [batch[name] if name in batched else batch[name][0] for name in ORDER]
     axes = [(1 if name == "x" else 0) if name in batched else None for name in ORDER]
     moved = [a if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip(arguments, axes, strict=True)]
-    got = jax.jit(jax.vmap(forward_and_backward(case, implementation), axes))(*moved)
+    got = jax.jit(jax.vmap(passes_of(case, implementation), axes))(*moved)
     for i in range(size):
         one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
         assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
 
 
-@pytest.mark.parametrize("batched", BATCHED.values(), ids=BATCHED)
+# which arrays are shared changes how a product is merged; test_generated.py draws more such sets at every change
+OFTEN = ("everything", "rows", "rows-and-routing", "routing", "only-w")
+
+
+@pytest.mark.parametrize(
+    "batched",
+    [pytest.param(names, id=key, marks=[pytest.mark.thorough] * (key not in OFTEN)) for key, names in BATCHED.items()],
+)
 def test_any_argument(batched):
     assert_right_under_vmap(WITH_EVERYTHING, None, batched)
 
@@ -85,13 +94,13 @@ def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
     num_rows = 32 if len(sizes) == 2 else 64
     case = Case("gaps", sizes[0], num_rows, 8, 12, **EVERYTHING)
     batch = batch_of(case, len(sizes)) | {"group_sizes": jnp.array(sizes, jnp.int32)}
-    got = jax.jit(jax.vmap(forward_and_backward(case, implementation)))(*(batch[name] for name in ORDER))
+    got = jax.jit(jax.vmap(passes_of(case, implementation)))(*(batch[name] for name in ORDER))
     for i in range(len(sizes)):
         one = [np.asarray(batch[name][i]) for name in ORDER]
         assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), "xla", None])
+@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), PLAIN_JAX, None])
 def test_layers_that_drop_tokens(implementation):
     """Each element with its own weights and choices, of which some are of no expert."""
     runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
@@ -101,16 +110,15 @@ def test_layers_that_drop_tokens(implementation):
 
     @jax.jit
     @jax.vmap
-    def forward_and_backward(floats, chosen, dy):
+    def run(floats, chosen, dy):
         def forward(floats):
             routing = jgg.Routing(floats["topk_weights"], chosen, *jgg.sort_by_expert(chosen, 3))
             weights = floats["x"], floats["w_gate_up"], floats["w_down"]
             return jgg.moe_mlp(*weights, routing, precision="highest", implementation=implementation)
 
-        y, vjp = jax.vjp(forward, floats)
-        return y, *vjp(dy)
+        return forward_and_backward(forward)(dy, floats)
 
-    got = forward_and_backward(floats, chosen, dy)
+    got = run(floats, chosen, dy)
     for i, one in enumerate(runs):
         want = moe_oracle.expected(*one, "swiglu", False, "enk")
         assert_close(jax.tree.map(lambda a, i=i: a[i], got), want, 1e-4)
@@ -124,7 +132,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
     batch["gather_indices"] = batch["gather_indices"].at[0, :4].set(jnp.array([12, -1, -(2**31), 13], jnp.int32))
     axes = [0 if name in BATCHED[batched] else None for name in ORDER]
     arguments = [batch[name] if axis == 0 else batch[name][0] for name, axis in zip(ORDER, axes, strict=True)]
-    got = jax.jit(jax.vmap(forward_and_backward(WITH_EVERYTHING, implementation), axes))(*arguments)
+    got = jax.jit(jax.vmap(passes_of(WITH_EVERYTHING, implementation), axes))(*arguments)
     for i in range(2):
         one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
         named = dict(zip(ORDER[:-1], one, strict=False))
@@ -165,7 +173,7 @@ def test_nested_vmap(implementation):
     # the outer axis has its own weights, the inner one its own rows
     arguments = [nested["w"][:, 0] if name == "w" else nested[name] for name in ORDER]
     inner_axes = [None if name == "w" else 0 for name in ORDER]
-    function = forward_and_backward(IN_ORDER, implementation)
+    function = passes_of(IN_ORDER, implementation)
     got = jax.jit(jax.vmap(jax.vmap(function, inner_axes)))(*arguments)
     for i in range(outer):
         for j in range(inner):
@@ -203,13 +211,11 @@ def test_ragged_dot_with_an_offset_for_each(implementation):
         options = {"precision": "highest", "implementation": implementation}
         return jgg.ragged_dot(lhs, rhs, sizes, group_offset=offset, **options)
 
-    @jax.jit
-    def run(lhs, rhs, dy):
-        y, vjp = jax.vjp(lambda lhs, rhs: jax.vmap(dot, (0, None, 0, 0))(lhs, rhs, sizes, offsets), lhs, rhs)
-        return y, *vjp(dy)
+    def batched(lhs, rhs):
+        return jax.vmap(dot, (0, None, 0, 0))(lhs, rhs, sizes, offsets)
 
     dy = jnp.asarray(rng.standard_normal((3, 18, 20)), jnp.float32)
-    y, d_lhs, d_rhs = run(lhs, rhs, dy)
+    y, d_lhs, d_rhs = jax.jit(forward_and_backward(batched))(dy, lhs, rhs)
     expected, lhs, rhs, sizes, dy = np.zeros(rhs.shape), *map(np.asarray, (lhs, rhs, sizes, dy))
     for i, offset in enumerate(np.asarray(offsets)):
         assert_close(y[i], oracle.ragged_dot(lhs[i], rhs, sizes[i], offset))
@@ -230,7 +236,7 @@ def test_a_batch_is_one_launch_of_each_kernel(batched):
     one = [batch[name][0] for name in ORDER]
     arguments = [batch[name] if name in BATCHED[batched] else batch[name][0] for name in ORDER]
     axes = [0 if name in BATCHED[batched] else None for name in ORDER]
-    function = forward_and_backward(WITH_EVERYTHING, None)
+    function = passes_of(WITH_EVERYTHING, None)
     alone, merged = lowered_for_cuda(function, *one), lowered_for_cuda(jax.vmap(function, axes), *arguments)
     assert alone.count("@triton_kernel_call_ffi") == merged.count("@triton_kernel_call_ffi") > 3
     assert "stablehlo.while" not in merged
