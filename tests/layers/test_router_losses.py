@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jgg
-from jgg.router.logits import losses as router_losses
+from jgg.router import losses as router_losses
 from tests.support.routers import random_logits, softmax
 
 # compiled, as models call them, and quicker here than one operation at a time

@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jgg
-from jgg.router.logits import losses as router_losses
+from jgg.router import losses as router_losses
 from tests.support.routers import (
     BAD_TOKENS,
     FAMILIES,
