@@ -124,8 +124,8 @@ def test_products_multiply_what_it_dequantizes_to(dtype):
 
     def run(w):
         y, vjp = jax.vjp(lambda x: jgg.grouped_gemm(x, w, sizes), hidden)
-        own = jgg.grouped_gemm_forward(hidden, w, sizes), jgg.grouped_gemm_dx(arrays["dy"], w, None, sizes)
-        return y, vjp(arrays["dy"]), own
+        own = jgg.grouped_gemm_forward(hidden, w, group_sizes=sizes)
+        return y, vjp(arrays["dy"]), own, jgg.grouped_gemm_dx(arrays["dy"], w, group_sizes=sizes)
 
     jax.tree.map(np.testing.assert_array_equal, run(q), run(w))
     gradient = jax.grad(lambda q: jnp.sum(jgg.grouped_gemm(hidden, q, sizes).astype(jnp.float32)))(q)
