@@ -189,7 +189,7 @@ def test_gradients_are_those_of_what_is_not_quantized(function):
     def gradients(x, w):
         def product(x, w, weights):
             y = function(
-                x, w, data.group_sizes, gather_indices=data.gather_indices, preferred_element_type="float32",
+                x, w, group_sizes=data.group_sizes, gather_indices=data.gather_indices, preferred_element_type="float32",
                 **weights, **OPTIONS[-1].options,
             )  # fmt: skip
             return jnp.sum(y * data.dy.astype("float32"))
