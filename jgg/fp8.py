@@ -1,7 +1,6 @@
 """FP8 with block scales: what quantizes tokens and weights, and the recipe to train in it."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.core.gpu_target import current_target
-from jgg.core.quantized import BLOCK, DTYPES, E4M3, QuantizedArray, scales_shape
+from jgg.core.quantized import BLOCK, DTYPES, Format, QuantizedArray, WeightForms, as_bits, from_bits, scales_shape
 from jgg.launching.choice import How
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
 
 
 def quantize_tokens(
@@ -33,8 +32,8 @@ def quantize_tokens(
 
     Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype none of the two.
     """
-    array, options = _checked("x", x, "[T, K]", dtype, power_of_2_scales)
-    return QuantizedArray(*QUANTIZE_ROWS(How(None, current_target()), Quantize(array), **options))
+    stored_as = _format(dtype, power_of_2_scales)
+    return QUANTIZE_ROWS(How(None, current_target()), Quantize(_checked("x", x, "[T, K]")), stored_as=stored_as)
 
 
 def quantize_weights(
@@ -50,31 +49,25 @@ def quantize_weights(
 
     Raises: as `quantize_tokens`.
     """
-    array, options = _checked("w", w, "[E, N, K] or [E, K, N]", dtype, power_of_2_scales)
-    return QuantizedArray(
-        *QUANTIZE_WEIGHTS(How(None, current_target()), Quantize(array), keeps=True, turns=False, **options)
-    )
+    straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), turns=False).forms.straight
+    assert straight is not None
+    return straight
 
 
-def _checked(name, array, expected, dtype, power_of_2_scales):
+def _checked(name: str, array: object, expected: str) -> jax.Array:
     array = jax.lax.stop_gradient(as_array(name, array))
     check_rank(name, array, expected)
     as_dtype(f"{name}.dtype", array.dtype)
-    options = {
-        "dtype": as_dtype("dtype", dtype, DTYPES),
-        "power_of_2_scales": as_flag("power_of_2_scales", power_of_2_scales),
-    }
-    return array, options
+    return array
 
 
-class WeightForms(NamedTuple):
-    """Weights in FP8: as they are, and with rows and columns exchanged.
+def _format(dtype: DTypeLike, power_of_2_scales: object) -> Format:
+    return Format(as_dtype("dtype", dtype, DTYPES), as_flag("power_of_2_scales", power_of_2_scales))
 
-    FP8 products on Hopper read both operands along the reduced axis, so that forward and dX need one each.
-    """
 
-    straight: QuantizedArray | None
-    turned: QuantizedArray | None
+def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) -> QuantizedMatrices:
+    operands = Quantize(_checked(name, w, "[E, N, K] or [E, K, N]"))
+    return QUANTIZE_WEIGHTS(How(None, current_target()), operands, stored_as=stored_as, keeps=True, turns=turns)
 
 
 @jax.tree_util.register_dataclass
@@ -122,6 +115,16 @@ class Fp8:
         object.__setattr__(self, "power_of_2_scales", as_flag("power_of_2_scales", self.power_of_2_scales))
         object.__setattr__(self, "keeps_weights", as_flag("keeps_weights", self.keeps_weights))
 
+    @property
+    def format(self) -> Format:
+        """How everything but gradients is quantized."""
+        return Format(power_of_2_scales=self.power_of_2_scales)
+
+    @property
+    def gradient_format(self) -> Format:
+        """How gradients are quantized."""
+        return Format(self.gradient_dtype, self.power_of_2_scales)
+
     def weights(self, w: ArrayLike) -> QuantizedWeights:
         """Quantizes weights [E, N, K] or [E, K, N], to be used more than once.
 
@@ -133,21 +136,16 @@ class Fp8:
 
 
 def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
-    array, options = _checked(name, w, "[E, N, K] or [E, K, N]", E4M3, recipe.power_of_2_scales)
-    how = How(None, current_target())
-    results = QUANTIZE_WEIGHTS(how, Quantize(array), keeps=True, turns=True, **options)
-    values, scales, turned = map(_named, results)
-    forms = WeightForms(QuantizedArray(values, scales), QuantizedArray(turned, scales.mT))
-    return QuantizedWeights(as_array(name, w), forms)
+    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, turns=True))
+    return QuantizedWeights(as_array(name, w), matrices.forms)
 
 
 def _named(array: jax.Array) -> jax.Array:
-    """As policies of `jax.checkpoint` know it; numbers in FP8 as bits.
+    """Names an array for policies of `jax.checkpoint`, numbers in FP8 as bits.
 
-    What is kept of floats, JAX puts through `reduce_precision`, by which float8_e4m3fn's from 256 on are infinite.
+    JAX passes kept floats through `reduce_precision`, which turns float8_e4m3fn values of 256 and more into inf.
     """
-    bits = array if array.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.lax.bitcast_convert_type(checkpoint_name(bits, "jgg_fp8_weights"), array.dtype)
+    return from_bits(checkpoint_name(as_bits(array), "jgg_fp8_weights"), array.dtype)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:

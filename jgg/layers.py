@@ -14,10 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_dtype, as_flag, as_int, as_precision, check_floats, check_instance
 from jgg.core.gpu_target import current_target
-from jgg.core.layer_options import InFeatures, LayerOptions
 from jgg.core.problem import DTYPES
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.experts.arguments import MlpOptions, check_shapes, in_quantization
+from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.experts.mesh import check_interleaved, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device

@@ -7,7 +7,7 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.core.layer_options import LayerOptions
+from jgg.experts.layer_options import LayerOptions
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding

@@ -15,7 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
-from jgg.core.layer_options import InFeatures, LayerOptions
+from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding

@@ -21,7 +21,7 @@ from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.core.quantized import E4M3
+from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.core.versions import __version__
 from jgg.measuring.timing import Reference, measure, product
 from jgg.measuring.workloads import OPS, gemm, operands
@@ -29,7 +29,7 @@ from jgg.measuring.workloads import OPS, gemm, operands
 _logger = logging.getLogger("jgg")
 
 # Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
-# docs/trials.md has what each was seen to do.
+# kernels/trials.md has what each was seen to do.
 _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),
@@ -102,8 +102,8 @@ def tune(
         "topk": topk,
     }  # fmt: skip
     flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
-    dtype = as_dtype("dtype", dtype, (*DTYPES, E4M3))
-    check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == E4M3 else W_LAYOUTS)
+    dtype = as_dtype("dtype", dtype, (*DTYPES, QUANTIZED_DTYPE))
+    check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == QUANTIZED_DTYPE else W_LAYOUTS)
     problem = gemm(
         dtype=dtype, w_layout=w_layout,
         **{name: as_int(name, size, least=1) for name, size in sizes.items()},
@@ -136,7 +136,7 @@ def output_file(named: str | Path | None) -> Path:
 
 def ops_of(problem: GroupedGemmProblem) -> tuple[str, ...]:
     """The products of a problem that can be tuned."""
-    return OPS[:1] if problem.is_fp8 else OPS
+    return OPS[:1] if problem.is_quantized else OPS
 
 
 def _names_of_ops(ops: Iterable[str], problem: GroupedGemmProblem) -> tuple[str, ...]:
@@ -201,11 +201,11 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
     kind = CONFIG_TYPES[op]
     chosen, base = (heuristic_config(kind, problem, target, may_specialize) for may_specialize in (True, False))
     configs = [chosen]
-    tiles = _TILES_FP8 if problem.is_fp8 else _TILES
+    tiles = _TILES_FP8 if problem.is_quantized else _TILES
     if why_not_specialized(kind, problem, target) is None and has_rows_for_specialized(problem):
-        tiles = () if problem.is_fp8 else _TILES_BESIDE_SPECIALIZED
+        tiles = () if problem.is_quantized else _TILES_BESIDE_SPECIALIZED
         num_columns = kind.sizes(problem).columns
-        for columns in (256,) if problem.is_fp8 else (256, 128):
+        for columns in (256,) if problem.is_quantized else (256, 128):
             if columns == 256 or num_columns % 256 or num_columns <= 512:
                 config = specialized_config(kind, problem.w_layout, columns, specialized_step(problem))
                 configs.append(dataclasses.replace(config, fuse_gather=chosen.fuse_gather))

@@ -61,7 +61,7 @@ as much at most of the hidden features made of it. With the barriers that is 213
 232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
-between the two. What was tried with this kernel, and how fast each was, is in docs/trials.md.
+between the two. What was tried with this kernel, and how fast each was, is in kernels/trials.md.
 """
 
 from triton.experimental import gluon

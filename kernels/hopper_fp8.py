@@ -22,7 +22,7 @@ in 4 stages, and 16 KB of each warpgroup from where it stores; 229,752 bytes wit
 Registers of a thread that multiplies and of one that loads: 240 and 24; 232 and 40 with gathers; 224 and 56 where an
 activation follows too.
 
-What was tried, and how fast it was, is in docs/trials.md.
+What was tried, and how fast it was, is in kernels/trials.md.
 """
 
 from triton.experimental import gluon

@@ -1,18 +1,6 @@
-"""Draws the pictures of README, speed-light.svg and speed-dark.svg, from the table of GEMMs in docs/performance.md.
+"""The picture of README: a bar for the speed of each library at the GEMMs of each layer. `tools.speed` writes it."""
 
-    python tools/speed_picture.py                # writes into docs/pictures
-    python tools/speed_picture.py --out FOLDER
-
-A bar is the speed of forward, dX and dW of both GEMMs of a layer: their FLOPs over the sum of their times.
-"""
-
-import argparse
-import collections
-from pathlib import Path
-
-DOCS = Path(__file__).parent.parent / "docs"
-OPS = ("forward", "dX", "dW")
-BARS = {"jgg": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # columns of the table: what the picture says
+BARS = {"tflops": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # columns of gemms.csv: what the picture says
 BOUND = "dense"
 TITLE = "Expert GEMMs on one H200, bfloat16, TF/s"
 SUBTITLE = "forward, dX and dW of a layer's two GEMMs together; higher is better"
@@ -20,12 +8,12 @@ THEMES: dict[str, dict] = {  # colors of text; and of bars, with that of the num
     "light": {
         "text": "#24292f",
         "faint": "#57606a",
-        "bars": {"jgg": ("#3f51b5", "#ffffff"), "quack": ("#8fa3ad", "#1b1f24"), "torch": ("#c9d3d8", "#1b1f24")},
+        "bars": {"tflops": ("#3f51b5", "#ffffff"), "quack": ("#8fa3ad", "#1b1f24"), "torch": ("#c9d3d8", "#1b1f24")},
     },
     "dark": {
         "text": "#e6edf3",
         "faint": "#9da7b3",
-        "bars": {"jgg": ("#8c9eff", "#1b1f24"), "quack": ("#6b7a83", "#ffffff"), "torch": ("#46525a", "#ffffff")},
+        "bars": {"tflops": ("#8c9eff", "#1b1f24"), "quack": ("#6b7a83", "#ffffff"), "torch": ("#46525a", "#ffffff")},
     },
 }
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
@@ -36,39 +24,6 @@ WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
     14,
     16,
 )  # pixels; LEFT has the layers' names, RIGHT the last label
-
-
-def gemm_rows(page: str) -> list[dict[str, str]]:
-    """The rows of the table of GEMMs, by heading; the name of a GEMM is repeated where its cell is empty."""
-    lines = iter(page.splitlines())
-    headings = next(cells for cells in map(_cells, lines) if cells[:2] == ["GEMM", "op"])
-    next(lines)  # the line under the headings
-    rows: list[dict[str, str]] = []
-    for line in lines:
-        if not line.startswith("|"):
-            return rows
-        row = dict(zip(headings, _cells(line), strict=True))
-        row["GEMM"] = row["GEMM"] or rows[-1]["GEMM"]
-        rows.append(row)
-    return rows
-
-
-def _cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def layer_speeds(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
-    """TF/s of each layer's GEMMs together, by layer and library."""
-    flops: dict[str, float] = collections.defaultdict(float)
-    times: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
-    for row in rows:
-        if row["op"] in OPS:
-            layer = row["GEMM"].rpartition(" ")[0]
-            work = float(row["ms"]) * float(row["TF/s"])
-            flops[layer] += work
-            for name in (*BARS, BOUND):
-                times[layer][name] += work / float(row["TF/s" if name == "jgg" else name])
-    return {layer: {name: flops[layer] / time for name, time in each.items()} for layer, each in times.items()}
 
 
 def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
@@ -104,7 +59,7 @@ def _layer(y, layer, speeds, scale, theme):
         color, ink = theme["bars"][name]
         end = LEFT + speeds[name] * scale
         yield f'<rect x="{LEFT}" y="{y + i * BAR}" width="{end - LEFT:.1f}" height="{BAR - 1}" fill="{color}"/>'
-        weight = "bold" if name == "jgg" else "normal"
+        weight = "bold" if name == "tflops" else "normal"
         yield _text(end - 5, y + i * BAR + 12.5, f"{speeds[name]:.0f}", ink, 13, weight, "end")
     end = LEFT + speeds[BOUND] * scale
     yield _line(end, y, height, theme)
@@ -118,17 +73,3 @@ def _line(x, y, height, theme):
 def _text(x, y, text, color, size=15, weight="normal", anchor="start"):
     style = f'fill="{color}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{text}</text>'
-
-
-def main():
-    """Writes a picture for each theme."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DOCS / "pictures", help="folder (%(default)s)")
-    out = parser.parse_args().out
-    speeds = layer_speeds(gemm_rows((DOCS / "performance.md").read_text()))
-    for name, theme in THEMES.items():
-        (out / f"speed-{name}.svg").write_text(draw(speeds, theme))
-
-
-if __name__ == "__main__":
-    main()

@@ -37,12 +37,12 @@ def heuristic_config(
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
-    if may_specialize and (problem.is_fp8 or _fills_specialized_tiles(kind, problem)):
+    if may_specialize and (problem.is_quantized or _fills_specialized_tiles(kind, problem)):
         gathers = _gathers_in_specialized(kind, problem)
         specialized = dataclasses.replace(
             specialized_config(kind, problem.w_layout, max_columns(kind, problem), specialized_step(problem)),
             fuse_gather=gathers,
-            band=2 if gathers and not problem.is_fp8 and kind is not KernelConfigDW else 8,
+            band=2 if gathers and not problem.is_quantized and kind is not KernelConfigDW else 8,
         )
         if can_run(problem, target, specialized):
             return specialized
@@ -77,7 +77,7 @@ def _gathers_in_specialized(kind, problem):
         return (problem.permute_x or problem.permute_y) and other <= 2048
     _, columns, reduced = kind.sizes(problem)
     is_permuted = problem.permute_x if kind is KernelConfigForward else problem.permute_y
-    return is_permuted and (problem.is_fp8 or reduced >= 1024) and _is_narrow(columns)
+    return is_permuted and (problem.is_quantized or reduced >= 1024) and _is_narrow(columns)
 
 
 def _is_narrow(columns):
@@ -159,7 +159,7 @@ def _has_wide_tiles(problem, target):
 
 
 def _step(problem):
-    if problem.is_fp8:
+    if problem.is_quantized:
         return BLOCK
     return 64 if problem.dtype.itemsize == 2 and problem.rows_are_aligned else 32
 

@@ -38,7 +38,7 @@ def why_not_specialized(kind: type[KernelConfig], problem: GroupedGemmProblem, t
         return "Triton's interpreter does not run Gluon"
     if problem.dtype.itemsize > 2:
         return "they multiply floats of 16 and 8 bits"
-    if problem.is_fp8 and problem.out_dtype.itemsize != 2:
+    if problem.is_quantized and problem.out_dtype.itemsize != 2:
         return "they store products of 8-bit floats in 16 bits"
     if not problem.rows_are_aligned:
         return "rows of K and of N elements must be multiples of 16 bytes"
@@ -55,7 +55,7 @@ def specialized_step(problem: GroupedGemmProblem) -> int:
     return 128 // problem.dtype.itemsize
 
 
-def why_not_fp8(problem: GroupedGemmProblem, target: Target) -> str | None:
+def why_not_quantized(problem: GroupedGemmProblem, target: Target) -> str | None:
     """Why no kernel multiplies x and w of a forward product in FP8, or None if one can."""
     if target.compute_capability < FP8_COMPUTE_CAPABILITY:
         return "kernels multiply in FP8 from compute capability 8.9 on"
@@ -71,7 +71,7 @@ def shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelCon
     rows, columns, step = config.tile(problem.w_layout)
     if config.warp_specialized:  # a multiprocessor has half a tile: the ring, and a part of the tile to be stored
         ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
-        parts = 2 if problem.is_fp8 else 4
+        parts = 2 if problem.is_quantized else 4
         return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // parts * _result_size(problem, config)
     stage = (rows + columns) * step * problem.dtype.itemsize
     return _BARRIERS + _num_stages(problem, target, config) * stage + _store(problem, target, config, rows * columns)

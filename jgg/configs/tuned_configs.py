@@ -19,7 +19,7 @@ from jgg.configs.requirements import can_run, why_not_specialized
 from jgg.core.files import cache_folder, locked, replace_text
 from jgg.core.gpu_target import Target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
-from jgg.core.quantized import E4M3
+from jgg.core.quantized import QUANTIZED_DTYPE
 
 _logger = logging.getLogger("jgg")
 _FORMAT = 1
@@ -76,7 +76,7 @@ class Entry:
         problem = dict(entry["problem"])
         problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
         problem["precision"] = jax.lax.Precision[problem["precision"]]
-        for name, choices in (("dtype", (*DTYPES, E4M3)), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
+        for name, choices in (("dtype", (*DTYPES, QUANTIZED_DTYPE)), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
             if problem[name] not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")
         milliseconds = float(entry["milliseconds"])
@@ -280,7 +280,7 @@ def tune_command(op: str, problem: GroupedGemmProblem) -> str:
         "n": problem.out_features,
         "experts": problem.num_experts,
     }
-    dtype = "fp8" if problem.is_fp8 else problem.dtype.name
+    dtype = "fp8" if problem.is_quantized else problem.dtype.name
     sizes |= {"topk": problem.topk, "op": op, "dtype": dtype, "w-layout": problem.w_layout}
     flags = {
         "permute-x": problem.permute_x,

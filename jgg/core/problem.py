@@ -21,7 +21,7 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
-from jgg.core.quantized import BLOCK, E4M3, QuantizedArray, check_blocks
+from jgg.core.quantized import BLOCK, QUANTIZED_DTYPE, QuantizedArray, check_blocks
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
@@ -39,7 +39,7 @@ class GroupedGemmProblem:
       in_features: K.
       out_features: N.
       topk: k, rows of each token in token order.
-      dtype: of x, w and dy; that of FP8 values if x and w are quantized.
+      dtype: of x, w and dy; QUANTIZED_DTYPE if x and w are quantized.
       out_dtype: of y.
       w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
       permute_x: x is [T, K] in token order.
@@ -108,9 +108,14 @@ class GroupedGemmProblem:
         return any(map(jax.export.is_symbolic_dim, sizes))
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether x and w are of 8 bits, with scales."""
         return self.dtype.itemsize == 1
+
+    @property
+    def quantized(self) -> Self:
+        """The problem of the same operands quantized, where w lies along the reduced axis."""
+        return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk")
 
     @property
     def rows_are_aligned(self) -> bool:
@@ -269,7 +274,7 @@ def check_operands(operands: Mapping[str, Shaped | QuantizedArray], axes: dict[s
     """The dtype that all of them must have; raises unless they do, and the axes by their names."""
     dtypes: dict[str, jnp.dtype] = {}
     for name, array in operands.items():
-        dtypes[name] = E4M3 if isinstance(array, QuantizedArray) else as_dtype(name, array.dtype, DTYPES)
+        dtypes[name] = QUANTIZED_DTYPE if isinstance(array, QuantizedArray) else as_dtype(name, array.dtype, DTYPES)
         check_rank(name, array, axes[name])
     first = next(iter(dtypes))
     for name, dtype in dtypes.items():

@@ -1,8 +1,9 @@
 """Arrays in FP8 with a scale for each block, as DeepSeek-V3 trains with and its checkpoints hold."""
 
 import dataclasses
+import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,27 @@ from jgg.core.arguments import as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+QUANTIZED_DTYPE = E4M3  # of a problem of quantized operands, whichever of DTYPES their values have
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 BLOCKS = 1, 32, BLOCK
+NO_DERIVATIVES = (
+    "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round them to "
+    "zero. Take them without quantization."
+)
 _LEAST_SCALE = np.finfo(np.float32).smallest_normal  # subnormal numbers are zero on some devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How kernels store an array that they quantize; a static parameter of products.
+
+    Attributes:
+      dtype: of the values.
+      power_of_2_scales: whether scales are rounded up to powers of two, so that scaling rounds nothing.
+    """
+
+    dtype: Any = E4M3
+    power_of_2_scales: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +86,7 @@ class QuantizedArray:
         return QuantizedArray(self.values.mT, self.scales.mT)
 
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-        """values * scales, rounded once.
+        """values * scales, rounded once; what quantization rounded up past the dtype's largest number is that number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
@@ -81,12 +100,66 @@ class QuantizedArray:
                 f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
                 f"{list(self.scales.shape)}."
             )
-        return scaled(jnp.asarray(self.values), jnp.asarray(self.scales), block, jnp).astype(dtype)
+        values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
+        product = scaled(values, scales, block, jnp)
+        limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
+        # rounded by less than an eighth, which float8_e5m2 rounds by at most
+        is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
+        return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_turned", "stored_as"]
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class ToQuantize:
+    """Weights that a product quantizes itself, so that plain JAX need never have all of them quantized.
+
+    Attributes:
+      array: float [..., rows, columns].
+      is_turned: whether the product multiplies by them with rows and columns exchanged.
+      stored_as: how they are quantized.
+    """
+
+    array: jax.Array
+    is_turned: bool
+    stored_as: Format
+
+    def dequantize(self, dtype: DTypeLike) -> jax.Array:
+        """The weights of the product, quantized and dequantized."""
+        array = quantize(self.array, (BLOCK, BLOCK), self.stored_as).dequantize(dtype)
+        return array.mT if self.is_turned else array
+
+
+def is_quantized(array: Any) -> bool:
+    """Whether an operand is multiplied as what it dequantizes to."""
+    return isinstance(array, QuantizedArray | ToQuantize)
+
+
+class WeightForms(NamedTuple):
+    """Quantized weights: as they are, and with rows and columns exchanged.
+
+    Kernels read both operands of a quantized product along the reduced axis, so that the forward product multiplies by
+    one form and dX by the other.
+    """
+
+    straight: QuantizedArray | None
+    turned: QuantizedArray | None
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
     """Those of a QuantizedArray; of another array itself and None."""
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
+
+
+def as_bits(array: Any) -> jax.Array:
+    """An array in FP8 as uint8, any other as it is: XLA keeps FP8 in 16-bit floats where a loop of a CPU reads it."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8) if array.dtype.itemsize == 1 else array
+
+
+def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The array of that dtype that `as_bits` made bits of."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -107,9 +180,16 @@ def _of_elements(scales, shape, block, numpy):
     return scales
 
 
-def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_of_2_scales: bool) -> QuantizedArray:
+def quantized_types(shape: tuple[int, ...], block: tuple[int, int], stored_as: Format) -> Any:
+    """The QuantizedArray of an array of a shape, with a jax.ShapeDtypeStruct in place of values and scales."""
+    scales: Any = jax.ShapeDtypeStruct(scales_shape(shape, block), jnp.float32)
+    values: Any = jax.ShapeDtypeStruct(shape, stored_as.dtype)
+    return QuantizedArray(values, scales)
+
+
+def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> QuantizedArray:
     """An array [..., rows, columns] with a scale for each block, as `jgg.quantize_tokens` says; in plain JAX."""
-    largest = float(jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(stored_as.dtype).max)
     array = array.astype(jnp.float32)
     window = (*[1] * (array.ndim - 2), *block)
     sizes = zip(scales_shape(array.shape, block), window, array.shape, strict=True)
@@ -123,12 +203,12 @@ def quantize(array: jax.Array, block: tuple[int, int], dtype: DTypeLike, power_o
     # times the inverse, here and below, by which XLA may or may not replace a division
     scales = highest * np.float32(1 / largest)
     scales = jnp.where(scales < _LEAST_SCALE, _LEAST_SCALE, scales)
-    if power_of_2_scales:
+    if stored_as.power_of_2_scales:
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
     values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp), -largest, largest)
-    return QuantizedArray(values.astype(dtype), scales)
+    return QuantizedArray(values.astype(stored_as.dtype), scales)
 
 
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:

@@ -5,7 +5,7 @@ into one kernel; scans and binary searches take several, of one or two microseco
 whose memory grows with the number of groups rather than with its square.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
+from jgg.core.quantized import is_quantized
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
 _MOST = 2**30  # rows or tiles, more than there ever are
@@ -35,16 +36,22 @@ class GroupBounds(NamedTuple):
 class Rows(NamedTuple):
     """M routed rows: row `at[i]` of `array` [any, features] is the i-th; `at` is int32 [M] or None for i itself.
 
-    An index past the end reads zero and writes nothing.
+    An index past the end reads zero and writes nothing. A QuantizedArray, whose scales are of single rows, reads as
+    the float32 rows that it dequantizes to.
     """
 
-    array: jax.Array
+    array: Any
     at: jax.Array | None = None
 
     @property
     def num_rows(self) -> int:
         """M."""
         return (self.array if self.at is None else self.at).shape[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the rows that are read."""
+        return jnp.float32 if is_quantized(self.array) else self.array.dtype
 
 
 def guarded(indices, num_rows):
@@ -159,6 +166,8 @@ def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
 
 def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
     """Whether each row lies from the first group's first to the last group's last, bool [num_rows]."""
+    if len(bounds.starts) == 0:
+        return jnp.zeros(num_rows, bool)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     return (row >= bounds.starts[0]) & (row < bounds.ends[-1])
 

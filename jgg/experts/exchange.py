@@ -216,15 +216,13 @@ class Target(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Rows [any, H] moved as `there` says. Its derivative moves them back.
-
-    If r rows come, of the first r rows those that nobody sends are unspecified; rows from r on are zero.
+    """Rows [any, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
 
     XLA has no ragged all-to-all for CPUs, where an all-gather of everything does the same by the same plan. Within a
     machine it copies each run by one block of 128 threads, so that few runs are slow (`_RUNS`).
     """
     num_written = jnp.sum(there.recv_sizes, dtype=jnp.int32)[None]
-    (out,) = BUFFER(target.how, Buffer(num_written), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
+    out = BUFFER(target.how, Buffer(num_written), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
     arrays = [vary_over(axes, array) for array in (rows, out, *there)]
     return jax.lax.platform_dependent(
@@ -265,16 +263,14 @@ def _ragged_all_to_all_by_gather(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def take_tokens(how: How, topk: int, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """rows[i] = tokens[positions[i] // topk], zero for -1: [M, H] of [T, H], for different positions t * k + j."""
-    (rows,) = COMBINE(how, Combine(tokens, positions // topk), topk=1)
-    return rows
+    return COMBINE(how, Combine(tokens, positions // topk), topk=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_choices(how: How, shape: tuple[int, int], rows: jax.Array, positions: jax.Array) -> jax.Array:
     """tokens[t] = the sum of rows[i] over the i with positions[i] // k = t, in float32: [T, H] for shape (T, k)."""
     num_tokens, topk = shape
-    (sums,) = COMBINE(how, Combine(rows, inverse_permutation(positions, num_tokens * topk)), topk=topk)
-    return sums
+    return COMBINE(how, Combine(rows, inverse_permutation(positions, num_tokens * topk)), topk=topk)
 
 
 # Each is the other's transpose. Derived by JAX they would scatter and add rows, which is slow on a GPU.

@@ -1,97 +1,85 @@
-"""The products of `moe_mlp` that are made in FP8, by the recipe `mlp.quantization`."""
+"""The steps of an expert MLP in FP8, by a recipe; dW and the gradients of biases are in the dtype of x."""
 
 import dataclasses
 from typing import Any
 
 import jax
 
-from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import E4M3, QuantizedArray
+from jgg.core.quantized import Format, QuantizedArray, ToQuantize, WeightForms
 from jgg.experts.mlp import Mlp, Operands
-from jgg.fp8 import WeightForms
-from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ActivateBackwardFp8
-from jgg.products.forward import Forward
-from jgg.products.forward_fp8 import FORWARD_FP8
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
-from jgg.products.up_fp8 import UP_FP8
+from jgg.fp8 import Fp8
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, Activated, ActivationGradients
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.quantize import QUANTIZE_ROWS, Quantize
+from jgg.products.up import UP
 
 
-def up(mlp: Mlp, operands: Operands, keeps: bool) -> list[QuantizedArray]:
-    """The pre-activation, if it `keeps` that, as ACTIVATE_FP8 keeps it, and the hidden features [M, I]."""
-    weights = _k_major(mlp, operands.w_gate_up, operands.quantized_gate_up, mlp.up.w_layout == "ekn")
-    of_up = Forward(
-        _rows(mlp, operands.x, E4M3), weights, mlp.bounds(operands.group_sizes), operands.gather_indices,
-        bias=operands.b_gate_up,
-    )  # fmt: skip
-    options = mlp.activation_options | {"power_of_2_scales": _powers(mlp)}
-    parts = UP_FP8(mlp.how, of_up, problem=_in_fp8(mlp.up), keeps=keeps, **options)
-    hidden, *kept = (QuantizedArray(*parts[at : at + 2]) for at in range(0, len(parts), 2))
-    return [*kept, hidden]
+@dataclasses.dataclass(frozen=True)
+class InFp8(Mlp):
+    """Rows and weights are quantized before they are multiplied, and what the activation makes as it is stored.
 
+    Attributes:
+      recipe: how each of them is quantized.
+    """
 
-def down(mlp: Mlp, operands: Operands, hidden: QuantizedArray) -> jax.Array:
-    """y [T, H]."""
-    weights = _k_major(mlp, operands.w_down, operands.quantized_down, mlp.down.w_layout == "ekn")
-    options = {"topk_weights": operands.topk_weights, "bias": operands.b_down}
-    return _multiply(mlp, mlp.combined_down, hidden, weights, operands, **options)
+    recipe: Fp8
 
+    def up(self, operands: Operands, keeps: bool) -> Activated:
+        """The hidden features [M, I] and, if it `keeps` that, the pre-activation [M, 2, I], both quantized."""
+        weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "ekn")
+        of_up = self._operands(operands, self._rows(operands.x, self.recipe.format), weights)
+        return UP(
+            self.how, of_up._replace(bias=operands.b_gate_up), problem=self.of_up.quantized, keeps=keeps,
+            stored_as=self.recipe.format, activation=self.activation, interleaved=self.interleaved,
+        )  # fmt: skip
 
-def activation_backward(
-    mlp: Mlp, operands: Operands, kept: QuantizedArray, dy: jax.Array, weights: jax.Array, options: dict[str, Any]
-) -> list[Any]:
-    """d pre-activation, the same quantized, hidden, and float32 [M] sums of hidden * z."""
-    w_down = _k_major(mlp, operands.w_down, operands.quantized_down, mlp.down.w_layout == "enk")
-    rows = _rows(mlp, dy, mlp.recipe.gradient_dtype)
-    z = _multiply(mlp, mlp.transposed_down, rows, w_down, operands)
-    d_pre, values, scales, *others = ACTIVATE_BACKWARD_FP8(
-        mlp.how, ActivateBackwardFp8(kept, z, weights), gradient_dtype=mlp.recipe.gradient_dtype,
-        power_of_2_scales=_powers(mlp), **options,
-    )  # fmt: skip
-    return [d_pre, QuantizedArray(values, scales), *others]
+    def down(self, operands: Operands, hidden: Any) -> jax.Array:
+        """y [T, H]."""
+        of_down = self._operands(operands, hidden, self._down(operands, is_turned=self.of_down.w_layout == "ekn"))
+        of_down = of_down._replace(topk_weights=operands.topk_weights, bias=operands.b_down)
+        return FORWARD(self.how, of_down, problem=self.combined_down.quantized)
 
+    def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
+        """The results of `Mlp.activation_backward`, with the gradient of the pre-activation quantized too."""
+        weights = self.row_weights(operands)
+        w_down = self._down(operands, is_turned=self.of_down.w_layout == "enk")
+        of_z = self._operands(operands, self._rows(dy, self.recipe.gradient_format), w_down)
+        z = FORWARD(self.how, of_z, problem=self.transposed_down.quantized)
+        return ACTIVATE_BACKWARD(
+            self.how, ActivateBackward(kept, z, weights), stored_as=self.recipe.gradient_format,
+            activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
+        )  # fmt: skip
 
-def dx(mlp: Mlp, operands: Operands, d_pre_activation: QuantizedArray) -> jax.Array:
-    """[T, H]."""
-    weights = _k_major(mlp, operands.w_gate_up, operands.quantized_gate_up, mlp.up.w_layout == "enk")
-    return _multiply(mlp, mlp.transposed_up, d_pre_activation, weights, operands)
+    def dx(self, operands: Operands, d_pre_activation: Any) -> jax.Array:
+        """The gradient of x [T, H]: the forward product with turned weights."""
+        weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "enk")
+        of_dx = self._operands(operands, d_pre_activation, weights)
+        return FORWARD(self.how, of_dx, problem=self.transposed_up.quantized)
 
+    def kept_for_backward(self, operands: Operands) -> Operands:
+        """The operands, of quantized weights only the forms that dX and z multiply."""
+        is_turned = self.of_up.w_layout == "enk"
 
-def kept_for_backward(mlp: Mlp, operands: Operands) -> Operands:
-    """The operands, of weights in FP8 only the forms that dX and z multiply."""
-    is_turned = mlp.up.w_layout == "enk"
-    kept = {}
-    for name in ("quantized_gate_up", "quantized_down"):
-        forms = getattr(operands, name)
-        kept[name] = forms and (forms._replace(straight=None) if is_turned else forms._replace(turned=None))
-    return operands._replace(**kept)
+        def kept(forms: WeightForms | None) -> WeightForms | None:
+            return forms and (forms._replace(straight=None) if is_turned else forms._replace(turned=None))
 
+        return operands._replace(
+            quantized_gate_up=kept(operands.quantized_gate_up), quantized_down=kept(operands.quantized_down)
+        )
 
-def _multiply(
-    mlp: Mlp, problem: GroupedGemmProblem, rows: QuantizedArray, weights: QuantizedArray, operands: Operands,
-    **options: jax.Array | None,
-) -> jax.Array:  # fmt: skip
-    of_product = Forward(rows, weights, mlp.bounds(operands.group_sizes), operands.gather_indices, **options)
-    (y,) = FORWARD_FP8(mlp.how, of_product, problem=_in_fp8(problem))
-    return y
+    def _operands(self, operands: Operands, rows: QuantizedArray, weights: QuantizedArray | ToQuantize) -> Forward:
+        return Forward(rows, weights, self.bounds(operands.group_sizes), operands.gather_indices)
 
+    def _rows(self, rows: jax.Array, stored_as: Format) -> QuantizedArray:
+        return QUANTIZE_ROWS(self.how, Quantize(rows), stored_as=stored_as)
 
-def _in_fp8(problem: GroupedGemmProblem) -> GroupedGemmProblem:
-    return dataclasses.replace(problem, dtype=E4M3, w_layout="enk")
+    def _gate_up(self, operands: Operands, is_turned: bool) -> QuantizedArray | ToQuantize:
+        return self._weights(operands.w_gate_up, operands.quantized_gate_up, is_turned)
 
+    def _down(self, operands: Operands, is_turned: bool) -> QuantizedArray | ToQuantize:
+        return self._weights(operands.w_down, operands.quantized_down, is_turned)
 
-def _rows(mlp: Mlp, rows: jax.Array, dtype: Any) -> QuantizedArray:
-    return QuantizedArray(*QUANTIZE_ROWS(mlp.how, Quantize(rows), dtype=dtype, power_of_2_scales=_powers(mlp)))
-
-
-def _k_major(mlp: Mlp, w: jax.Array, forms: WeightForms | None, turned: bool) -> QuantizedArray:
-    """Weights as they are or `turned`, from their forms if there are some."""
-    form = forms and (forms.turned if turned else forms.straight)
-    if form is not None:
-        return form
-    options = {"dtype": E4M3, "power_of_2_scales": _powers(mlp)}
-    first, second = QUANTIZE_WEIGHTS(mlp.how, Quantize(w), keeps=not turned, turns=turned, **options)
-    return QuantizedArray(second, first.mT) if turned else QuantizedArray(first, second)
-
-
-def _powers(mlp: Mlp) -> bool:
-    return mlp.recipe.power_of_2_scales
+    def _weights(self, w: jax.Array, forms: WeightForms | None, is_turned: bool) -> QuantizedArray | ToQuantize:
+        """Weights as they are or turned, from their forms if there are some; else the product quantizes them."""
+        form = forms and (forms.turned if is_turned else forms.straight)
+        return ToQuantize(w, is_turned, self.recipe.format) if form is None else form

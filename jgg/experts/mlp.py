@@ -1,5 +1,6 @@
-"""What an expert MLP is computed from: the problems of its products, and its operands."""
+"""What an expert MLP is computed from: the problems of its products, its operands, and the steps that are computed."""
 
+import abc
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -7,10 +8,12 @@ import jax
 
 from jgg.activations import Activation
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
+from jgg.core.quantized import WeightForms
 from jgg.core.schedule import GroupBounds, group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions
-from jgg.fp8 import Fp8, WeightForms
 from jgg.launching.choice import How
+from jgg.products.activate import Activated, ActivationGradients
+from jgg.products.plain import grouped_gemm as plain
 from jgg.router.routing import Routing
 
 
@@ -48,82 +51,105 @@ def problems(
 
 
 @dataclasses.dataclass(frozen=True)
-class Mlp:
-    """The static argument of the custom_vjp.
+class Mlp(abc.ABC):
+    """The static argument of the custom_vjp: the problems, and the four steps that an arithmetic computes its own way.
+
+    Each arithmetic is a subclass, in a file of its own.
 
     Attributes:
-      up: x in token order (or in expert order, without gather_indices) to the pre-activation in expert order.
-      down: hidden features to their product, both in expert order.
-      quantization: what products but dW are quantized by.
+      of_up: x in token order (or in expert order, without gather_indices) to the pre-activation in expert order.
+      of_down: hidden features to their product, both in expert order.
       spare_sms: multiprocessors that the last product does not use.
       x_name, pre_activation_name: of what is kept for the backward pass, as policies of `jax.checkpoint` know it.
     """
 
-    up: GroupedGemmProblem
-    down: GroupedGemmProblem
+    of_up: GroupedGemmProblem
+    of_down: GroupedGemmProblem
     how: How
     activation: Activation
     interleaved: bool
-    quantization: Fp8 | None
     spare_sms: int
     x_name: str
     pre_activation_name: str
 
+    @abc.abstractmethod
+    def up(self, operands: "Operands", keeps: bool) -> Activated:
+        """The hidden features and, if it `keeps` that, the pre-activation."""
+
+    @abc.abstractmethod
+    def down(self, operands: "Operands", hidden: Any) -> jax.Array:
+        """y [T, H]."""
+
+    @abc.abstractmethod
+    def activation_backward(self, operands: "Operands", kept: Any, dy: jax.Array) -> ActivationGradients:
+        """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
+
+        With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
+        """
+
+    @abc.abstractmethod
+    def dx(self, operands: "Operands", d_pre_activation: Any) -> jax.Array:
+        """The gradient of x [T, H], of what `ActivationGradients.rows_of_dx` gives."""
+
+    def kept_for_backward(self, operands: "Operands") -> "Operands":
+        """The operands without what the backward pass does not read."""
+        return operands
+
     @property
-    def activation_options(self) -> dict[str, Any]:
-        """Those of its kernels."""
-        return {"activation": self.activation, "interleaved": self.interleaved}
+    def is_plain(self) -> bool:
+        """Whether all is computed in plain JAX, which differentiates itself."""
+        return self.of_up.is_empty or self.of_down.is_empty
 
     @property
     def combined_down(self) -> GroupedGemmProblem:
-        """From hidden features in expert order to y: `down` with each token's rows scaled and added up."""
+        """From hidden features in expert order to y: `of_down` with each token's rows scaled and added up."""
         return dataclasses.replace(
-            self.weighted_down, combine_y=self.up.permute_x, num_tokens=self.up.num_tokens
+            self.weighted_down, combine_y=self.of_up.permute_x, num_tokens=self.of_up.num_tokens
         )  # fmt: skip
 
     @property
     def transposed_down(self) -> GroupedGemmProblem:
-        """From dy, in the order of x, to z = dy @ down^T in expert order: dX of `down` as a product that gathers."""
+        """From dy, in the order of x, to z = dy @ down^T in expert order: dX of `of_down` as a product that gathers."""
         return dataclasses.replace(
-            self.up,
-            in_features=self.down.out_features,
-            out_features=self.down.in_features,
-            w_layout="ekn" if self.down.w_layout == "enk" else "enk",
+            self.of_up,
+            in_features=self.of_down.out_features,
+            out_features=self.of_down.in_features,
+            w_layout="ekn" if self.of_down.w_layout == "enk" else "enk",
             has_bias=False,
         )
 
     @property
     def transposed_up(self) -> GroupedGemmProblem:
-        """From d pre-activation in expert order to dx: dX of `up` as a product, each token's rows added up."""
+        """From d pre-activation in expert order to dx: dX of `of_up` as a product, each token's rows added up."""
         return dataclasses.replace(
-            self.up,
-            in_features=self.up.out_features,
-            out_features=self.up.in_features,
+            self.of_up,
+            in_features=self.of_up.out_features,
+            out_features=self.of_up.in_features,
             permute_x=False,
             has_bias=False,
-            combine_y=self.up.permute_x,
+            combine_y=self.of_up.permute_x,
         )
 
     @property
     def weighted_down(self) -> GroupedGemmProblem:
-        """`down` for a dW whose rows are scaled."""
-        return dataclasses.replace(self.down, has_topk_weights=True)
+        """`of_down` for a dW whose rows are scaled."""
+        return dataclasses.replace(self.of_down, has_topk_weights=True)
 
     @property
     def how_sparing(self) -> How:
-        """On fewer multiprocessors."""
+        """The way to compute on fewer multiprocessors."""
         target = self.how.target
         return self.how._replace(target=dataclasses.replace(target, num_sms=max(1, target.num_sms - self.spare_sms)))
 
-    @property
-    def recipe(self) -> Fp8:
-        """`quantization`, where there is one."""
-        assert self.quantization is not None
-        return self.quantization
-
     def bounds(self, group_sizes: jax.Array) -> GroupBounds:
         """The rows of each expert."""
-        return group_bounds(group_sizes, self.up.num_rows)
+        return group_bounds(group_sizes, self.of_up.num_rows)
+
+    def row_weights(self, operands: "Operands") -> jax.Array:
+        """The routing's weight of each row, float32 [M]."""
+        return plain.row_scales(
+            self.of_up, self.bounds(operands.group_sizes), operands.gather_indices, operands.topk_weights
+        )  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -139,3 +165,8 @@ class Operands(NamedTuple):
     gather_indices: jax.Array | None
     quantized_gate_up: WeightForms | None = None
     quantized_down: WeightForms | None = None
+
+    @property
+    def scales_hidden(self) -> bool:
+        """Whether dW of down takes scaled hidden features; else, for the gradient of b_down, scaled rows of dy."""
+        return self.b_down is None

@@ -1,5 +1,6 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -13,21 +14,18 @@ from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.quantized import QuantizedArray
-from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
-from jgg.experts import in_fp8 as moe_fp8
+from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights
+from jgg.experts.in_dtype import InDtype
+from jgg.experts.in_fp8 import InFp8
 from jgg.experts.mlp import Mlp, Operands, problems
 from jgg.fp8 import Fp8, QuantizedWeights
-from jgg.launching.choice import how_of, is_plain_jax
-from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward
+from jgg.launching.choice import how_of
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
-from jgg.products.dx import DX, Dx
-from jgg.products.forward import FORWARD, Forward
 from jgg.products.grouped_gemm import bias_row_sums
 from jgg.products.plain import grouped_gemm as plain
-from jgg.products.up import UP
 from jgg.router.routing import Routing
 
 
@@ -107,11 +105,12 @@ def moe_mlp(
 def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
     """`moe_mlp` of checked arguments."""
     up, down = problems(x, weights, routing, options)
-    how = how_of(up, options.implementation)
-    mlp = Mlp(
-        up, down, how, options.activation, options.interleaved, options.quantization, options.spare_sms,
+    described = (
+        up, down, how_of(up, options.implementation), options.activation, options.interleaved, options.spare_sms,
         options.x_name, options.pre_activation_name,
     )  # fmt: skip
+    recipe = options.quantization
+    mlp = InDtype(*described) if recipe is None else InFp8(*described, recipe=recipe)
     operands = Operands(
         x=x,
         w_gate_up=weights.w_gate_up,
@@ -124,99 +123,90 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
     )
+    if not mlp.is_plain:
+        # before `_compute`: jax.debug_nans would report rows of no expert in what is named, and so made, inside
+        operands = operands._replace(x=checkpoint_name(operands.x, mlp.x_name))
     axes = varying_axes(*jax.tree.leaves(operands))
-    is_empty = up.is_empty or down.is_empty
-    is_plain = is_empty or (options.quantization is None and is_plain_jax(how.implementation))
-    return _compute(mlp, is_plain, jax.tree.map(lambda array: vary_over(axes, array), operands))
+    return _compute(mlp, jax.tree.map(lambda array: vary_over(axes, array), operands))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
+    return (_plain_mlp if mlp.is_plain else _mlp)(mlp, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
-    (hidden,) = _up(mlp, operands, keeps=False)
-    return _down(mlp, operands, hidden)
+    return mlp.down(operands, mlp.up(operands, keeps=False).hidden)
 
 
-def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any]]:
-    kept, hidden = _up(mlp, operands, keeps=True)
-    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), kept)
-    y = _down(mlp, operands, hidden)
-    operands = moe_fp8.kept_for_backward(mlp, operands._replace(x=checkpoint_name(operands.x, mlp.x_name)))
-    return y, (operands, kept)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """Which of the large gradients are asked for: a product of one that is not would run for a barrier alone."""
+
+    x: bool
+    w_gate_up: bool
+    w_down: bool
 
 
-def _up(mlp: Mlp, operands: Operands, keeps: bool) -> list[Any]:
-    """The pre-activation, if it `keeps` that, and the hidden features; [M, 2 * I] and [M, I] in expert order."""
-    if mlp.quantization is not None:
-        return moe_fp8.up(mlp, operands, keeps)
-    x, w, bounds = operands.x, operands.w_gate_up, mlp.bounds(operands.group_sizes)
-    of_up = Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up)
-    return UP(mlp.how, of_up, problem=mlp.up, keeps=keeps, **mlp.activation_options)
+def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _Trained]]:
+    trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
+    operands = jax.tree.map(lambda primal: primal.value, primals)
+    activated = mlp.up(operands, keeps=True)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), activated.kept)
+    y = mlp.down(operands, activated.hidden)
+    return y, (mlp.kept_for_backward(operands), kept, trained)
 
 
-def _down(mlp: Mlp, operands: Operands, hidden: Any) -> jax.Array:
-    if mlp.quantization is not None:
-        return moe_fp8.down(mlp, operands, hidden)
-    w, bounds = operands.w_down, mlp.bounds(operands.group_sizes)
-    of_down = Forward(hidden, w, bounds, operands.gather_indices, operands.topk_weights, operands.b_down)
-    (y,) = FORWARD(mlp.how, of_down, problem=mlp.combined_down)
-    return y
-
-
-def _activation_backward(mlp: Mlp, operands: Operands, kept: Any, dy: jax.Array) -> list[Any]:
-    """d pre-activation, what dX multiplies of it, hidden, and the sums that the router's gradient is made of.
-
-    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
-    """
-    bounds, indices = mlp.bounds(operands.group_sizes), operands.gather_indices
-    weights = plain.row_scales(mlp.up, indices, operands.topk_weights)
-    # the gradient of b_down is the sum of scaled rows of dy, so that hidden must not be scaled then
-    options = mlp.activation_options | {"scale_hidden": operands.b_down is None}
-    if mlp.quantization is not None:
-        return moe_fp8.activation_backward(mlp, operands, kept, dy, weights, options)
-    (z,) = FORWARD(mlp.how, Forward(dy, operands.w_down, bounds, indices), problem=mlp.transposed_down)
-    in_group = between_groups(bounds, mlp.up.num_rows)
-    d_pre, *others = ACTIVATE_BACKWARD(mlp.how, ActivateBackward(kept, z, weights, in_group), **options)
-    return [d_pre, d_pre, *others]
-
-
-def _dx(mlp: Mlp, operands: Operands, d_pre_activation: Any) -> jax.Array:
-    if mlp.quantization is not None:
-        return moe_fp8.dx(mlp, operands, d_pre_activation)
-    bounds = mlp.bounds(operands.group_sizes)
-    of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=operands.gather_indices)
-    (dx,) = DX(mlp.how, of_dx, problem=mlp.up)
-    return dx
+def _down_backward(
+    mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array, trained: bool
+) -> tuple[jax.Array | Any, jax.Array | None, jax.Array | float]:
+    """dw_down where it is `trained`, db_down where there is a b_down, and what that adds to the router's sums."""
+    gather_indices, b_down, bounds = operands.gather_indices, operands.b_down, mlp.bounds(operands.group_sizes)
+    # rows of dy are copied when z is no longer needed
+    hidden, dy = jax.lax.optimization_barrier((hidden if trained else None, dy))
+    dw_down = None
+    if b_down is None:
+        if trained:
+            dw_down = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
+        return dw_down, None, 0.0
+    weights = mlp.row_weights(operands)
+    dy_rows = dy
+    if gather_indices is not None:
+        dy_rows = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.of_up, gather_indices)), topk=1)
+    if trained:
+        dw_down = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+    db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+    return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.of_down, dy_rows, b_down, bounds, None)
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple[Operands]:
-    operands, kept = residuals
-    x, b_gate_up, b_down, topk_weights = operands.x, operands.b_gate_up, operands.b_down, operands.topk_weights
-    gather_indices, bounds = operands.gather_indices, mlp.bounds(operands.group_sizes)
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array) -> tuple[Operands]:
+    operands, kept, trained = residuals
+    x, b_gate_up, topk_weights, gather_indices = (
+        operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
+    )  # fmt: skip
+    bounds = mlp.bounds(operands.group_sizes)
 
     dy = dy.astype(x.dtype)
-    d_pre_activation, of_dx, hidden, d_weights = _activation_backward(mlp, operands, kept, dy)
-    hidden, dy = jax.lax.optimization_barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
-    if b_down is None:
-        (dw_down,) = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
-        db_down = None
-    else:
-        weights = plain.row_scales(mlp.up, gather_indices, topk_weights)
-        dy_rows = dy
-        if gather_indices is not None:
-            (dy_rows,) = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up, gather_indices)), topk=1)
-        (dw_down,) = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-        (db_down,) = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-        db_down = db_down.astype(b_down.dtype)
-        d_weights += bias_row_sums(mlp.down, dy_rows, b_down, bounds, None)
-    # one product after the other, that of most memory last: what only those before need is free by then
-    of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier((of_dx, d_pre_activation, dw_down))
-    dx = _dx(mlp, operands, of_dx)
-    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    (dw_gate_up,) = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.up)
+    gradients = mlp.activation_backward(operands, kept, dy)
+    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy, trained.w_down)
+    d_weights = gradients.row_sums + sums
+    dx: jax.Array | Any = None
+    dw_gate_up: jax.Array | Any = None
     db_gate_up = None
+    # one product after the other, that of most memory last: what only those before need is free by then
+    rows_of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier(
+        (gradients.rows_of_dx if trained.x else None, gradients.d_pre_activation, dw_down)
+    )
+    if trained.x:
+        dx = mlp.dx(operands, rows_of_dx)
+    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
+    if trained.w_gate_up:
+        dw_gate_up = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
     if b_gate_up is not None:
-        (db_gate_up,) = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.up)
+        db_gate_up = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
 
     if gather_indices is not None:
@@ -227,18 +217,13 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any], dy: jax.Array) -> tuple
     return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
 
 
-_mlp.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compute(mlp: Mlp, is_plain: bool, operands: Operands) -> jax.Array:
-    return (_plain_mlp if is_plain else _mlp)(mlp, operands)
+_mlp.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
     bounds = mlp.bounds(group_sizes)
-    pre_activation = plain.grouped_gemm(mlp.up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    pre_activation = plain.grouped_gemm(mlp.of_up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
     return plain.grouped_gemm(mlp.combined_down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)

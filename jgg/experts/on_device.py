@@ -16,7 +16,7 @@ from jgg.experts.moe import compute_mlp
 from jgg.launching.choice import How
 from jgg.router.routing import Routing, compute_order
 
-# Left to the collective that sums the gradient of x while that of w_gate_up is computed; docs/trials.md has others.
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; kernels/trials.md has others.
 _SPARE_SMS = 24
 
 

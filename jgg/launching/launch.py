@@ -155,11 +155,6 @@ def w_by_tma(target: Target, w: jax.Array) -> bool:
     return _tma_can(target, w.dtype, w.shape[2])
 
 
-def w_block(problem: GroupedGemmProblem, config) -> tuple[int, int]:
-    """The block of w that a tile's step takes."""
-    return (config.block_n, config.block_k) if problem.w_layout == "enk" else (config.block_k, config.block_n)
-
-
 def flat(topk_weights: jax.Array | None) -> jax.Array | None:
     """topk_weights as [M]."""
     return None if topk_weights is None else topk_weights.reshape(-1)

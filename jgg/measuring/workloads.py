@@ -137,12 +137,12 @@ def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0)
     """
     keys = jax.random.split(jax.random.key(seed), 5)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    dtype = problem.out_dtype if problem.is_fp8 else problem.dtype
+    dtype = problem.out_dtype if problem.is_quantized else problem.dtype
     x = normal(keys[0], problem.x_shape, dtype)
     w = normal(keys[1], problem.w_shape, dtype) * jnp.asarray(problem.in_features**-0.5, dtype)
     dy = {"dy": normal(keys[2], problem.y_shape, dtype)}
     arrays = {
-        **({"x": quantize_tokens(x), "w": quantize_weights(w)} if problem.is_fp8 else {"x": x, "w": w} | dy),
+        **({"x": quantize_tokens(x), "w": quantize_weights(w)} if problem.is_quantized else {"x": x, "w": w} | dy),
         "group_sizes": jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed)),
     }
     if problem.permute_x or problem.permute_y:

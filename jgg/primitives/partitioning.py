@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
+from jgg.core.quantized import is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.primitive import define_primitive
 
@@ -78,8 +79,10 @@ def _letters_of(part, letters) -> list[str]:
         return []
     if isinstance(part, GroupBounds):
         return ["e"] * len(part)
+    if is_quantized(part):  # several devices split what it dequantizes to
+        return [WHOLE * array.ndim for array in jax.tree.leaves(part)]
     if isinstance(part, Rows):
-        return [letters] if part.at is None else [letters, ROWS]
+        return [*_letters_of(part.array, letters), *([] if part.at is None else [ROWS])]
     return [ROWS * part.ndim if letters is None else letters]
 
 
@@ -87,7 +90,7 @@ def define_partitioned(
     name: str,
     out_types: Callable,
     compute: Callable,
-    axes_of: Callable[..., Axes],
+    axes_of: Callable[..., Axes | None],
     *,
     jvp: Callable,
     transpose: Callable | None = None,
@@ -98,17 +101,18 @@ def define_partitioned(
 
     Args:
       name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
-      axes_of: (*operands, **parameters) -> Axes.
-      several: (*operands, **parameters) -> results: what is computed instead where there are several devices.
+      axes_of: (*operands, **parameters) -> Axes, or None for operands that several devices compute by `several`.
+      several: (*operands, **parameters) -> results, by primitives that have Axes.
     """
     on_device, bind_on_device = define_primitive(
         f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
     )
 
     def compute_anywhere(*operands, **params):
-        if several is not None:
-            return several(*operands, **params)
         axes = axes_of(*operands, **params)
+        if axes is None:
+            assert several is not None
+            return several(*operands, **params)
         if axes.by_callback:
             return bind_on_device(*_refuse_or_pass(axes, operands), **params)
         count = len(out_types(*operands, **params))
@@ -129,7 +133,8 @@ def define_partitioned(
 
     def lower(context, *operands, **params):
         is_alone = getattr(context.module_context.axis_context, "num_devices", 1) == 1
-        compute = bind_on_device if is_alone else compute_anywhere
+        needs_no_axes = is_alone and without_needs_devices(axes_of)(*context.avals_in, **params) is None
+        compute = bind_on_device if needs_no_axes else compute_anywhere
         return mlir.lower_fun(without_needs_devices(compute), multiple_results=True)(context, *operands, **params)
 
     if several is not None:

@@ -24,7 +24,7 @@ def define_primitive(
 
     Args:
       name: as it shows in a jaxpr.
-      out_types: (*operand types, **parameters) -> (shape, dtype) of each result; parameters are hashable.
+      out_types: (*operand types, **parameters) -> shape and dtype of each result; parameters are hashable.
       compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
       jvp: (operands, tangents, **parameters) -> results and their tangents.
       transpose: (cotangents, *operands, **parameters) -> that of each operand, of those in which it is linear.
@@ -39,7 +39,7 @@ def define_primitive(
         return primitive.bind(*(vary_over(axes, operand) for operand in operands), **params)
 
     def types(*avals, **params):
-        return [_type_like(avals[0], shape, dtype) for shape, dtype in out_types(*avals, **params)]
+        return [_type_like(avals[0], result) for result in out_types(*avals, **params)]
 
     def batch(operands, axes, **params):
         batched = [axis is not None for axis in axes]
@@ -84,7 +84,7 @@ def _on_each_device(function, operands, batched):
     )(*operands)
 
 
-def _type_like(aval, shape, dtype):
-    """An array type that varies over the mesh axes that `aval` varies over."""
-    sharding = aval.sharding.update(spec=jax.P(*[None] * len(shape)))
-    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+def _type_like(aval, result):
+    """An array type of the result's shape and dtype that varies over the mesh axes that `aval` varies over."""
+    sharding = aval.sharding.update(spec=jax.P(*[None] * len(result.shape)))
+    return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)

@@ -1,37 +1,44 @@
 """A product: something that a kernel and plain JAX compute alike, as one operation of JAX."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
-import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jgg.core.gpu_target import known_target
+from jgg.core.quantized import NO_DERIVATIVES
 from jgg.launching import choice, compile_ahead
 from jgg.launching.choice import How, Launcher
 from jgg.launching.interpret import INTERPRETER_LOCK
 from jgg.primitives.partitioning import Letters, define_partitioned
 
 
+def array_type(shape: Sequence[int], dtype: Any) -> Any:
+    """What stands for an array in a product's result types."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 class Product:
     """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
 
-    Called with how, operands and parameters it returns its results, a list. It is a primitive, lowered to the
-    implementation asked for or else to the platform's own, so that a program traced once can be compiled for several
-    platforms. Under `vmap` it runs once for all, or for one element after the other; under plain `jit` on several
-    devices each computes its part. Its derivative is that of `plain`, but what is differentiated as a whole, such as
-    `grouped_gemm`, has a rule of its own, whose products are kernels too.
+    Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
+    arrays, as `result_types` says. It is a primitive, lowered to the implementation asked for or else to the platform's
+    own, so that a program traced once can be compiled for several platforms. Under `vmap` it runs once for all, or for
+    one element after the other; under plain `jit` on several devices each computes its part. Its derivative is that of
+    `plain`, but what is differentiated as a whole, such as `grouped_gemm`, has a rule of its own, whose products are
+    kernels too.
 
     Attributes:
       name: as it shows in a jaxpr and a profile.
       operands: the NamedTuple, whose docstring says what they are.
-      result_types: (operands, **parameters) -> (shape, dtype) of each result.
+      result_types: (operands, **parameters) -> the results, an `array_type` in place of each array.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
       launch: (launcher, operands, **parameters) -> results, by kernels.
-      letters: (operands, **parameters) -> Letters, by which it is split over devices, or None with `several`.
+      letters: (operands, **parameters) -> Letters, by which it is split over devices, or None for operands that several
+        devices compute by `several`; left out where that computes all.
       merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
         None where that would copy an operand; without it, `vmap` is a loop.
       config_type: of the kernels' configuration, or None for kernels that have none.
@@ -43,13 +50,13 @@ class Product:
         name: str,
         operands: Callable[..., NamedTuple],
         *,
-        result_types: Callable[..., list[tuple[tuple[int, ...], Any]]],
-        plain: Callable[..., list[jax.Array]],
-        launch: Callable[..., list[jax.Array]],
-        letters: Callable[..., Letters] | None = None,
-        merge_batch: Callable[..., list[jax.Array] | None] | None = None,
+        result_types: Callable[..., Any],
+        plain: Callable[..., Any],
+        launch: Callable[..., Any],
+        letters: Callable[..., Letters | None] | None = None,
+        merge_batch: Callable[..., Any] | None = None,
         config_type: type | None = None,
-        several: Callable[..., list[jax.Array]] | None = None,
+        several: Callable[..., Any] | None = None,
     ):
         self.name, self.operands, self.config_type = name, operands, config_type
         self.result_types, self.plain, self.launch = result_types, plain, launch
@@ -70,13 +77,15 @@ class Product:
     def __repr__(self):
         return self.name
 
-    def __call__(self, how: How, operands: NamedTuple, **parameters) -> list[jax.Array]:
-        """The results."""
+    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Any:
+        """The results, as `result_types` says."""
         leaves, structure = jax.tree.flatten(operands)
+        results: Any = jax.tree.structure(self.result_types(operands, **parameters))
         sizes = [size for leaf in leaves for size in leaf.shape]
         if 0 in sizes or any(map(jax.export.is_symbolic_dim, sizes)) or choice.is_plain_jax(how.implementation):
             how = how._replace(implementation="xla")
-        return self._bind(*leaves, how=how, structure=structure, parameters=tuple(parameters.items()))
+        arrays = self._bind(*leaves, how=how, structure=structure, parameters=tuple(parameters.items()))
+        return results.unflatten(arrays)
 
     def _note_and_type(self, *leaves, how, **params):
         """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
@@ -86,7 +95,7 @@ class Product:
         return self._result_types(*leaves, **params)
 
     def _result_types(self, *leaves, structure, parameters, **_):
-        return self.result_types(structure.unflatten(leaves), **dict(parameters))
+        return jax.tree.leaves(self.result_types(structure.unflatten(leaves), **dict(parameters)))
 
     def _compute(self, *leaves, own, how, structure, parameters):
         operands, parameters = structure.unflatten(leaves), dict(parameters)
@@ -97,8 +106,11 @@ class Product:
             )
         with jax.named_scope(self._label(leaves[0], **parameters)):
             if implementation == "xla":
-                return self.plain(operands, **parameters)
-            return self.launch(Launcher.of(how._replace(implementation=implementation)), operands, **parameters)
+                results = self.plain(operands, **parameters)
+            else:
+                launcher = Launcher.of(how._replace(implementation=implementation))
+                results = self.launch(launcher, operands, **parameters)
+        return jax.tree.leaves(results)
 
     def _label(self, operand, problem=None, **_):
         """What a profiler shows it as."""
@@ -106,16 +118,16 @@ class Product:
         return f"jgg.{self.name}[{sizes}]"
 
     def _axes(self, *leaves, structure, parameters, how):
-        assert self.letters is not None  # else `several` takes its place
-        by_callback = how.implementation == "interpret"
         operands = structure.unflatten(leaves)
-        return self.letters(operands, **dict(parameters)).axes(operands, _of_a_device, by_callback)
+        letters = self.letters and self.letters(operands, **dict(parameters))
+        return letters and letters.axes(operands, _of_a_device, by_callback=how.implementation == "interpret")
 
     def _merge_batch(self, merge_batch, leaves, batched, *, how, structure, parameters):
-        return merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+        results = merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+        return None if results is None else jax.tree.leaves(results)
 
     def _by_several(self, several, *leaves, how, structure, parameters):
-        return several(how, structure.unflatten(leaves), **dict(parameters))
+        return jax.tree.leaves(several(how, structure.unflatten(leaves), **dict(parameters)))
 
     def _differentiate(self, leaves, tangents, **params):
         """The results and their tangents, which are computed in plain JAX.
@@ -123,19 +135,15 @@ class Product:
         Raises: NotImplementedError: some of them would be in FP8, which rounds them to zero.
         """
         varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-        dtypes = [dtype for _, dtype in self._result_types(*leaves, **params)]
-        dtypes += [leaves[index].dtype for index in varied]
-        if any(jnp.dtype(dtype).itemsize == 1 for dtype in dtypes):
-            raise NotImplementedError(
-                "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round "
-                "them to zero. Take them without quantization."
-            )
+        arrays = [*self._result_types(*leaves, **params), *(leaves[index] for index in varied)]
+        if any(array.dtype.itemsize == 1 for array in arrays):
+            raise NotImplementedError(NO_DERIVATIVES)
 
         def plain(*some):
             operands = list(leaves)
             for index, operand in zip(varied, some, strict=True):
                 operands[index] = operand
-            return self.plain(params["structure"].unflatten(operands), **dict(params["parameters"]))
+            return jax.tree.leaves(self.plain(params["structure"].unflatten(operands), **dict(params["parameters"])))
 
         _, tangents_out = jax.jvp(plain, tuple(leaves[i] for i in varied), tuple(tangents[i] for i in varied))
         return self._bind(*leaves, **params), tangents_out

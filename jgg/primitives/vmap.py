@@ -135,10 +135,10 @@ class Batch:
 
     def split(self, results):
         """Results of all problems as [B, ...]."""
-        return [result.reshape(self.size, -1, *result.shape[1:]) for result in results]
+        return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
-def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> list[jax.Array]:
+def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> Any:
     """The results of one product of B * E groups, of all rows.
 
     Between the groups of two problems lie rows of no group, which kernels leave alone.
@@ -154,13 +154,13 @@ def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple
     return product(how, type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
 
 
-def more_rows(product, how: How, operands, batched, **parameters) -> list[jax.Array] | None:
-    """The results of one product of all problems' rows, none of which depends on another."""
+def more_rows(product, how: How, operands, batched, **parameters) -> Any:
+    """The results of one product of all problems' rows, none of which depends on another; or None."""
     size, num_rows = operands[0].shape[:2]
     if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
         return None
     results = product(how, type(operands)(*map(flat, operands)), **parameters)
-    return [result.reshape(size, num_rows, *result.shape[1:]) for result in results]
+    return jax.tree.map(lambda result: result.reshape(size, num_rows, *result.shape[1:]), results)
 
 
 def for_each(arrays, batched, size):

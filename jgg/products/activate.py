@@ -1,18 +1,24 @@
-"""The activation between the two products of an expert MLP, and its derivative; each makes one pass over memory."""
+"""The activation between the two products of an expert MLP, and its derivative; each makes one pass over memory.
+
+What they make is stored in the dtype of the arrays that they read or, by a Format, quantized.
+"""
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
+from jgg.core.quantized import Format, QuantizedArray, quantize, quantized_types
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch, power_of_2
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
+from jgg.products import activation_launches as launches
+from jgg.products.activation_launches import Activated, ActivationGradients, can_launch
+from jgg.products.quantize import QUANTIZE_ROWS, ROW_BLOCK, Quantize
 
 _EACH = "t" + WHOLE  # of rows that do not depend on each other
 
@@ -23,32 +29,54 @@ class Activate(NamedTuple):
     pre_activation: jax.Array
 
 
-def _activate_types(operands, activation, interleaved):
-    rows, width = operands.pre_activation.shape
-    return [((rows, width // 2 if activation.is_gated else width), operands.pre_activation.dtype)]
+def activated_types(
+    pre_activation: jax.Array, activation: Activation, stored_as: Format | None, keeps: bool
+) -> Activated:
+    """The types of what ACTIVATE makes of a pre-activation, or of its type."""
+    num_rows, width = pre_activation.shape
+    halves = 2 if activation.is_gated else 1
+    columns = width // halves
+    if stored_as is None:
+        return Activated(array_type((num_rows, columns), pre_activation.dtype))
+    kept = quantized_types((num_rows, halves, columns), ROW_BLOCK, stored_as) if keeps else None
+    return Activated(quantized_types((num_rows, columns), ROW_BLOCK, stored_as), kept)
 
 
-def _activate_plainly(operands, activation, interleaved):
-    (pre_activation,) = operands
-    return [activation(pre_activation, interleaved).astype(pre_activation.dtype)]
+def _activate_types(operands: Activate, activation, interleaved, stored_as=None, keeps=False):
+    return activated_types(operands.pre_activation, activation, stored_as, keeps)
 
 
-def _launch_activate(launcher: Launcher, operands: Activate, activation: Activation, interleaved: bool):
-    if activation.curve is None:
-        return _activate_plainly(operands, activation, interleaved)
-    from jgg.kernels.activation import activate_kernel
+def _activate_plainly(
+    operands: Activate, activation: Activation, interleaved: bool, stored_as: Format | None = None, keeps: bool = False
+):  # fmt: skip
+    (pre,) = operands
+    hidden = activation(pre, interleaved)
+    if stored_as is None:
+        return Activated(hidden.astype(pre.dtype))
+    if not keeps:
+        return Activated(quantize(hidden, ROW_BLOCK, stored_as))
+    halves = 2 if activation.is_gated else 1
+    num_rows, columns = pre.shape[0], pre.shape[1] // halves
+    gate_and_up = pre.reshape(num_rows, *((columns, halves) if interleaved else (halves, columns)))
+    gate_and_up = gate_and_up.mT if interleaved else gate_and_up
+    return Activated(quantize(hidden, ROW_BLOCK, stored_as), quantize(gate_and_up, ROW_BLOCK, stored_as))
 
-    (pre_activation,) = operands
-    num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
-    launch = Launch(
-        operands={"pre": pre_activation, "num_rows": num_rows},
-        outputs={"hidden": jax.ShapeDtypeStruct((num_rows, columns), pre_activation.dtype)},
-        constants=constants,
-        grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]), math.ceil(columns / constants["BLOCK_COLUMNS"])),
-        flops=8 * num_rows * columns,
-        bytes_accessed=(pre_activation.size + num_rows * columns) * pre_activation.dtype.itemsize,
-    )
-    return [launcher.run(activate_kernel, launch)["hidden"]]
+
+def _launch_activate(
+    launcher: Launcher, operands: Activate, activation: Activation, interleaved: bool,
+    stored_as: Format | None = None, keeps: bool = False,
+):  # fmt: skip
+    if not can_launch(launcher, activation, stored_as):
+        return _activate_plainly(operands, activation, interleaved, stored_as, keeps)
+    (pre,) = operands
+    outputs = activated_types(pre, activation, stored_as, keeps)
+    if stored_as is None:
+        return launches.activate(launcher, pre, outputs, activation, interleaved)
+    return launches.activate_and_quantize(launcher, pre, outputs, activation, interleaved, stored_as)
+
+
+def _merge_activate(how: How, operands: Activate, batched: Activate, stored_as=None, **parameters):
+    return vmap.more_rows(ACTIVATE, how, operands, batched, **parameters) if stored_as is None else None
 
 
 ACTIVATE: Product = Product(
@@ -57,68 +85,98 @@ ACTIVATE: Product = Product(
     result_types=_activate_types,
     plain=_activate_plainly,
     launch=_launch_activate,
-    letters=lambda operands, **_: Letters({"pre_activation": _EACH}, (_EACH,), ("",)),
-    merge_batch=lambda *args, **parameters: vmap.more_rows(ACTIVATE, *args, **parameters),
+    letters=lambda operands, stored_as=None, **_: (
+        Letters({"pre_activation": _EACH}, (_EACH,), ("",)) if stored_as is None else None
+    ),
+    several=lambda how, operands, **parameters: _activate_plainly(operands, **parameters),
+    merge_batch=_merge_activate,
 )
-"""[hidden [M, I] in the dtype of pre_activation]; XLA computes an activation that the kernels do not know."""
+"""Activated; XLA computes an activation that the kernels do not know.
+
+Its parameters are the activation, whether gate and up are interleaved, the Format to store by, or None, and whether a
+pre-activation that is stored quantized is a result too.
+"""
 
 
 class ActivateBackward(NamedTuple):
     """Where d hidden is weights[:, None] * z.
 
     Attributes:
-      z: [M, I] in the dtype of pre_activation.
+      pre_activation: as ACTIVATE takes it, or as it keeps it quantized.
+      z: [M, I] in the dtype of a pre_activation that is not quantized.
       weights: float32 [M].
-      in_group: bool [M]; in other rows the sum is 0, and the other results mean nothing.
+      in_group: bool [M]; in other rows the sum is 0, and the other results mean nothing. None for a quantized
+        pre_activation, which is zero in other rows.
     """
 
-    pre_activation: jax.Array
+    pre_activation: Any
     z: jax.Array
     weights: jax.Array
-    in_group: jax.Array
+    in_group: Any = None
 
 
-def _backward_types(operands, **_):
-    pre_activation, z, *_ = operands
-    return [(pre_activation.shape, pre_activation.dtype), (z.shape, z.dtype), (z.shape[:1], jnp.float32)]
+def _backward_types(operands: ActivateBackward, stored_as: Format | None = None, **_):
+    pre, z = operands.pre_activation, operands.z
+    d_pre = array_type((z.shape[0], math.prod(pre.shape[1:])), z.dtype)
+    quantized = None if stored_as is None else quantized_types(d_pre.shape, ROW_BLOCK, stored_as)
+    return ActivationGradients(d_pre, quantized, array_type(z.shape, z.dtype), array_type(z.shape[:1], jnp.float32))
 
 
-def _backward_plainly(operands, activation, interleaved, scale_hidden):
-    pre_activation, z, weights, in_group = operands
-    z = z.astype(jnp.float32)
-    hidden, vjp = jax.vjp(functools.partial(activation, interleaved=interleaved), pre_activation)
-    (d_pre_activation,) = vjp(weights[:, None] * z)
-    row_sums = jnp.where(in_group, jnp.sum(hidden * z, axis=1), 0)
+def _backward_plainly(
+    operands: ActivateBackward, activation: Activation, interleaved: bool, scale_hidden: bool,
+    stored_as: Format | None = None,
+):  # fmt: skip
+    pre, z, weights, in_group = operands
+    dtype, z = z.dtype, z.astype(jnp.float32)
+    if isinstance(pre, QuantizedArray):  # of which gate lies before up
+        dense, has_turns = pre.dequantize("float32").reshape(z.shape[0], math.prod(pre.shape[1:])), False
+    else:
+        dense, has_turns = pre, interleaved
+    hidden, vjp = jax.vjp(functools.partial(activation, interleaved=has_turns), dense)
+    (d_pre,) = vjp(weights[:, None] * z)
+    if interleaved and not has_turns:
+        d_pre = d_pre.reshape(pre.shape).mT.reshape(d_pre.shape)
+    d_pre = d_pre.astype(dtype)
+    row_sums = jnp.sum(hidden * z, axis=1)
+    if in_group is not None:
+        row_sums = jnp.where(in_group, row_sums, 0)
     if scale_hidden:
         hidden = weights[:, None] * hidden
-    return [d_pre_activation, hidden.astype(pre_activation.dtype), row_sums]
+    quantized = None if stored_as is None else quantize(d_pre, ROW_BLOCK, stored_as)
+    return ActivationGradients(d_pre, quantized, hidden.astype(dtype), row_sums)
 
 
 def _launch_backward(
-    launcher: Launcher, operands: ActivateBackward, activation: Activation, interleaved: bool, scale_hidden: bool
+    launcher: Launcher, operands: ActivateBackward, activation: Activation, interleaved: bool, scale_hidden: bool,
+    stored_as: Format | None = None,
 ):  # fmt: skip
-    if activation.curve is None:
-        return _backward_plainly(operands, activation, interleaved, scale_hidden)
-    from jgg.kernels.activation import activate_backward_kernel
-
-    pre_activation, z, weights, in_group = operands
-    num_rows, columns, constants = _activation(pre_activation, activation, interleaved)
-    launch = Launch(
-        operands={"weights": weights, "in_group": in_group.astype(jnp.int8), "num_rows": num_rows},
-        outputs={"pre": pre_activation, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
-        constants=constants | {"SCALE_HIDDEN": scale_hidden},
-        grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
-        flops=20 * num_rows * columns,
-        bytes_accessed=2 * (pre_activation.size + z.size) * pre_activation.dtype.itemsize,
-    )
-    results = launcher.run(activate_backward_kernel, launch)
-    return [results["pre"], results["z"], results["row_sums"]]
+    if not can_launch(launcher, activation, stored_as):
+        return _backward_plainly(operands, activation, interleaved, scale_hidden, stored_as)
+    pre, z, weights, in_group = operands
+    options = activation, interleaved, scale_hidden
+    if stored_as is None:
+        return launches.differentiate(launcher, pre, z, weights, in_group, *options)
+    outputs = _backward_types(operands, stored_as)
+    results = launches.differentiate_and_quantize(launcher, pre, z, weights, outputs, *options, stored_as)
+    if results.quantized is None:
+        d_pre = Quantize(results.d_pre_activation)
+        return results._replace(quantized=QUANTIZE_ROWS.launch(launcher, d_pre, stored_as=stored_as))
+    return results
 
 
-def _merge_backward(how: How, operands, batched, **parameters):
+def _merge_backward(how: How, operands: ActivateBackward, batched: ActivateBackward, stored_as=None, **parameters):
+    if stored_as is not None:
+        return None
     in_group = vmap.for_each(operands.in_group, batched.in_group, vmap.batch_size(operands, batched))
     operands, batched = operands._replace(in_group=in_group), batched._replace(in_group=True)
     return vmap.more_rows(ACTIVATE_BACKWARD, how, operands, batched, **parameters)
+
+
+def _backward_letters(operands: ActivateBackward, stored_as: Format | None = None, **_):
+    if stored_as is not None:
+        return None
+    letters = {"pre_activation": _EACH, "z": _EACH, "weights": "t", "in_group": "t"}
+    return Letters(letters, (_EACH, _EACH, "t"), ("", "", ""))
 
 
 ACTIVATE_BACKWARD: Product = Product(
@@ -127,31 +185,12 @@ ACTIVATE_BACKWARD: Product = Product(
     result_types=_backward_types,
     plain=_backward_plainly,
     launch=_launch_backward,
-    letters=lambda operands, **_: Letters(
-        {"pre_activation": _EACH, "z": _EACH, "weights": "t", "in_group": "t"}, (_EACH, _EACH, "t"), ("", "", "")
-    ),
+    letters=_backward_letters,
+    several=lambda how, operands, **parameters: _backward_plainly(operands, **parameters),
     merge_batch=_merge_backward,
 )
-"""[d pre_activation, hidden [M, I], times its row's weight with scale_hidden, float32 [M] sums of hidden * z]."""
+"""ActivationGradients, of which hidden is times its row's weight with scale_hidden.
 
-
-def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
-    """What kernels are compiled for, of an activation whose curve they know."""
-    assert activation.curve is not None
-    curve, limit, alpha = activation.curve
-    return {
-        "GATED": activation.is_gated, "INTERLEAVED": interleaved, "CURVE": curve, "LIMIT": limit, "ALPHA": alpha,
-    }  # fmt: skip
-
-
-def _activation(pre_activation, activation, interleaved):
-    """M, I and what both kernels are compiled for."""
-    num_rows, width = pre_activation.shape
-    columns = width // 2 if activation.is_gated else width
-    block_columns = min(512, power_of_2(columns))
-    return num_rows, columns, {
-        "COLUMNS": columns,
-        **activation_constants(activation, interleaved),
-        "BLOCK_ROWS": 1024 // block_columns,
-        "BLOCK_COLUMNS": block_columns,
-    }  # fmt: skip
+Its parameters are the activation, whether gate and up are interleaved, scale_hidden, and the Format of a quantized
+pre_activation's gradient, or None.
+"""

@@ -5,45 +5,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch, power_of_2
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 
 
 class Buffer(NamedTuple):
-    """How many rows will be written, int32 [1] of at least 0.
+    """How many rows will be written, int32 [1].
 
-    The array depends on this, so XLA makes it where it is needed. Constant zeros it would make before a loop over
-    layers and copy in every step.
+    The array is the same whatever they are. But as it depends on them, it is made where it is needed: without, JAX and
+    XLA would make it before a loop over layers and copy it in every step.
     """
 
     num_written: jax.Array
 
 
 def _plain(operands: Buffer, shape, dtype):
-    return [jnp.broadcast_to(jnp.minimum(operands.num_written[0], 0).astype(dtype), shape)]
-
-
-def _launch(launcher: Launcher, operands: Buffer, shape, dtype):
-    from jgg.kernels.buffer import clear_kernel
-
-    num_rows, columns = shape
-    block_columns = min(512, power_of_2(columns))
-    launch = Launch(
-        operands={"first": operands.num_written, "num_rows": num_rows},
-        outputs={"y": jax.ShapeDtypeStruct(shape, dtype)},
-        constants={"COLUMNS": columns, "BLOCK_ROWS": 4096 // block_columns, "BLOCK_COLUMNS": block_columns},
-        grid=(2 * launcher.target.num_sms,),
-    )
-    return [launcher.run(clear_kernel, launch)["y"]]
+    return jnp.zeros(shape, dtype)
 
 
 BUFFER = Product(
     "buffer",
     Buffer,
-    result_types=lambda operands, shape, dtype: [(shape, dtype)],
+    result_types=lambda operands, shape, dtype: array_type(shape, dtype),
     plain=_plain,
-    launch=_launch,
+    # not by a kernel, whose result XLA would copy to where collectives may write
+    launch=lambda launcher, operands, shape, dtype: jax.lax.empty(shape, dtype),
     several=lambda how, operands, **parameters: _plain(operands, **parameters),
 )
-"""[an array of `shape` [rows, columns] and `dtype`]: rows from `num_written` on are zero, those before unspecified."""
+"""An array of `shape` and `dtype`, whatever it holds."""

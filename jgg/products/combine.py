@@ -12,7 +12,7 @@ from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch, flat, power_of_2
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 from jgg.products import column_parts
 
 
@@ -31,7 +31,7 @@ class Combine(NamedTuple):
 
 
 def _result_types(operands, topk):
-    return [((operands.positions.shape[0] // topk, operands.rows.shape[1]), operands.rows.dtype)]
+    return array_type((operands.positions.shape[0] // topk, operands.rows.shape[1]), operands.rows.dtype)
 
 
 def _plain(operands, topk):
@@ -40,11 +40,11 @@ def _plain(operands, topk):
     if scales is not None:
         terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
     terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
-    return [jnp.sum(terms, axis=1).astype(rows.dtype)]
+    return jnp.sum(terms, axis=1).astype(rows.dtype)
 
 
 def _launch(launcher, operands, topk):
-    return [combine(launcher, operands.rows, operands.positions, topk, operands.scales)]
+    return combine(launcher, operands.rows, operands.positions, topk, operands.scales)
 
 
 def _merge_batch(how: How, operands, batched, topk):
@@ -56,8 +56,8 @@ def _merge_batch(how: How, operands, batched, topk):
     if batched.rows:
         positions, rows = vmap.offset(positions, rows.shape[1]), vmap.flat(rows)
     scales = flat(vmap.for_each(scales, batched.scales, size))
-    (y,) = COMBINE(how, Combine(rows, positions.reshape(-1), scales), topk=topk)
-    return [y.reshape(size, -1, y.shape[1])]
+    y = COMBINE(how, Combine(rows, positions.reshape(-1), scales), topk=topk)
+    return y.reshape(size, -1, y.shape[1])
 
 
 COMBINE = Product(
@@ -69,15 +69,14 @@ COMBINE = Product(
     letters=lambda operands, topk: Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",)),
     merge_batch=_merge_batch,
 )
-"""The weighted sum of each token's rows, in float32: [y [T, N] in the dtype of rows]. Its parameter is topk."""
+"""The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows. The parameter is topk."""
 
 
 def gather(how: How, topk: int):
     """The function of rows and positions to the rows at positions // topk, by a kernel."""
 
     def gathered(rows, positions):
-        (result,) = COMBINE(how._replace(config=None), Combine(rows, positions // topk), topk=1)
-        return result
+        return COMBINE(how._replace(config=None), Combine(rows, positions // topk), topk=1)
 
     return gathered
 

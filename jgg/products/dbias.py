@@ -12,7 +12,7 @@ from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch, power_of_2
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 from jgg.products.dw import row_scales
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain import row_blocks
@@ -31,9 +31,9 @@ class Dbias(NamedTuple):
 def _plain(operands: Dbias, problem: GroupedGemmProblem):
     dy, bounds, gather_indices, topk_weights = operands
     rows = Rows(dy, plain.y_rows(problem, gather_indices))
-    scales = plain.row_scales(problem, gather_indices, topk_weights)
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     options = {"scales": scales, "precision": problem.precision, "out_dtype": jnp.float32}
-    return [outer_dot(row_blocks.ones(rows), rows, bounds, **options)[:, 0]]
+    return outer_dot(row_blocks.ones(rows), rows, bounds, **options)[:, 0]
 
 
 def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
@@ -58,7 +58,7 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
         flops=rows.size,
         bytes_accessed=rows.size * rows.dtype.itemsize,
     )
-    return [launcher.run(group_sums_kernel, launch)["sums"]]
+    return launcher.run(group_sums_kernel, launch)["sums"]
 
 
 def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem):
@@ -73,10 +73,10 @@ def _letters(operands: Dbias, problem: GroupedGemmProblem):
 DBIAS = Product(
     "dbias",
     Dbias,
-    result_types=lambda operands, problem: [((problem.num_experts, problem.out_features), jnp.float32)],
+    result_types=lambda operands, problem: array_type((problem.num_experts, problem.out_features), jnp.float32),
     plain=_plain,
     launch=_launch,
     letters=_letters,
     merge_batch=_merge_batch,
 )
-"""[dbias [E, N] in float32]; its parameter is the problem."""
+"""dbias [E, N] in float32; the parameter is the problem."""

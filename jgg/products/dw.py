@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows
+from jgg.core.schedule import GroupBounds, Rows, guarded
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, flat, launch_options, x_by_tma
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
-from jgg.products import column_parts
-from jgg.products import hopper as warp_specialized
+from jgg.primitives.product import Product, array_type
+from jgg.products import column_parts, hopper
 from jgg.products.combine import combine, expert_order
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import outer_dot
@@ -41,8 +40,8 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
     left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
-    scales = plain.row_scales(problem, gather_indices, topk_weights)
-    return [outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)]
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
+    return outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)
 
 
 def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
@@ -60,8 +59,8 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         problem = dataclasses.replace(problem, permute_y=False)
     terms = Terms.of(dy, problem.dtype)
     if config.warp_specialized:
-        multiply = _multiply_copies if copies_x else warp_specialized.multiply_row_blocks
-        return [multiply(launcher, problem, x, terms, bounds, gather_indices)]
+        multiply = _multiply_copies if copies_x else hopper.multiply_row_blocks
+        return multiply(launcher, problem, x, terms, bounds, gather_indices)
     from jgg.kernels.dw import dw_kernel
 
     if copies_x:
@@ -110,7 +109,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         },
         **launch_options(target, problem, config, tiles),
     )
-    return [launcher.run(dw_kernel, launch)["dw"]]
+    return launcher.run(dw_kernel, launch)["dw"]
 
 
 def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
@@ -118,7 +117,7 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
 
     def multiply(x, features, dw):
         rows = expert_order(launcher, x, gather_indices, problem.topk, features)
-        return warp_specialized.multiply_row_blocks(
+        return hopper.multiply_row_blocks(
             launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
         )  # fmt: skip
 
@@ -130,8 +129,7 @@ def row_scales(topk_weights, gather_indices):
     weights = flat(topk_weights)
     if weights is None or gather_indices is None:
         return weights
-    at = jnp.where(gather_indices < 0, len(gather_indices), gather_indices)
-    return weights.at[at].get(mode="fill", fill_value=0)
+    return weights.at[guarded(gather_indices, len(weights))].get(mode="fill", fill_value=0)
 
 
 def _merge_batch(how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem):
@@ -147,11 +145,11 @@ def _letters(operands: Dw, problem: GroupedGemmProblem):
 DW = Product(
     "dw",
     Dw,
-    result_types=lambda operands, problem: [(problem.w_shape, problem.dtype)],
+    result_types=lambda operands, problem: array_type(problem.w_shape, problem.dtype),
     plain=_plain,
     launch=_launch,
     letters=_letters,
     merge_batch=_merge_batch,
     config_type=KernelConfigDW,
 )
-"""[dw in the shape, layout and dtype of w]; its parameter is the problem."""
+"""dw in the shape, layout and dtype of w; the parameter is the problem."""

@@ -10,27 +10,17 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import KernelConfigDX
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, between_groups, tile_schedule
+from jgg.core.schedule import GroupBounds, Rows, between_groups
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import (
-    PRECISIONS,
-    Launch,
-    dy_by_tma,
-    flat,
-    launch_options,
-    matrices,
-    matrix,
-    tile_operands,
-    w_block,
-    w_by_tma,
-)
+from jgg.launching.launch import dy_by_tma, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
-from jgg.products import hopper as warp_specialized
+from jgg.primitives.product import Product, array_type
+from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
+from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.terms import Terms
 
 
@@ -48,9 +38,21 @@ class Dx(NamedTuple):
     topk_weights: jax.Array | None = None
 
 
+class DxResults(NamedTuple):
+    """The gradient of x and, where x is given, what the gradient of topk_weights is made of.
+
+    Attributes:
+      dx: in the shape of x.
+      row_sums: float32 [M], for each row in expert order the sum of (dy @ w) * x; None without x.
+    """
+
+    dx: jax.Array
+    row_sums: jax.Array | None = None
+
+
 def _result_types(operands: Dx, problem: GroupedGemmProblem):
-    row_sums = [] if operands.x is None else [((problem.num_rows,), jnp.float32)]
-    return [(problem.x_shape, problem.dtype), *row_sums]
+    row_sums = None if operands.x is None else array_type((problem.num_rows,), jnp.float32)
+    return DxResults(array_type(problem.x_shape, problem.dtype), row_sums)
 
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
@@ -58,10 +60,10 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
     rows, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
     dx = rows_dot(
-        rows, w, bounds, scales=plain.row_scales(problem, gather_indices, topk_weights), write_at=x_at,
+        rows, w, bounds, scales=plain.row_scales(problem, bounds, gather_indices, topk_weights), write_at=x_at,
         adds=x_at is not None, shape=problem.x_shape, out_dtype=problem.dtype, **dot,
     )  # fmt: skip
-    return [dx] if x is None else [dx, row_dots(Rows(x, x_at), rows, w, bounds, **dot)]
+    return DxResults(dx, None if x is None else row_dots(Rows(x, x_at), rows, w, bounds, **dot))
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
@@ -74,88 +76,54 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
     terms = Terms.of(dy, problem.dtype)
 
     def multiply(rows, columns):
-        part = dataclasses.replace(problem, in_features=len(columns))
-        return _multiply_rows(launcher, terms._replace(rows=rows), operands, part, columns.start, zeroes=False)[0]
+        part_of_product = dataclasses.replace(problem, in_features=len(columns))
+        own_terms, part = terms._replace(rows=rows), Part(columns.start, zeroes=False)
+        return _multiply_rows(launcher, own_terms, operands, part_of_product, part).dx
 
     if problem.permute_x and x is None:
-        return [sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)]
+        dx = sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)
+        return DxResults(dx)
     dx, row_sums = _multiply_rows(launcher, terms, operands, problem)
     if problem.permute_x:
         dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
-    return [dx] if x is None else [dx, row_sums]
+    return DxResults(dx, row_sums)
 
 
 def _multiply_rows(
-    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, first_column: int = 0,
-    zeroes: bool = True,
-):  # fmt: skip
-    """dx [M, K], of dy's terms and w's columns from the first on, and the row sums or None.
-
-    Rows of dx that are of no group are zeros, if it `zeroes` them, or not written.
-    """
+    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
+) -> DxResults:
+    """dx [M, K] of dy's terms, the part of the product whose problem is given, and the row sums."""
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
     if config.warp_specialized:
-        dx = warp_specialized.multiply_rows(
-            launcher, problem, terms, w, bounds, gather_indices,
-            gathers=problem.permute_y, first_column=first_column, zeroes=zeroes,
+        dx = hopper.multiply_rows(
+            launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part
         )["y"]  # fmt: skip
-        return dx, None
+        return DxResults(dx)
     from jgg.kernels.dx import dx_kernel
 
-    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
-    column_tiles = math.ceil(problem.in_features / config.block_k)
-    tma_dy = config.use_tma_load_dy and dy_by_tma(target, problem)
-    tma_w = config.use_tma_load_w and w_by_tma(target, w)
-    descriptors = {
-        **({"dy": matrix(terms.rows.shape, (config.block_m, config.block_n))} if tma_dy else {}),
-        **({"w": matrices(w.shape, w_block(problem, config))} if tma_w else {}),
-    }
     outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
     if x is not None:
+        column_tiles = math.ceil(problem.in_features / config.block_k)
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
-    launch = Launch(
-        operands={
-            "dy": terms.rows,
-            "num_terms": terms.num_terms,
-            "scale": terms.scale,
-            "w": w,
-            "x": x,
-            "topk_weights": flat(topk_weights),
-            "gather_indices": gather_indices,
-            **tile_operands(bounds, schedule),
-            "zeros_end": problem.num_rows if zeroes else 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": first_column,
-            **({} if x is not None else {"row_sums": None}),
-        },
-        descriptors=descriptors,
-        outputs=outputs,
-        constants={
-            "REDUCED": problem.out_features,
-            "COLUMNS": problem.in_features,
-            "W_COLUMNS": w.shape[2 if problem.w_layout == "enk" else 1],
-            "TOPK": problem.topk,
-            "REDUCED_IS_MINOR": problem.w_layout == "ekn",
-            "GATHER_DY": problem.permute_y,
-            "GATHER_X": problem.permute_x,
-            "PRECISION": PRECISIONS[problem.precision],
-            "TMA_DY": tma_dy,
-            "TMA_W": tma_w,
-            "BAND": config.band,
-            "BLOCK_ROWS": config.block_m,
-            "BLOCK_REDUCED": config.block_n,
-            "BLOCK_COLUMNS": config.block_k,
-        },
-        **launch_options(target, problem, config, len(schedule.group) * column_tiles),
-    )
-    results = launcher.run(dx_kernel, launch)
+    own = {
+        "num_terms": terms.num_terms,
+        "scale": terms.scale,
+        "x": x,
+        "topk_weights": flat(topk_weights),
+        "gather_indices": gather_indices,
+        **({} if x is not None else {"row_sums": None}),
+    }
+    rows = row_tiles.Rows("dy", terms.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
+    results = row_tiles.multiply(
+        launcher, dx_kernel, problem, part, rows, w, bounds, own, outputs,
+        GATHER_DY=problem.permute_y, GATHER_X=problem.permute_x,
+    )  # fmt: skip
     if x is None:
-        return results["dx"], None
+        return DxResults(results["dx"])
     # the kernel leaves the sums of rows outside every group unwritten
     row_sums = jnp.where(between_groups(bounds, problem.num_rows), results["row_sums"], 0)
-    return results["dx"], jnp.sum(row_sums, axis=0)
+    return DxResults(results["dx"], jnp.sum(row_sums, axis=0))
 
 
 def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProblem):
@@ -166,11 +134,13 @@ def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProble
 
 
 def _more_groups(how, batch, operands, batched):
-    dx, *row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
+    dx, row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
     # with permute_x each token adds up its rows, among which indices of -1 leave those of no group out
     if not batch.problem.permute_x:
         dx = vmap.where_rows(batch.in_group, dx)
-    return batch.split([dx, *(vmap.where_rows(batch.in_group, sums) for sums in row_sums)])
+    if row_sums is not None:
+        row_sums = vmap.where_rows(batch.in_group, row_sums)
+    return batch.split(DxResults(dx, row_sums))
 
 
 def _more_rows(how, batch, operands, batched):
@@ -183,8 +153,8 @@ def _more_rows(how, batch, operands, batched):
     all_rows = dataclasses.replace(batch.all_rows(), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if problem.permute_x else batch.row_weights()
     merged = Dx(dy, operands.w, bounds, vmap.flat(operands.x), write, weights)
-    dx, *row_sums = DX(how, merged, problem=all_rows)
-    return batch.split([dx, *(sums[place] for sums in row_sums)])
+    dx, row_sums = DX(how, merged, problem=all_rows)
+    return batch.split(DxResults(dx, None if row_sums is None else row_sums[place]))
 
 
 def _letters(operands: Dx, problem: GroupedGemmProblem):
@@ -202,4 +172,4 @@ DX = Product(
     merge_batch=_merge_batch,
     config_type=KernelConfigDX,
 )
-"""[dx in the shape of x] and, with x, each row's sum of (dy @ w) * x in expert order, [M] float32."""
+"""DxResults; the parameter is the problem."""

@@ -1,42 +1,40 @@
-"""The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e."""
+"""The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e.
+
+Of quantized operands too: where no kernel multiplies them, it is the product of what they dequantize to.
+"""
 
 import dataclasses
-import math
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.requirements import why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import BLOCK, values_and_scales
-from jgg.core.schedule import GroupBounds, tile_schedule
+from jgg.core.quantized import BLOCK, ToQuantize, values_and_scales
+from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import (
-    PRECISIONS,
-    Launch,
-    flat,
-    launch_options,
-    matrices,
-    matrix,
-    tile_operands,
-    w_block,
-    w_by_tma,
-    x_by_tma,
-)
+from jgg.launching.launch import flat, x_by_tma
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product
-from jgg.products import hopper as warp_specialized
-from jgg.products import hopper_fp8 as warp_specialized_fp8
+from jgg.primitives.product import Product, array_type
+from jgg.products import hopper, hopper_quantized, row_tiles
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.plain import grouped_gemm as plain
+from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
+from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.terms import Terms
 
 
 class Forward(NamedTuple):
-    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group. x and w are QuantizedArrays in FP8."""
+    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group.
+
+    x and w may both be QuantizedArrays, of a problem with w [E, N, K] and the dtype of the values: scales are for 128
+    features of x and for 128 x 128 of w. Such a w may be ToQuantize instead.
+    """
 
     x: Any
     w: Any
@@ -47,27 +45,43 @@ class Forward(NamedTuple):
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
-    return [plain.grouped_gemm(problem, *operands)]
+    if problem.is_quantized:  # in float32, so that only sums are rounded otherwise than the kernels'
+        problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
+    return plain.grouped_gemm(problem, *operands)
+
+
+def _dequantized(
+    operands: Forward, problem: GroupedGemmProblem, dtype: Any
+) -> tuple[Forward, GroupedGemmProblem]:  # fmt: skip
+    """Quantized operands in a dtype, and the problem of them."""
+    dense = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
+    return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
 
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """With combine_y the product is made a part of its columns after the other, each added up by token."""
+    if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
+        operands, problem = _dequantized(operands, problem, problem.out_dtype)
+        launcher = launcher._replace(config=None)
+    elif problem.is_quantized:
+        quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
+        operands = operands._replace(w=with_quantized(operands.w, quantize_weights))
     product = problem
     if problem.combine_y:
         product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
     launcher, x, product = choose(launcher, operands, product)
     if not problem.combine_y:
-        return [_multiply_rows(launcher, operands._replace(x=x), product)]
+        return _multiply_rows(launcher, operands._replace(x=x), product)
     _, w, bounds, gather_indices, topk_weights, bias = operands
     read_at = gather_indices if product.permute_x else None
 
     def multiply(x, columns):
-        part = dataclasses.replace(product, out_features=len(columns))
+        part_of_product = dataclasses.replace(product, out_features=len(columns))
         own_bias = None if bias is None else bias[:, columns.start : columns.stop]
         own = Forward(x, w, bounds, read_at, None, own_bias)
-        return _multiply_rows(launcher, own, part, columns.start, zeroes=False)
+        return _multiply_rows(launcher, own, part_of_product, Part(columns.start, zeroes=False))
 
-    return [sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)]
+    return sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)
 
 
 def choose(
@@ -83,87 +97,69 @@ def choose(
 
 
 def _multiply_rows(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int = 0, zeroes: bool = True
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
 ):  # fmt: skip
-    """y [M, N], of w's columns from the first on; rows of no group are zeros, if it `zeroes` them, or not written."""
+    """y [M, N], the part of the product whose problem is given."""
     config = launcher.config
     scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
     operands = operands._replace(topk_weights=flat(operands.topk_weights))
     if not config.warp_specialized:
-        y = _multiply_plainly(launcher, operands, problem, first_column, zeroes)
-    elif problem.is_fp8:
-        y = warp_specialized_fp8.multiply_rows(
-            launcher, problem, *operands, first_column=first_column, zeroes=zeroes
-        )["y"]  # fmt: skip
+        y = _multiply_on_every_gpu(launcher, operands, problem, part)
+    elif problem.is_quantized:
+        y = hopper_quantized.multiply_rows(launcher, problem, *operands, part=part)
     else:
         x, w, bounds, gather_indices, topk_weights, bias = operands
-        y = warp_specialized.multiply_rows(
+        y = hopper.multiply_rows(
             launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
-            gathers=problem.permute_x, first_column=first_column, zeroes=zeroes,
+            gathers=problem.permute_x, part=part,
         )["y"]  # fmt: skip
     return token_order(launcher, y, operands.gather_indices) if scatter_after else y
 
 
-def _multiply_plainly(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, first_column: int, zeroes: bool
-):  # fmt: skip
-    """By the kernel of every GPU."""
+def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part):
+    """The same by `forward_kernel`."""
     from jgg.kernels.forward import forward_kernel
 
     (x, x_scales), (w, w_scales) = map(values_and_scales, operands[:2])
     _, _, bounds, gather_indices, topk_weights, bias = operands
     config, target = launcher.config, launcher.target
-    if problem.is_fp8 and config.block_k != BLOCK:
+    if problem.is_quantized and config.block_k != BLOCK:
         raise ValueError(f"block_k of {config.op} must be {BLOCK} in FP8, got {config.block_k}.")
-    schedule = tile_schedule(bounds, problem.num_rows, config.block_m)
-    column_tiles = math.ceil(problem.out_features / config.block_n)
-    tma_x = config.use_tma_load_x and x_by_tma(target, problem)
-    tma_w = config.use_tma_load_w and w_by_tma(target, w)
-    descriptors = {
-        **({"x": matrix(x.shape, (config.block_m, config.block_k))} if tma_x else {}),
-        **({"w": matrices(w.shape, w_block(problem, config))} if tma_w else {}),
+    own = {
+        "x_scales": x_scales,
+        "w_scales": w_scales,
+        "bias": bias,
+        "topk_weights": topk_weights,
+        "gather_indices": gather_indices,
     }
-    launch = Launch(
-        operands={
-            "x": x,
-            "x_scales": x_scales,
-            "w": w,
-            "w_scales": w_scales,
-            "bias": bias,
-            "topk_weights": topk_weights,
-            "gather_indices": gather_indices,
-            **tile_operands(bounds, schedule),
-            "zeros_end": problem.num_rows if zeroes else 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": first_column,
-        },
-        descriptors=descriptors,
-        outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},
-        constants={
-            "REDUCED": problem.in_features,
-            "COLUMNS": problem.out_features,
-            "W_COLUMNS": w.shape[1 if problem.w_layout == "enk" else 2],
-            "TOPK": problem.topk,
-            "REDUCED_IS_MINOR": problem.w_layout == "enk",
-            "GATHER": problem.permute_x,
-            "SCATTER": problem.permute_y,
-            "PRECISION": PRECISIONS[problem.precision],
-            "TMA_X": tma_x,
-            "TMA_W": tma_w,
-            "BAND": config.band,
-            "BLOCK_ROWS": config.block_m,
-            "BLOCK_REDUCED": config.block_k,
-            "BLOCK_COLUMNS": config.block_n,
-        },
-        **launch_options(target, problem, config, len(schedule.group) * column_tiles),
-    )
-    return launcher.run(forward_kernel, launch)["y"]
+    rows = row_tiles.Rows("x", x, config.use_tma_load_x and x_by_tma(target, problem))
+    outputs = {"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)}
+    return row_tiles.multiply(
+        launcher, forward_kernel, problem, part, rows, w, bounds, own, outputs,
+        GATHER=problem.permute_x, SCATTER=problem.permute_y,
+    )["y"]  # fmt: skip
+
+
+def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
+    """On several devices quantized operands are dequantized, and then split as others are."""
+    operands, problem = _dequantized(operands, problem, problem.out_dtype)
+    return FORWARD(how._replace(config=None), operands, problem=problem)
+
+
+def merge_shared_weights(product: Product, how: How, operands: Forward, batched: Forward, **parameters):
+    """A quantized product under `vmap`: a loop, before which weights that all elements share are quantized once."""
+    if not isinstance(operands.w, ToQuantize) or batched.w.array:
+        return None
+    operands = operands._replace(w=with_quantized(operands.w, functools.partial(QUANTIZE_WEIGHTS, how)))
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched._replace(w=None))
+    return jax.vmap(lambda operands: product(how, operands, **parameters), in_axes=(axes,))(operands)
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
+    if problem.is_quantized:
+        return merge_shared_weights(FORWARD, how, operands, batched, problem=problem)
     batch = vmap.Batch.of(problem, operands, batched, "x")
     if batch is None or (batched.bias and not batched.w):
         return None
@@ -171,15 +167,15 @@ def _merge_batch(how: How, operands: Forward, batched: Forward, problem: Grouped
 
 
 def _more_groups(how, batch, operands, batched):
-    (y,) = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
+    y = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
     if batch.problem.combine_y:
-        return batch.split([y])
+        return batch.split(y)
     written = batch.in_group
     if batch.problem.permute_y:
         positions = batch.positions_in_groups()
         at = jnp.where(positions < 0, len(positions), positions)
         written = jnp.zeros_like(written).at[at].set(True, mode="drop")
-    return batch.split([vmap.where_rows(written, y)])
+    return batch.split(vmap.where_rows(written, y))
 
 
 def _more_rows(how, batch, operands, batched):
@@ -202,18 +198,21 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):
+    if problem.is_quantized:
+        return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))
 
 
-FORWARD = Product(
+FORWARD: Product = Product(
     "forward",
     Forward,
-    result_types=lambda operands, problem: [(problem.y_shape, problem.out_dtype)],
+    result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),
     plain=_plain,
     launch=_launch,
     letters=_letters,
+    several=_several,
     merge_batch=_merge_batch,
     config_type=KernelConfigForward,
 )
-"""[y of `problem.y_shape`]; its parameter is the problem."""
+"""y of `problem.y_shape`; the parameter is the problem."""

@@ -1,6 +1,5 @@
 """`grouped_gemm` of checked arguments, with its gradients: a custom_vjp of FORWARD, DX, DW and DBIAS."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.forward_fp8 import FORWARD_FP8
 from jgg.products.plain import grouped_gemm as plain
 
 
@@ -45,14 +43,25 @@ class Hows(NamedTuple):
     dw: How
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def compute_grouped_gemm(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Array:
     """y, differentiable in all that is not quantized."""
+    if isinstance(arrays.x, jax.Array) and not _is_plain(problem, hows.forward):
+        # before `_compute`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        arrays = arrays._replace(x=checkpoint_name(arrays.x, "jgg_x"))
+    return _compute(problem, hows, arrays)
+
+
+def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
+    """Whether a product is plain JAX, with the derivatives of that."""
+    return problem.is_empty or is_plain_jax(how.implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compute(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Array:
     problem, operands = _operands(problem, arrays)
-    if problem.is_fp8:
-        (y,) = FORWARD_FP8(hows.forward, operands, problem=problem)
-        return y
-    if problem.is_empty or is_plain_jax(hows.forward.implementation):
+    if problem.is_quantized:
+        return FORWARD(hows.forward, operands, problem=problem)
+    if _is_plain(problem, hows.forward):
         return plain.grouped_gemm(
             problem, operands.x, operands.w, operands.bounds, operands.gather_indices, operands.topk_weights,
             operands.bias,
@@ -64,8 +73,7 @@ def compute_grouped_gemm(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays
 def compute_forward(problem: GroupedGemmProblem, how: How, arrays: Arrays) -> jax.Array:
     """y by FORWARD alone, whose derivative is plain JAX."""
     problem, operands = _operands(problem, arrays)
-    (y,) = (FORWARD_FP8 if problem.is_fp8 else FORWARD)(how, operands, problem=problem)
-    return y
+    return FORWARD(how, operands, problem=problem)
 
 
 def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmProblem, Forward]:
@@ -74,7 +82,7 @@ def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmP
     if isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray):
         w = w if problem.w_layout == "enk" else w.mT
         x, w = jax.lax.stop_gradient((x, w))
-        problem = dataclasses.replace(problem, w_layout="enk")
+        problem = problem.quantized
     axes = varying_axes(*jax.tree.leaves(arrays))
     x, w, group_sizes, gather_indices, topk_weights, bias = jax.tree.map(
         functools.partial(vary_over, axes),
@@ -86,12 +94,11 @@ def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmP
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> jax.Array:
-    (y,) = FORWARD(hows.forward, operands, problem=problem)
-    return y
+    return FORWARD(hows.forward, operands, problem=problem)
 
 
 def _forward(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> tuple[jax.Array, Forward]:
-    return _differentiable(problem, hows, operands), operands._replace(x=checkpoint_name(operands.x, "jgg_x"))
+    return _differentiable(problem, hows, operands), operands
 
 
 def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
@@ -99,19 +106,19 @@ def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: ja
     if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
-    dx, *row_sums = DX(hows.dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
-    (dw,) = DW(hows.dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
+    dx, row_sums = DX(hows.dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
+    dw = DW(hows.dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
     d_topk_weights = dbias = None
     if topk_weights is not None:
-        (sums,) = row_sums
         if bias is not None:
-            sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
+            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
-            sums = sums.at[guarded(inverse_permutation(gather_indices), len(sums))].get(mode="fill", fill_value=0)
-        d_topk_weights = sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+            at = guarded(inverse_permutation(gather_indices), len(row_sums))
+            row_sums = row_sums.at[at].get(mode="fill", fill_value=0)
+        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         how = hows.dw._replace(config=None)
-        (dbias,) = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
+        dbias = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
         dbias = dbias.astype(bias.dtype)
     return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
 
@@ -127,7 +134,7 @@ def bias_row_sums(
     in_group = experts < problem.num_experts
     experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
     if problem.permute_y:
-        dy = dy.at[gather_indices].get(mode="fill", fill_value=0)
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where(in_group, sums, 0)
 
@@ -140,8 +147,7 @@ def compute_dx(
     """The gradient in x by DX alone."""
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
-    (dx,) = DX(how, operands, problem=problem)
-    return dx
+    return DX(how, operands, problem=problem).dx
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -151,5 +157,4 @@ def compute_dw(
 ) -> jax.Array:  # fmt: skip
     """The gradient in w by DW alone."""
     operands = Dw(x, dy, group_bounds(group_sizes, problem.num_rows), as_indices(gather_indices), topk_weights)
-    (dw,) = DW(how, operands, problem=problem)
-    return dw
+    return DW(how, operands, problem=problem)

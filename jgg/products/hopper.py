@@ -9,27 +9,38 @@ from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfig, KernelConfigForward
 from jgg.configs.requirements import max_columns
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import Format
 from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix, tile_operands
-from jgg.products.activate import activation_constants
+from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
+from jgg.products.activation_launches import activation_constants
+from jgg.products.row_tiles import (
+    TILE_ROWS,
+    WHOLE_PRODUCT,
+    Part,
+    cluster_options,
+    hopper_constants,
+    ring_constants,
+    row_operands,
+)
 from jgg.products.terms import Terms
 
-_CTAS = 2  # of a cluster
 _PARTS = 4  # of an output tile, stored one after the other
-_TILE_ROWS = 128  # of a CTA's output tile; also of the tensor of which a warpgroup of each CTA multiplies half
 
 
 class Hidden(NamedTuple):
     """The activation that the kernel applies to a product, which is the pre-activation.
 
     Attributes:
-      keeps_product: whether the product is a result too.
+      interleaved: whether gate and up take turns in the product's columns.
+      keeps: whether the product is a result too.
+      stored_as: how the results of quantized operands are quantized; None for others.
     """
 
     activation: Activation
     interleaved: bool
-    keeps_product: bool
+    keeps: bool
+    stored_as: Format | None = None
 
     @property
     def has_halves(self) -> bool:
@@ -39,15 +50,14 @@ class Hidden(NamedTuple):
 
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, first_column: int = 0,
-    zeroes: bool = True, hidden: Hidden | None = None,
+    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, part: Part = WHOLE_PRODUCT,
+    hidden: Hidden | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
       terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
-      first_column: of w, whose columns from here on the problem's are.
-      zeroes: whether rows of no group become zeros; else they are not written.
+      part: of the product, whose problem is given.
       hidden: asks for the hidden features too.
 
     Returns: {"y": the product, if it is kept, "hidden": [M, I], if asked for}.
@@ -58,17 +68,17 @@ def multiply_rows(
     is_forward = isinstance(config, KernelConfigForward)
     block_columns, step = _blocks(problem, config)
     dtype = problem.out_dtype if is_forward else problem.dtype
-    _, columns, reduced = config.sizes(problem)
-    schedule = tile_schedule(bounds, problem.num_rows, _TILE_ROWS)
+    columns = config.sizes(problem).columns
+    schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
-    part = block_columns // _PARTS
+    width = block_columns // _PARTS
     has_halves = hidden is not None and hidden.has_halves
     results = {}  # columns, and the block that is stored at once
-    if hidden is None or hidden.keeps_product:
-        results["y"] = columns, (_TILE_ROWS, 2, part // 2) if has_halves else (_TILE_ROWS, part)
+    if hidden is None or hidden.keeps:
+        results["y"] = columns, (TILE_ROWS, 2, width // 2) if has_halves else (TILE_ROWS, width)
     if hidden is not None:
         pair = 2 if hidden.activation.is_gated else 1
-        results["hidden"] = columns // pair, (_TILE_ROWS, part // pair)
+        results["hidden"] = columns // pair, (TILE_ROWS, width // pair)
     # w [E, columns, reduced] is turned in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
     block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
@@ -81,17 +91,13 @@ def multiply_rows(
             "bias": bias,
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
-            **tile_operands(bounds, schedule),
-            "zeros_end": problem.num_rows if zeroes else 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": first_column,
+            **row_operands(problem, part, bounds, schedule),
             "y_row": 0,
             "y_column": 0,
             **_absent(results),
         },
         descriptors={
-            **({} if gathers else {"left": matrix(terms.rows.shape, (_TILE_ROWS, step), cta_axis=0)}),
+            **({} if gathers else {"left": matrix(terms.rows.shape, (TILE_ROWS, step), cta_axis=0)}),
             "right": halves(w.shape, block) if has_halves else matrices(w.shape, block),
             **{key: bounded_rows(width, stored, cta_axis=2) for key, (width, stored) in results.items()},
         },
@@ -100,17 +106,14 @@ def multiply_rows(
             "HAS_TERMS": "" if terms.num_terms is None else "left",
             "RAGGED_M": True,
             "LEFT": 0,
-            "REDUCED": reduced,
-            "COLUMNS": columns,
             "RIGHT_IS_TURNED": is_turned,
-            "GATHERS": gathers,
-            "TOPK": problem.topk if gathers and is_forward else 1,
             "Y_GROUP_ROWS": 0,
             "Y_IS_TURNED": False,
-            **_constants(config, block_columns, step),
+            "BLOCK_REDUCED": step,
+            **hopper_constants(problem, config, block_columns, gathers),
             **_activation(hidden),
         },
-        **_options(launcher.target, problem, tiles),
+        **cluster_options(launcher.target, problem, tiles),
     )
     return launcher.run(hopper_kernel, launch)
 
@@ -137,9 +140,9 @@ def multiply_row_blocks(
     if is_turned:
         left, right = right, left
     part = block_columns // _PARTS
-    stored = (part, _TILE_ROWS) if is_turned else (_TILE_ROWS, part)
-    left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, _TILE_ROWS), cta_axis=3)}
-    tiles = math.ceil(left.shape[1] / (2 * _TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
+    stored = (part, TILE_ROWS) if is_turned else (TILE_ROWS, part)
+    left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, TILE_ROWS), cta_axis=3)}
+    tiles = math.ceil(left.shape[1] / (2 * TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     # a tile of a large group, taken last, would keep all clusters but one waiting
     groups = largest_first(bounds)
     _, w_rows, w_columns = problem.w_shape
@@ -151,11 +154,8 @@ def multiply_row_blocks(
             "scale": dy.scale,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights")),
-            **(tile_operands(bounds) | dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True))),
-            "zeros_end": 0,
-            "num_rows": problem.num_rows,
-            "num_positions": problem.num_positions,
-            "first_column": 0,
+            **row_operands(problem, Part(zeroes=False), bounds),
+            **dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True)),
             "y_row": 0 if problem.w_layout == "enk" else first_feature,
             "y_column": first_feature if problem.w_layout == "enk" else 0,
             **_absent({"y"}),
@@ -177,10 +177,11 @@ def multiply_row_blocks(
             "TOPK": problem.topk if problem.permute_x else 1,
             "Y_GROUP_ROWS": w_rows,
             "Y_IS_TURNED": is_turned,
-            **_constants(config, block_columns, step),
+            "BLOCK_REDUCED": step,
+            **ring_constants(config, block_columns),
             **_activation(None),
         },
-        **_options(target, problem, problem.num_experts * tiles),
+        **cluster_options(target, problem, problem.num_experts * tiles),
     )
     return launcher.run(hopper_kernel, launch)["y"]
 
@@ -192,7 +193,7 @@ def _blocks(problem: GroupedGemmProblem, config: KernelConfig) -> tuple[int, int
     """
     rows, columns, step = tile = config.tile(problem.w_layout)
     names = config.blocks(problem.w_layout)
-    if rows != 2 * _TILE_ROWS or columns not in (128, 256) or step != 64:
+    if rows != 2 * TILE_ROWS or columns not in (128, 256) or step != 64:
         raise ValueError(
             f"{', '.join(names)} of {config.op} with warp_specialized must be 256, 128 or 256, and 64, "
             f"got {tuple(tile)}."
@@ -205,15 +206,6 @@ def _blocks(problem: GroupedGemmProblem, config: KernelConfig) -> tuple[int, int
     return columns, step
 
 
-def _constants(config, block_columns, step):
-    return {
-        "BAND": config.band,
-        "BLOCK_REDUCED": step,
-        "BLOCK_COLUMNS": block_columns,
-        "STAGES": config.num_stages,
-    }
-
-
 def _activation(hidden):
     if hidden is None:
         return {"ACTIVATES": False, "GATED": False, "INTERLEAVED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0}
@@ -223,13 +215,3 @@ def _activation(hidden):
 def _absent(outputs):
     """The operands that say which results the kernel is without."""
     return dict.fromkeys({"y", "hidden"} - set(outputs))
-
-
-def _options(target, problem, tiles):
-    return {
-        "grid": (max(1, min(tiles, target.num_sms // _CTAS)),),
-        "num_warps": 4,  # of the partition that Triton starts with; there are two more
-        "num_ctas": _CTAS,
-        "flops": problem.flops,
-        "bytes_accessed": problem.bytes_accessed,
-    }

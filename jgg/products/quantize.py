@@ -1,16 +1,30 @@
 """Quantization to FP8 with block scales, `jgg.core.quantized`, by kernels where the device has such numbers."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
-from jgg.core.quantized import BLOCK, quantize, scales_shape
+from jgg.core.quantized import (
+    BLOCK,
+    Format,
+    QuantizedArray,
+    ToQuantize,
+    WeightForms,
+    as_bits,
+    from_bits,
+    quantize,
+    quantized_types,
+)
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, power_of_2
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
+
+ROW_BLOCK = 1, BLOCK
+WEIGHT_BLOCK = BLOCK, BLOCK
 
 
 class Quantize(NamedTuple):
@@ -19,47 +33,40 @@ class Quantize(NamedTuple):
     array: jax.Array
 
 
-def has_fp8(launcher: Launcher) -> bool:
-    """Whether kernels can convert to FP8."""
+def can_quantize(launcher: Launcher) -> bool:
+    """Whether kernels can convert to 8 bits."""
     return launcher.target.compute_capability >= FP8_COMPUTE_CAPABILITY and not launcher.target.is_interpreted
 
 
-def quantizing_constants(dtype, power_of_2_scales: bool) -> dict[str, float | bool]:
+def quantizing_constants(stored_as: Format) -> dict[str, float | bool]:
     """What quantizing kernels are compiled for."""
-    return {"LARGEST": float(jnp.finfo(dtype).max), "POWER_OF_2": power_of_2_scales}
+    return {"LARGEST": float(jnp.finfo(stored_as.dtype).max), "POWER_OF_2": stored_as.power_of_2_scales}
 
 
-def quantized_types(shape: tuple[int, ...], block: tuple[int, int], dtype) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of values and scales."""
-    return {
-        "values": jax.ShapeDtypeStruct(shape, dtype),
-        "scales": jax.ShapeDtypeStruct(scales_shape(shape, block), jnp.float32),
-    }
+def _row_types(operands: Quantize, stored_as: Format):
+    return quantized_types(operands.array.shape, ROW_BLOCK, stored_as)
 
 
-def _row_types(operands: Quantize, dtype, **_):
-    return [(each.shape, each.dtype) for each in quantized_types(operands.array.shape, (1, BLOCK), dtype).values()]
+def _rows_plainly(operands: Quantize, stored_as: Format):
+    return quantize(operands.array, ROW_BLOCK, stored_as)
 
 
-def _rows_plainly(operands: Quantize, dtype, power_of_2_scales: bool):
-    return jax.tree.leaves(quantize(operands.array, (1, BLOCK), dtype, power_of_2_scales))
-
-
-def _launch_rows(launcher: Launcher, operands: Quantize, dtype, power_of_2_scales: bool):
-    if not has_fp8(launcher):
-        return _rows_plainly(operands, dtype, power_of_2_scales)
+def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format):
+    if not can_quantize(launcher):
+        return _rows_plainly(operands, stored_as)
     from jgg.kernels.quantize import quantize_rows_kernel
 
     (x,) = operands
     num_rows, columns = x.shape
     block_columns = min(1024, power_of_2(columns, least=BLOCK))
     block_rows = 2048 // block_columns
+    outputs = _row_types(operands, stored_as)
     launch = Launch(
         operands={"x": x, "num_rows": num_rows},
-        outputs=quantized_types(x.shape, (1, BLOCK), dtype),
+        outputs={"values": outputs.values, "scales": outputs.scales},
         constants={
             "COLUMNS": columns,
-            **quantizing_constants(dtype, power_of_2_scales),
+            **quantizing_constants(stored_as),
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,
         },
@@ -67,7 +74,7 @@ def _launch_rows(launcher: Launcher, operands: Quantize, dtype, power_of_2_scale
         flops=4 * x.size,
         bytes_accessed=x.size * (x.dtype.itemsize + 1),
     )
-    return list(launcher.run(quantize_rows_kernel, launch).values())
+    return QuantizedArray(**launcher.run(quantize_rows_kernel, launch))
 
 
 QUANTIZE_ROWS = Product(
@@ -78,46 +85,70 @@ QUANTIZE_ROWS = Product(
     launch=_launch_rows,
     several=lambda how, operands, **parameters: _rows_plainly(operands, **parameters),
 )
-"""[values in the shape of the rows, scales float32 [T, K / 128]]."""
+"""The rows as a QuantizedArray, with a scale for 128 features of a row; the parameter is the Format."""
 
 
-def _weight_types(operands: Quantize, dtype, keeps: bool, turns: bool, **_):
-    outputs = _weight_outputs(operands.array, dtype, keeps, turns)
-    return [(each.shape, each.dtype) for each in outputs.values()]
+class QuantizedMatrices(NamedTuple):
+    """Quantized weights, without those of the two orders of values that are not asked for.
+
+    Attributes:
+      values: in the shape of the weights, or None.
+      scales: float32, one for each block of 128 x 128, in the order of `values`.
+      turned: the values with rows and columns exchanged, or None.
+    """
+
+    values: jax.Array | None
+    scales: jax.Array
+    turned: jax.Array | None
+
+    @property
+    def forms(self) -> WeightForms:
+        """The arrays that the values and the scales make."""
+        straight = None if self.values is None else QuantizedArray(self.values, self.scales)
+        turned = None if self.turned is None else QuantizedArray(self.turned, self.scales.mT)
+        return WeightForms(straight, turned)
 
 
-def _weight_outputs(w, dtype, keeps, turns):
-    outputs = quantized_types(w.shape, (BLOCK, BLOCK), dtype)
-    if turns:
-        outputs["turned"] = jax.ShapeDtypeStruct((*w.shape[:-2], w.shape[-1], w.shape[-2]), dtype)
-    return outputs if keeps else {key: output for key, output in outputs.items() if key != "values"}
+def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+    w = operands.array
+    types = quantized_types(w.shape, WEIGHT_BLOCK, stored_as)
+    turned = array_type((*w.shape[:-2], w.shape[-1], w.shape[-2]), stored_as.dtype)
+    return QuantizedMatrices(types.values if keeps else None, types.scales, turned if turns else None)
 
 
-def _weights_plainly(operands: Quantize, dtype, power_of_2_scales: bool, keeps: bool, turns: bool):
-    values, scales = jax.tree.leaves(quantize(operands.array, (BLOCK, BLOCK), dtype, power_of_2_scales))
-    return [*([values] if keeps else []), scales, *([values.mT] if turns else [])]
+def _weights_plainly(operands: Quantize, **options):
+    """Quantizes one matrix after the other, so that temporaries are as large as one matrix."""
+    types = _weight_types(operands, **options)
+    bits = jax.lax.map(lambda w: jax.tree.map(as_bits, _weights_at_once(Quantize(w), **options)), operands.array)
+    return jax.tree.map(lambda array, type: from_bits(array, type.dtype), bits, types)
 
 
-def _launch_weights(
-    launcher: Launcher, operands: Quantize, dtype, power_of_2_scales: bool, keeps: bool, turns: bool
-):  # fmt: skip
-    if not has_fp8(launcher):
-        return _weights_plainly(operands, dtype, power_of_2_scales, keeps, turns)
+def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+    """Quantizes all matrices together: several devices, each with some of them, would gather them for a loop."""
+    values, scales = jax.tree.leaves(quantize(operands.array, WEIGHT_BLOCK, stored_as))
+    return QuantizedMatrices(values if keeps else None, scales, values.mT if turns else None)
+
+
+def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+    if not can_quantize(launcher):
+        return _weights_at_once(operands, stored_as, keeps, turns)
     from jgg.kernels.quantize import quantize_weights_kernel
 
     (w,) = operands
     matrices, rows, columns = w.shape
-    outputs = _weight_outputs(w, dtype, keeps, turns)
+    results = _weight_types(operands, stored_as, keeps, turns)._asdict()
+    outputs = {name: result for name, result in results.items() if result is not None}
+    absent: dict[str, Any] = dict.fromkeys(results.keys() - outputs)
     launch = Launch(
-        operands={"w": w, **dict.fromkeys({"values", "turned"} - set(outputs))},
+        operands={"w": w, **absent},
         outputs=outputs,
-        constants={"ROWS": rows, "COLUMNS": columns, **quantizing_constants(dtype, power_of_2_scales)},
+        constants={"ROWS": rows, "COLUMNS": columns, **quantizing_constants(stored_as)},
         grid=(math.ceil(columns / BLOCK), math.ceil(rows / BLOCK), matrices),
         num_warps=8,
         flops=4 * w.size,
         bytes_accessed=w.size * (w.dtype.itemsize + len(outputs) - 1),
     )
-    return list(launcher.run(quantize_weights_kernel, launch).values())
+    return QuantizedMatrices(**absent | launcher.run(quantize_weights_kernel, launch))
 
 
 QUANTIZE_WEIGHTS = Product(
@@ -126,6 +157,23 @@ QUANTIZE_WEIGHTS = Product(
     result_types=_weight_types,
     plain=_weights_plainly,
     launch=_launch_weights,
-    several=lambda how, operands, **parameters: _weights_plainly(operands, **parameters),
+    several=lambda how, operands, **parameters: _weights_at_once(operands, **parameters),
 )
-"""[values in the shape of w if it `keeps` them, scales, the values with rows and columns exchanged if it `turns`]."""
+"""QuantizedMatrices of weights: their values if it `keeps` them, and the values turned if it `turns` them."""
+
+
+def with_quantized(
+    w: QuantizedArray | ToQuantize, quantize_weights: Callable[..., QuantizedMatrices]
+) -> QuantizedArray:
+    """The weights of a product, quantized if they are ToQuantize.
+
+    Args:
+      quantize_weights: QUANTIZE_WEIGHTS, by the implementation of the product.
+    """
+    if isinstance(w, QuantizedArray):
+        return w
+    options = {"stored_as": w.stored_as, "keeps": not w.is_turned, "turns": w.is_turned}
+    forms = quantize_weights(Quantize(w.array), **options).forms
+    form = forms.turned if w.is_turned else forms.straight
+    assert form is not None
+    return form

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.problem import GroupedGemmProblem, check_problem
-from jgg.core.schedule import Rows, group_bounds, saturated_int32
+from jgg.core.schedule import GroupBounds, Rows, between_groups, group_bounds, saturated_int32
 from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
@@ -116,7 +116,8 @@ def _multiply_rows(
 ) -> jax.Array:  # fmt: skip
     """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
     dtype = _common_dtype(lhs.dtype, rhs.dtype)
-    x, w = lhs.astype(dtype), rhs.astype(dtype)
+    bounds = group_bounds(group_sizes, len(lhs), group_offset, rhs.shape[0])
+    x, w = _converted(lhs, dtype, bounds), rhs.astype(dtype)
     problem = check_problem(
         x=x, w=w, group_sizes=group_sizes, group_offset=group_offset, w_layout=w_layout, precision=precision,
         out_dtype=out_dtype,
@@ -131,7 +132,8 @@ def _sum_over_rows(
     implementation: str | None,
 ) -> jax.Array:  # fmt: skip
     """[g, m, n] of lhs [k, m] and rhs [k, n], computed in that dtype and of it."""
-    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    bounds = group_bounds(group_sizes, len(lhs))
+    lhs, rhs = (_converted(rows, dtype, bounds) for rows in (lhs, rhs))
     problem = check_problem(x=lhs, dy=rhs, group_sizes=group_sizes, w_layout="ekn", precision=precision)
     return _outer_products(problem, how_of(problem, implementation), lhs, rhs, group_sizes)
 
@@ -150,15 +152,14 @@ def _outer_products(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(problem: GroupedGemmProblem, how: How, operands: Dw) -> jax.Array:
-    (out,) = DW(how, operands, problem=problem)
-    return out
+    return DW(how, operands, problem=problem)
 
 
 def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array) -> tuple[Dw]:
     """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
     lhs, rhs, bounds, *_ = operands
-    (d_lhs,) = DX(how, Dx(rhs, ct, bounds), problem=problem)
-    (d_rhs,) = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
+    d_lhs = DX(how, Dx(rhs, ct, bounds), problem=problem).dx
+    d_rhs = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
     return (Dw._make((d_lhs, d_rhs, None, None, None)),)
 
 
@@ -166,6 +167,13 @@ _differentiable.defvjp(
     lambda problem, how, operands: (_differentiable(problem, how, operands), operands),
     _backward,
 )
+
+
+def _converted(rows: jax.Array, dtype: DTypeLike, bounds: GroupBounds) -> jax.Array:
+    """Rows in a dtype; in another than their own, rows of no group as zeros, whose NaN jax.debug_nans would report."""
+    if rows.dtype == dtype:
+        return rows
+    return jnp.where(between_groups(bounds, len(rows))[:, None], rows, 0).astype(dtype)
 
 
 def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
 from jgg.primitives.partitioning import ROWS, WHOLE, Letters
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 
 _MAX_PROGRAMS = 512  # one program adds up what they counted
 _BLOCK_ROWS = 64  # of a program's step, which compares each with each
@@ -21,11 +21,27 @@ class Sort(NamedTuple):
     experts: jax.Array
 
 
+class Sorted(NamedTuple):
+    """The choices in expert order.
+
+    Attributes:
+      group_sizes: int32 [E], rows of each expert.
+      gather_indices: int32 [M], the row at each place in expert order.
+    """
+
+    group_sizes: jax.Array
+    gather_indices: jax.Array
+
+
+def _result_types(operands, num_experts):
+    return Sorted(array_type((num_experts,), jnp.int32), array_type(operands.experts.shape, jnp.int32))
+
+
 def _plain(operands, num_experts):
     (experts,) = operands
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    return [jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop"), gather_indices]
+    return Sorted(jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop"), gather_indices)
 
 
 def _launch(launcher: Launcher, operands: Sort, num_experts: int):
@@ -69,15 +85,15 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
         grid=(programs,),
         bytes_accessed=4 * (2 * num_rows + per_program.size),
     )
-    return [sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"]]
+    return Sorted(sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"])
 
 
 SORT = Product(
     "sort",
     Sort,
-    result_types=lambda operands, num_experts: [((num_experts,), jnp.int32), (operands.experts.shape, jnp.int32)],
+    result_types=_result_types,
     plain=_plain,
     launch=_launch,
     letters=lambda operands, num_experts: Letters({"experts": ROWS}, (WHOLE, ROWS), ("", "")),
 )
-"""[int32 [E] rows of each expert, int32 [M] the row at each place in expert order]; its parameter is E."""
+"""A Sorted; the parameter is E."""

@@ -10,7 +10,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product
+from jgg.primitives.product import Product, array_type
 
 
 class TopK(NamedTuple):
@@ -23,7 +23,7 @@ def _plain(operands, topk):
     (scores,) = operands
     # lax.top_k has the total order: -0.0 below 0.0, and a NaN at one end or the other by its sign
     scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    return [jax.lax.top_k(scores, topk)[1]]
+    return jax.lax.top_k(scores, topk)[1]
 
 
 def _launch(launcher: Launcher, operands: TopK, topk: int):
@@ -42,16 +42,16 @@ def _launch(launcher: Launcher, operands: TopK, topk: int):
         grid=(math.ceil(num_rows / block_rows),),
         bytes_accessed=4 * (scores.size + num_rows * topk),
     )
-    return [launcher.run(top_k_kernel, launch)["indices"]]
+    return launcher.run(top_k_kernel, launch)["indices"]
 
 
 TOP_K: Product = Product(
     "top_k",
     TopK,
-    result_types=lambda operands, topk: [((operands.scores.shape[0], topk), jnp.int32)],
+    result_types=lambda operands, topk: array_type((operands.scores.shape[0], topk), jnp.int32),
     plain=_plain,
     launch=_launch,
     letters=lambda operands, topk: Letters({"scores": "t" + WHOLE}, ("t" + WHOLE,), ("",)),
     merge_batch=lambda *args, **parameters: vmap.more_rows(TOP_K, *args, **parameters),
 )
-"""[int32 [rows, topk], the columns of the highest scores, highest first, of equals the lower column]."""
+"""int32 [rows, topk], the columns of the highest scores, highest first, of equals the lower column."""

@@ -1,34 +1,45 @@
 """An expert's first product and its activation, in one kernel where the warp-specialized one runs."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 
 from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.requirements import why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK, Format
 from jgg.launching.choice import How, Launcher
-from jgg.primitives.product import Product
-from jgg.products import forward
-from jgg.products import hopper as warp_specialized
-from jgg.products.activate import ACTIVATE, Activate
+from jgg.primitives.product import Product, array_type
+from jgg.products import forward, hopper, hopper_quantized
+from jgg.products.activate import ACTIVATE, Activate, Activated, activated_types
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.hopper import Hidden
+from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 from jgg.products.terms import Terms
 
 
-def _one_by_one(call: Callable, operands: Forward, problem: GroupedGemmProblem, keeps: bool, **activation):
-    """By call(product, operands, **parameters) of each of the two."""
-    (pre_activation,) = call(FORWARD, operands, problem=problem)
-    (hidden,) = call(ACTIVATE, Activate(pre_activation), **activation)
-    return [pre_activation, hidden] if keeps else [hidden]
+def _one_by_one(
+    call: Callable, operands: Forward, problem: GroupedGemmProblem, keeps: bool, stored_as: Format | None = None,
+    **activation,
+) -> Activated:  # fmt: skip
+    """The results of call(product, operands, **parameters) for each of the two products."""
+    pre_activation = call(FORWARD, operands, problem=problem)
+    if stored_as is not None:
+        return call(ACTIVATE, Activate(pre_activation), stored_as=stored_as, keeps=keeps, **activation)
+    results = call(ACTIVATE, Activate(pre_activation), **activation)
+    return results._replace(kept=pre_activation) if keeps else results
 
 
-def _result_types(operands: Forward, problem: GroupedGemmProblem, activation: Activation, keeps: bool, **_):
-    num_rows, width = problem.y_shape
-    hidden = (num_rows, width // 2) if activation.is_gated else problem.y_shape
-    return [(shape, problem.out_dtype) for shape in ([problem.y_shape, hidden] if keeps else [hidden])]
+def _result_types(
+    operands: Forward, problem: GroupedGemmProblem, activation: Activation, keeps: bool,
+    stored_as: Format | None = None, **_,
+) -> Activated:  # fmt: skip
+    pre_activation = array_type(problem.y_shape, problem.out_dtype)
+    results = activated_types(pre_activation, activation, stored_as, keeps)
+    return results._replace(kept=pre_activation) if keeps and stored_as is None else results
 
 
 def _plain(operands: Forward, **parameters):
@@ -37,43 +48,66 @@ def _plain(operands: Forward, **parameters):
 
 def _launch(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
-    keeps: bool,
+    keeps: bool, stored_as: Format | None = None,
 ):  # fmt: skip
     config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
-    launcher = launcher._replace(config=config)
-    if not _is_one_kernel(config, problem, activation, interleaved, keeps):
+    hidden = Hidden(activation, interleaved, keeps, stored_as)
+    if not _is_one_kernel(config, problem, launcher.target, hidden):
         return _one_by_one(
             lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem, keeps,
-            activation=activation, interleaved=interleaved,
+            stored_as, activation=activation, interleaved=interleaved,
         )  # fmt: skip
+    launcher = launcher._replace(config=config)
+    if problem.is_quantized:
+        quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
+        operands = operands._replace(w=with_quantized(operands.w, quantize_weights))
+        return hopper_quantized.multiply_and_activate(launcher, problem, *operands, hidden=hidden)
     launcher, x, product = forward.choose(launcher, operands, problem)
-    results = warp_specialized.multiply_rows(
+    results = hopper.multiply_rows(
         launcher, product, Terms(x), operands.w, operands.bounds, operands.gather_indices, bias=operands.bias,
-        gathers=product.permute_x, hidden=Hidden(activation, interleaved, keeps),
+        gathers=product.permute_x, hidden=hidden,
     )  # fmt: skip
-    return [results["y"], results["hidden"]] if keeps else [results["hidden"]]
+    return Activated(results["hidden"], results.get("y"))
 
 
-def _is_one_kernel(config, problem, activation, interleaved, keeps):
+def _is_one_kernel(config, problem, target, hidden: Hidden):
     """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
-    if not config.warp_specialized or activation.curve is None:
+    if not config.warp_specialized or hidden.activation.curve is None:
         return False
-    if activation.is_gated and (problem.out_features % 16 or (problem.w_layout == "ekn" and not interleaved)):
+    if problem.is_quantized:
+        return _is_one_quantizing_kernel(problem, target, hidden)
+    if hidden.activation.is_gated and (
+        problem.out_features % 16 or (problem.w_layout == "ekn" and not hidden.interleaved)
+    ):
         return False  # rows of hidden end within 16 bytes; or a block of gate and up would lie otherwise than it should
     # error functions beside gathers take too many registers
-    return not (activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
+    return not (hidden.activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
+
+
+def _is_one_quantizing_kernel(problem, target, hidden: Hidden):
+    """The same for quantized operands: gate and up of 128 hidden features are two blocks of w's rows.
+
+    The kernel gathers then, however many columns there are: with as few registers as it has without, an activation
+    spills.
+    """
+    is_gated = hidden.activation.is_gated
+    if not problem.permute_x or (is_gated and hidden.interleaved) or why_not_quantized(problem, target) is not None:
+        return False
+    return problem.out_features % (2 * BLOCK if is_gated else BLOCK) == 0
 
 
 def _several(how: How, operands: Forward, **parameters):
     return _one_by_one(lambda product, operands, **own: product(how, operands, **own), operands, **parameters)
 
 
-def _merge_batch(how: How, operands: Forward, batched: Forward, **parameters):
+def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem, **parameters):
+    if problem.is_quantized:
+        return forward.merge_shared_weights(UP, how, operands, batched, problem=problem, **parameters)
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-    return jax.vmap(lambda operands: _several(how, operands, **parameters), in_axes=(axes,))(operands)
+    return jax.vmap(lambda operands: _several(how, operands, problem=problem, **parameters), in_axes=(axes,))(operands)
 
 
-UP = Product(
+UP: Product = Product(
     "up",
     Forward,
     result_types=_result_types,
@@ -83,7 +117,7 @@ UP = Product(
     merge_batch=_merge_batch,
     config_type=KernelConfigForward,
 )
-"""[the pre-activation of `problem.y_shape`, if it `keeps` that, hidden [M, I]]; of FORWARD and ACTIVATE.
+"""The results of FORWARD followed by ACTIVATE: Activated, with `kept` if it `keeps` the pre-activation.
 
-On several devices and under `vmap` it is those two.
+On several devices it is those two products, and under `vmap` too unless operands are quantized.
 """

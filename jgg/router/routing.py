@@ -157,7 +157,7 @@ def _choose(
 def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
     """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
     rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
-    (indices,) = TOP_K(how, TopK(rows), topk=k)
+    indices = TOP_K(how, TopK(rows), topk=k)
     return indices.reshape(*scores.shape[:-1], k)
 
 
@@ -209,8 +209,8 @@ def sort_by_expert(
 def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[jax.Array, jax.Array]:
     """`sort_by_expert` of checked arguments."""
     experts = saturated_int32(topk_indices.reshape(-1))
-    group_sizes, gather_indices = SORT(how, Sort(experts), num_experts=num_experts)
-    return group_sizes, gather_indices
+    sorted_rows = SORT(how, Sort(experts), num_experts=num_experts)
+    return sorted_rows.group_sizes, sorted_rows.gather_indices
 
 
 def as_logits(logits: ArrayLike) -> jax.Array:

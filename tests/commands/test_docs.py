@@ -3,12 +3,14 @@
 import ast
 import re
 import types
+from urllib.parse import urlparse
 
 import pytest
 
 import jgg
 from tests.support import processes
 from tests.support.processes import ROOT
+from tools import speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
@@ -67,13 +69,48 @@ def test_links_of_readme_lead_somewhere():
             assert (ROOT / re.sub(f"^{repository}/(blob|tree)/main/", "", link)).exists(), link
 
 
-def test_pictures_of_speed_have_the_numbers_of_the_table(tmp_path):
-    """If not: python tools/speed_picture.py."""
-    processes.run("tools/speed_picture.py", "--out", tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"speed-light.svg", "speed-dark.svg"}
-    for name in names:
-        assert (tmp_path / name).read_text() == (DOCS / "pictures" / name).read_text(), name
+def anchors(path):
+    """The anchors that GitHub and mkdocs give to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+
+
+LINKED = ("*.md", "benchmarks/*.md", "docs/*.md", "kernels/*.md")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for glob in LINKED for path in ROOT.glob(glob)), ids=lambda path: path.name
+)
+def test_links_between_files_of_the_repository_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        url = urlparse(link)
+        if url.scheme:
+            continue
+        target = path.parent / url.path if url.path else path
+        assert target.exists(), link
+        is_page = target.suffix == ".md" and target.parent.name != "api"
+        assert not (url.fragment and is_page) or url.fragment in anchors(target), link
+
+
+def test_tables_and_pictures_have_the_numbers_of_benchmarks():
+    """If not: python -m tools.speed."""
+    drawn = speed.outputs()
+    marks = [name for text in drawn.values() for name in re.findall(r"<!-- (\S+): python -m tools.speed -->", text)]
+    assert set(marks) == speed.TEXTS.keys()
+    for path, text in drawn.items():
+        assert path.read_text() == text, path.name
+
+
+def test_modules_that_pages_name_are_there():
+    """Paths in any page but for placeholders in capitals, and names of tests in the page on reliability."""
+    text = "".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+    paths = set(re.findall(r"\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
+    assert len(paths) > 20
+    assert not {path for path in paths if not (re.search("[A-Z]{4}", path) or (ROOT / path).exists())}
+    names = set(re.findall(r"`(\w+\.py)`", (DOCS / "reliability.md").read_text()))
+    assert len(names) > 10
+    assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -91,6 +91,38 @@ def test_zeros_outliers_and_what_is_not_finite_stay_in_their_blocks(bad):
     assert np.isfinite(tiny.dequantize(jnp.float32)).all()
 
 
+@pytest.mark.parametrize("power_of_2_scales", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", ["float32", "bfloat16", "float16"])
+def test_largest_and_least_numbers(own, dtype, power_of_2_scales):
+    """What FP8 rounds up past the largest number of a dtype is that number; what is less than the least is zero."""
+    info, (_, digits, _) = ml_dtypes.finfo(own), DTYPES[dtype]
+    largest, least = (np.asarray(number, own).astype(np.float64) for number in (info.max, info.smallest_subnormal))
+    normal = float(np.finfo(np.float32).smallest_normal)
+    x = np.zeros((4, 128))
+    x[0, :4] = largest * np.array([1, -1, 0.97, 0.4])
+    x[1, :3] = 512 * normal * np.array([1, -0.6, 0.3])
+    x[2, :2] = least, -least
+    x = np.asarray(x, own)
+    for quantize in (jgg.quantize_tokens, lambda x, *args, **own: jgg.quantize_weights(x[:, None], *args, **own)):
+        q = quantize(x, dtype, power_of_2_scales=power_of_2_scales)
+        for got in (q.dequantize(own), q.dequantize("float32")):
+            got, want = np.asarray(got, np.float64).reshape(x.shape), x.astype(np.float64)
+            # zeros for what is subnormal in float32
+            assert (np.abs(got - want) <= 1.001 * np.maximum(np.abs(want) * 2.0**-digits, normal)).all()
+
+
+def test_an_overflow_that_is_none_of_rounding():
+    """Values, scales and products that are infinite stay so."""
+    values = jnp.array([[256, -256, 448, 1]], jnp.float8_e4m3fn)
+    q = jgg.QuantizedArray(values, jnp.full((1, 1), 256.0))
+    np.testing.assert_array_equal(q.dequantize("float16"), np.array([[65504, -65504, np.inf, 256]], np.float16))
+    q = jgg.QuantizedArray(jnp.array([[np.inf, 1]], jnp.float8_e5m2), jnp.ones((1, 1)))
+    np.testing.assert_array_equal(q.dequantize("float16"), np.array([[np.inf, 1]], np.float16))
+    q = jgg.QuantizedArray(values, jnp.full((1, 1), np.inf))
+    np.testing.assert_array_equal(q.dequantize("float32"), np.array([[1, -1, 1, 1]], np.float32) * np.inf)
+
+
 def test_under_transformations():
     w = jax.random.normal(jax.random.key(0), (3, 2, 130, 140))
     q = jax.vmap(jgg.quantize_weights)(w)

@@ -25,8 +25,8 @@ def run(activation, pre, z, weights, implementation, interleaved=False, scale_hi
     how, options = How(implementation, current_target()), {"activation": activation, "interleaved": interleaved}
     backward = ActivateBackward(pre, z, weights, in_group)
     return [
-        *ACTIVATE(how, Activate(pre), **options),
-        *ACTIVATE_BACKWARD(how, backward, scale_hidden=scale_hidden, **options),
+        ACTIVATE(how, Activate(pre), **options).hidden,
+        *jax.tree.leaves(ACTIVATE_BACKWARD(how, backward, scale_hidden=scale_hidden, **options)),
     ]
 
 

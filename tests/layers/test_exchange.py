@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.core.gpu_target import current_target
 from jgg.experts.exchange import _cut
-from jgg.launching.choice import How
 from jgg.layers import MoELayer
-from jgg.products.buffer import BUFFER, Buffer
 from jgg.sharding import MoESharding
 from tests.support.moe_runs import IMPLEMENTATIONS
 from tests.support.sharded_cases import CASES, assert_case_is_right
@@ -35,15 +32,6 @@ def test_runs_are_of_one_expert_and_even():
 def test_runs_of_no_row():
     nothing = jnp.zeros(3, jnp.int32)
     assert not np.any(_cut(4, nothing, nothing, nothing).sizes)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("written", "shape"), [(0, (5, 1)), (7, (33, 600)), (33, (33, 8)), (40, (33, 8))])
-def test_rows_of_a_buffer_that_nobody_writes_are_zero(written, shape, implementation):
-    how = How(implementation, current_target())
-    (buffer,) = BUFFER(how, Buffer(jnp.asarray([written], jnp.int32)), shape=shape, dtype=jnp.dtype("float16"))
-    assert buffer.shape == shape and buffer.dtype == "float16"
-    assert not np.any(np.asarray(buffer[written:]))
 
 
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()])

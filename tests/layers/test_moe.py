@@ -1,9 +1,11 @@
 """The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
 
+import collections
 import copy
 import functools
 import math
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -372,6 +374,70 @@ def test_the_last_product_spares_multiprocessors(launched):
     *all_others, (name, (clusters,)) = grids()
     assert name == "hopper_kernel"
     assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
+
+
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8(), jgg.Fp8(keeps_weights=True)], ids=["", "fp8", "kept"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_frozen_arrays_leave_no_product(biased, quantization, launched):
+    """In no program of a GPU, nor of a CPU before XLA sees it, is a gradient that nobody asked for."""
+    tokens, hidden, features, experts, topk = 64, 32, 48, 4, 2
+    shapes = {
+        "x": (tokens, hidden),
+        "w_gate_up": (experts, 2 * features, hidden),
+        "w_down": (experts, hidden, features),
+    }
+    if biased:
+        shapes |= {"b_gate_up": (experts, 2 * features), "b_down": (experts, hidden)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
+    weights = jax.ShapeDtypeStruct((tokens, topk), "float32")
+
+    def traced(trained):
+        def loss(some, weights, others, indices):
+            routing = jgg.Routing(weights, jnp.zeros((tokens, topk), jnp.int32), *indices)
+            y = moe_mlp(routing=routing, quantization=quantization, **some, **others)
+            return jnp.sum(y.astype(jnp.float32))
+
+        some = {name: arrays[name] for name in trained}
+        others = {name: array for name, array in arrays.items() if name not in trained}
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).trace(some, weights, others, indices)
+
+    def kernels(trained):
+        launched.clear()
+        with jgg.target(89):
+            traced(trained).lower(lowering_platforms=("cuda",))
+        return collections.Counter(name for name, _ in launched)
+
+    everything = kernels(("x", "w_gate_up", "w_down"))
+    for trained in ((), ("x",), ("w_gate_up",), ("w_down",), ("x", "w_down"), ("x", "w_gate_up")):
+        missing = everything - kernels(trained)
+        assert missing["dw_kernel"] == sum(name not in trained for name in ("w_gate_up", "w_down")), trained
+        of_dx = "dx_kernel" if quantization is None else "forward_kernel"
+        assert missing[of_dx] == ("x" not in trained), trained
+        text = traced(trained).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
+        products = set(re.findall(r"jgg\.dw\[[^]]*", text))
+        assert len(products) == sum(name.startswith("w_") for name in trained), trained
+
+
+@pytest.mark.parametrize("trained", [(), ("w_down",), ("x", "w_gate_up")])
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()], ids=["", "fp8"])
+def test_gradients_beside_frozen_arrays(quantization, trained):
+    """Are those where nothing is frozen; of biases and of the router too."""
+    floats, chosen, dy = make(biased=True)
+    arrays = {name: jnp.asarray(array) for name, array in floats.items()}
+    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
+
+    def loss(some, others):
+        both = some | others
+        routing = jgg.Routing(both.pop("topk_weights"), jnp.asarray(chosen), group_sizes, gather_indices)
+        return jnp.sum(moe_mlp(routing=routing, quantization=quantization, **both) * dy)
+
+    want = jax.jit(jax.grad(loss))(arrays, {})
+    names = (*trained, "b_gate_up", "b_down", "topk_weights")
+    some = {name: arrays[name] for name in names}
+    others = {name: array for name, array in arrays.items() if name not in names}
+    got = jax.jit(jax.grad(loss))(some, others)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, {n: want[n] for n in names})
 
 
 @pytest.mark.thorough

@@ -12,11 +12,10 @@ import jgg.linen
 import jgg.nnx
 from jgg.activations import ACTIVATIONS, Activation
 from jgg.core.gpu_target import current_target
-from jgg.core.quantized import quantize
+from jgg.core.quantized import Format, quantize
 from jgg.launching.choice import How
 from jgg.layers import MoELayer
-from jgg.products.activate import Activate
-from jgg.products.activate_fp8 import ACTIVATE_BACKWARD_FP8, ACTIVATE_FP8, ActivateBackwardFp8
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from tests.support import fp8
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
@@ -238,6 +237,9 @@ def test_second_derivatives_are_refused():
     for argument in (0, 1):
         with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
             jax.grad(slope, argument)(arrays, routing.topk_weights, "x")
+    for name in ("w_gate_up", "w_down"):
+        with pytest.raises(NotImplementedError, match="no second or forward-mode derivatives"):
+            jax.grad(lambda w: slope(arrays | {name: w}, routing.topk_weights, name))(arrays[name])  # noqa: B023
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: forward(arrays | {"x": x}, routing, jgg.Fp8()), (arrays["x"],), (arrays["x"],))
 
@@ -275,18 +277,18 @@ def test_activation_kernels(name, columns, interleaved):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
     pre, z, weights = normal(37, halves * columns), normal(37, columns), jnp.asarray(rng.uniform(size=37), jnp.float32)
-    kept = quantize(pre.reshape(37, halves, -1), (1, 128), jnp.float8_e4m3fn, power_of_2_scales=False)
+    kept = quantize(pre.reshape(37, halves, -1), (1, 128), Format())
     options = {"activation": activation, "interleaved": interleaved and halves == 2}
     results = []
     for implementation in ("triton", "xla"):
         how = How(implementation, current_target())
-        backward = {"scale_hidden": True, "gradient_dtype": jnp.dtype(jnp.float8_e5m2), "power_of_2_scales": True}
-        parts = ACTIVATE_FP8(how, Activate(pre), keeps=True, power_of_2_scales=False, **options)
-        d_pre, *d, hidden, sums = ACTIVATE_BACKWARD_FP8(
-            how, ActivateBackwardFp8(kept, z, weights), **backward, **options
+        activated = ACTIVATE(how, Activate(pre), stored_as=Format(), keeps=True, **options)
+        stored_as = Format(jnp.dtype(jnp.float8_e5m2), power_of_2_scales=True)
+        d_pre, d, hidden, sums = ACTIVATE_BACKWARD(
+            how, ActivateBackward(kept, z, weights), scale_hidden=True, stored_as=stored_as, **options
         )
-        pairs = parts[:2], parts[2:], d
-        results.append([*(jgg.QuantizedArray(*pair).dequantize("float32") for pair in pairs), d_pre, hidden, sums])
+        quantized = activated.hidden, activated.kept, d
+        results.append([*(array.dequantize("float32") for array in quantized), d_pre, hidden, sums])
     for number, (got, want) in enumerate(zip(*results, strict=True)):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         # the third was quantized from bfloat16, whose last bit may differ, to the 3 bits of float8_e5m2

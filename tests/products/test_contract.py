@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.core.problem import check_problem
+from jgg.core.schedule import group_bounds
+from jgg.products.dw import row_scales
+from jgg.products.grouped_gemm import bias_row_sums
 from tests.support import oracle
 from tests.support.cases import (
     CASES,
@@ -317,3 +321,16 @@ def test_interpret_refuses_bfloat16():
     case = Case("bfloat16")
     with pytest.raises(TypeError, match=r"interpret.* float32 and float16, got bfloat16"):
         run(case, make_data(case, "bfloat16"), "interpret")
+
+
+@pytest.mark.parametrize("bad", [-1, -6, 6, 2**31 - 1])
+def test_a_bad_index_reads_zero_where_rows_are_summed(bad):
+    """Of the sums that topk_weights' gradient is made of, and of the weights of rows."""
+    indices = jnp.array([2, bad, 0, 5, 1, 3])
+    arrays = {"x": jnp.ones((6, 4)), "w": jnp.ones((2, 3, 4)), "group_sizes": jnp.array([2, 4])}
+    problem = check_problem(**arrays, gather_indices=indices, permute_y=True)
+    dy, bias = jnp.arange(1.0, 19).reshape(6, 3), jnp.ones((2, 3))
+    sums = bias_row_sums(problem, dy, bias, group_bounds(arrays["group_sizes"], 6), indices)
+    np.testing.assert_array_equal(sums, [24, 0, 6, 51, 15, 33])
+    # more positions than rows
+    np.testing.assert_array_equal(row_scales(jnp.arange(1.0, 7), indices[:4]), [3, 0, 1, 6])

@@ -11,8 +11,9 @@ import pytest
 
 import jgg
 from jgg.configs.heuristic import heuristic_config
-from jgg.configs.requirements import can_run, why_not_fp8, why_not_specialized
+from jgg.configs.requirements import can_run, why_not_quantized, why_not_specialized
 from jgg.core.gpu_target import Target, current_target
+from jgg.core.quantized import Format
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 from jgg.launching.choice import How
 from jgg.measuring.workloads import gemm
@@ -167,7 +168,7 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
     x.reshape(-1)[:3] = 1e-42, -np.inf, np.nan
     for own in ("float32", "bfloat16"):
         operands = Quantize(jnp.asarray(x, own))
-        options = {"dtype": jnp.dtype(dtype), "power_of_2_scales": powers}
+        options = {"stored_as": Format(jnp.dtype(dtype), powers)}
         product = QUANTIZE_ROWS if len(shape) == 2 else QUANTIZE_WEIGHTS
         if len(shape) == 3:
             options |= {"keeps": True, "turns": True}
@@ -175,7 +176,7 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
             jax.jit(lambda operands, name=name: product(How(name, current_target()), operands, **options))(operands)  # noqa: B023
             for name in ("triton", "xla")
         )
-        for g, w in zip(got, want, strict=True):
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert (g.shape, g.dtype) == (w.shape, w.dtype)
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
@@ -189,8 +190,8 @@ def test_gradients_are_those_of_what_is_not_quantized(function):
     def gradients(x, w):
         def product(x, w, weights):
             y = function(
-                x, w, group_sizes=data.group_sizes, gather_indices=data.gather_indices, preferred_element_type="float32",
-                **weights, **OPTIONS[-1].options,
+                x, w, group_sizes=data.group_sizes, gather_indices=data.gather_indices, **weights,
+                **OPTIONS[-1].options, preferred_element_type="float32",
             )  # fmt: skip
             return jnp.sum(y * data.dy.astype("float32"))
 
@@ -240,7 +241,7 @@ def test_which_products_the_kernel_computes():
         sizes = {"num_rows": 4096, "in_features": 256, "out_features": 512, "num_experts": 8} | sizes
         problem = dataclasses.replace(gemm(dtype="float8_e4m3fn", **sizes), out_dtype=jnp.dtype(out_dtype))
         target = Target(compute_capability, 132)
-        return why_not_fp8(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
+        return why_not_quantized(problem, target), why_not_specialized(jgg.KernelConfigForward, problem, target)
 
     rows = "rows of K and of N elements must be multiples of 16 bytes"
     assert reasons() == (None, unlike(WARP_SPECIALIZED))

@@ -73,3 +73,46 @@ def test_memory(implementation, options, w_layout, dtype, num_experts, backward)
     # No [E, M, K] or [E, M, N], nor anything else larger than the largest argument.
     largest_argument = max(num_experts * IN * OUT, ROWS * OUT)
     assert largest_array(program.as_text()) <= largest_argument
+
+
+def layer(quantization, differentiates):
+    def forward(x, weights, logits):
+        routing = jgg.route(logits, TOPK)
+        return jgg.moe_mlp(x, *weights, routing, quantization=quantization, implementation="xla").astype(jnp.float32)
+
+    return jax.grad(lambda *arrays: jnp.sum(forward(*arrays)), argnums=(0, 1, 2)) if differentiates else forward
+
+
+def quantized_product(x, weights, logits):
+    sizes = jnp.zeros(logits.shape[1], jnp.int32)
+    return jgg.grouped_gemm(jgg.quantize_tokens(x), weights, sizes, implementation="xla")
+
+
+def temporaries(function, num_experts, weights=lambda array: array):
+    """Bytes that a compiled program of that many experts of 3 * 128 * 256 weights needs beside its arguments."""
+    arrays = [jax.ShapeDtypeStruct((num_experts, *shape), "bfloat16") for shape in ((512, 128), (128, 256))]
+    rest = jax.ShapeDtypeStruct((16, 128), "bfloat16"), jax.ShapeDtypeStruct((16, num_experts), "float32")
+    program = jax.jit(function).lower(rest[0], weights(arrays), rest[1]).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+QUANTIZED_W = lambda arrays: jax.eval_shape(jgg.quantize_weights, arrays[0])  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("function", "bytes_of_a_weight", "weights"),
+    [
+        (layer(None, False), 0.1, list),
+        (layer(None, True), 0.1, list),
+        (layer(jgg.Fp8(), False), 0.1, list),
+        (layer(jgg.Fp8(), True), 0.1, list),
+        (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and turned
+        (quantized_product, 1.1, QUANTIZED_W),  # as integers of 8 bits, which a CPU copies them to
+        (lambda x, weights, logits: jgg.quantize_weights(weights[0]), 1.1, list),
+    ],
+    ids=["layer", "layer backward", "Fp8", "Fp8 backward", "kept weights", "quantized product", "quantize_weights"],
+)
+def test_temporaries_do_not_grow_with_the_experts(function, bytes_of_a_weight, weights):
+    few, many = 8, 40
+    growth = temporaries(function, many, weights) - temporaries(function, few, weights)
+    assert growth <= bytes_of_a_weight * (many - few) * 3 * 128 * 256

@@ -1,6 +1,8 @@
 """grouped_gemm and moe_mlp in JAX's modes: debugging, 64 bits, meshes, abstract values, other derivatives."""
 
 import contextlib
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,92 @@ def test_debug_nans(jit, implementation):
         assert_close(list(function(*past_the_groups)), expected)
         with pytest.raises(FloatingPointError, match="nan"):
             function(*in_a_group)
+
+
+SIZES = jnp.array([3, 0, 5])  # of 12 rows
+INDICES = jnp.array([5, 2, 7, 0, 1, 6, 4, 3, 8, 11, 10, 9])  # rows of no group are those of tokens 4 and 5
+ALL_OPTIONS = {"topk": 2, "gather_indices": INDICES, "permute_x": True, "permute_y": True}
+CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+SHAPES = {
+    "tokens": (6, 4), "x": (12, 4), "dy": (12, 5), "topk_weights": (12,), "w": (3, 5, 4), "bias": (3, 5),
+    "w_gate_up": (3, 6, 4), "w_down": (3, 4, 3), "choices": (6, 2),
+}  # fmt: skip
+
+
+def layer_of_some_tokens(tokens, w_gate_up, w_down, choices, **options):
+    routing = jgg.Routing(choices, jnp.zeros((6, 2), jnp.int32), SIZES, INDICES)
+    return jgg.moe_mlp(tokens, w_gate_up, w_down, routing, **options)
+
+
+def product_of_some_rows(tokens, w, topk_weights, bias, **options):
+    return jgg.grouped_gemm(
+        tokens,
+        w,
+        SIZES,
+        topk_weights=topk_weights,
+        bias=bias,
+        preferred_element_type="float32",
+        **ALL_OPTIONS,
+        **options,
+    )
+
+
+def derivative_in_rows(dy, w, topk_weights, **options):
+    return jgg.grouped_gemm_dx(dy, w, group_sizes=SIZES, topk_weights=topk_weights, **ALL_OPTIONS, **options)
+
+
+def derivative_in_weights(tokens, dy, topk_weights, **options):
+    return jgg.grouped_gemm_dw(tokens, dy, group_sizes=SIZES, topk_weights=topk_weights, **ALL_OPTIONS, **options)
+
+
+def product_in_order(x, w, topk_weights, **options):
+    return jgg.grouped_gemm(x, w, SIZES, topk_weights=topk_weights, **options)
+
+
+def product_alone(tokens, w, bias, **options):
+    return jgg.grouped_gemm_forward(tokens, w, group_sizes=SIZES, bias=bias, **ALL_OPTIONS, **options)
+
+
+def ragged_dot(x, w, **options):
+    return jgg.ragged_dot(x, w.mT, SIZES, **options)
+
+
+def contracted_rows(x, dy, **options):
+    return jgg.ragged_dot_general(x, dy, SIZES, CONTRACTED, **options)
+
+
+# the function, the dtypes of its arrays, one or each one's own
+WITHOUT_NAN = {
+    "grouped_gemm": (product_of_some_rows, "bfloat16"),
+    "in float32": (product_of_some_rows, "float32"),
+    "in order": (product_in_order, "float16"),
+    "forward": (product_alone, "float32"),
+    "dx": (derivative_in_rows, "float32"),
+    "dw": (derivative_in_weights, "float32"),
+    "ragged_dot": (ragged_dot, "float32"),
+    "ragged_dot of two dtypes": (ragged_dot, ("bfloat16", "float32")),
+    "contracted": (contracted_rows, ("bfloat16", "float32")),
+    "moe_mlp": (layer_of_some_tokens, "float32"),
+    "moe_mlp in FP8": (functools.partial(layer_of_some_tokens, quantization=jgg.Fp8()), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize(("function", "dtypes"), WITHOUT_NAN.values(), ids=WITHOUT_NAN)
+def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
+    """No NaN where it is only in rows of no group, though those are kept for the backward pass."""
+    names = [name for name in inspect.signature(function).parameters if name in SHAPES]
+    dtypes = [dtypes] * len(names) if isinstance(dtypes, str) else dtypes
+    arrays = []
+    for name, dtype in zip(names, dtypes, strict=True):
+        array = np.ones(SHAPES[name])
+        if not name.startswith(("w", "bias")):
+            array[len(array) * 2 // 3 :] = np.nan
+        arrays.append(jnp.asarray(array, "float32" if name == "choices" else dtype))
+    with jax.debug_nans(True):
+        y, vjp = jax.vjp(functools.partial(function, implementation=implementation), *arrays)
+        gradients = vjp(jnp.ones_like(y))
+    assert all(jnp.isfinite(gradient).all() for gradient in (y, *gradients))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, guarded
+from jgg.core.schedule import GroupBounds, Rows, between_groups, guarded
 from jgg.products.plain.multilinear import rows_dot
 
 
@@ -16,7 +16,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
         Rows(x, x_rows(problem, gather_indices)),
         w,
         bounds,
-        scales=row_scales(problem, gather_indices, topk_weights),
+        scales=row_scales(problem, bounds, gather_indices, topk_weights),
         bias=bias,
         write_at=y_rows(problem, gather_indices),
         adds=problem.combine_y,
@@ -43,11 +43,13 @@ def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
     return guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
-def row_scales(problem: GroupedGemmProblem, gather_indices, topk_weights) -> jax.Array | Any:
-    """topk_weights of each row, float32 [M], zero for a bad index; or None."""
+def row_scales(problem: GroupedGemmProblem, bounds: GroupBounds, gather_indices, topk_weights) -> jax.Array | Any:
+    """topk_weights of each row, float32 [M], zero for a bad index and for a row of no group; or None."""
     if topk_weights is None:
         return None
-    scales = topk_weights.reshape(-1).astype(jnp.float32)
-    if gather_indices is None:
-        return scales
-    return scales.at[guarded(gather_indices, problem.num_positions)].get(mode="fill", fill_value=0)
+    scales = topk_weights.reshape(-1)
+    if gather_indices is not None:
+        at = guarded(gather_indices, problem.num_positions)
+        scales = scales.at[at].get(mode="fill", fill_value=0)
+    # NaN that is kept for a derivative, even if it reaches nothing, is what jax.debug_nans reports
+    return jnp.where(between_groups(bounds, problem.num_rows), scales, 0).astype(jnp.float32)

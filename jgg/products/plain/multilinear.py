@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from jgg.core.quantized import NO_DERIVATIVES, is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.partitioning import Letters, define_partitioned
 from jgg.products.plain import row_blocks
@@ -31,7 +32,7 @@ def rows_dot(
 
     Args:
       rows: M rows of R features.
-      w: [E, R, C], or [E, C, R] with `transpose_w`.
+      w: [E, R, C], or [E, C, R] with `transpose_w`; quantized ones are dequantized one group at a time.
       scales: float32 [M] or None for ones.
       bias: [E, C] or None for zero.
       write_at: as `Rows.at`.
@@ -204,6 +205,8 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
         terms = []
         for index, tangent in enumerate(tangents):
             if type(tangent) is not ad.Zero:
+                if is_quantized(getattr(structure.unflatten(leaves), names[index])):
+                    raise NotImplementedError(NO_DERIVATIVES)
                 part = structure.unflatten([*leaves[:index], tangent, *leaves[index + 1 :]]), params
                 if dependent_part is not None:
                     part = dependent_part(part[0], names[index], **params)
@@ -251,7 +254,7 @@ def _row_dots_letters(transpose_w, **_):
 
 _rows_dot = _multilinear(
     "grouped_rows_dot",
-    lambda operands, *, shape, out_dtype, **_: (shape, out_dtype),
+    lambda operands, *, shape, out_dtype, **_: jax.ShapeDtypeStruct(shape, out_dtype),
     _compute_rows_dot,
     _transpose_rows_dot,
     _rows_dot_letters,
@@ -259,9 +262,8 @@ _rows_dot = _multilinear(
 )
 _outer_dot = _multilinear(
     "grouped_outer_dot",
-    lambda operands, *, out_dtype, **_: (
-        (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]),
-        out_dtype,
+    lambda operands, *, out_dtype, **_: jax.ShapeDtypeStruct(
+        (operands.bounds.ends.shape[0], operands.left.array.shape[1], operands.right.array.shape[1]), out_dtype
     ),
     _compute_outer_dot,
     _transpose_outer_dot,
@@ -269,7 +271,7 @@ _outer_dot = _multilinear(
 )
 _row_dots = _multilinear(
     "grouped_row_dots",
-    lambda operands, **_: ((operands.left.num_rows,), jnp.float32),
+    lambda operands, **_: jax.ShapeDtypeStruct((operands.left.num_rows,), jnp.float32),
     _compute_row_dots,
     _transpose_row_dots,
     _row_dots_letters,

@@ -3,6 +3,7 @@
 So temporaries stay small, as no operand is made dense.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.quantized import QuantizedArray, ToQuantize, as_bits, from_bits
 from jgg.core.schedule import NO_ROW, Rows
 
 
@@ -51,8 +53,19 @@ def steps(group, size, bounds):
 def take(rows: Rows, block):
     """A block's rows."""
     if rows.at is None:
-        return block.slice(rows.array)
-    return rows.array.at[block.slice(rows.at)].get(mode="fill", fill_value=0)
+        return _part(rows.array, block.slice)
+    at = block.slice(rows.at)
+    return _part(rows.array, lambda array: array.at[at].get(mode="fill", fill_value=0))
+
+
+def _part(array, select):
+    """select(array), or the float32 array that this part of a quantized one dequantizes to."""
+    if isinstance(array, QuantizedArray):
+        values = from_bits(select(as_bits(array.values)), array.values.dtype)
+        return QuantizedArray(values, select(array.scales)).dequantize(jnp.float32)
+    if isinstance(array, ToQuantize):
+        return dataclasses.replace(array, array=select(array.array)).dequantize(jnp.float32)
+    return select(array)
 
 
 def put(rows: Rows, block, values, adds=False):
@@ -86,12 +99,12 @@ def dot(left, right, axes, precision):
 
 def zeros(shape, dtype, rows: Rows):
     """Zeros that vary over the mesh axes that `rows` varies over, as a loop's carry must."""
-    return vary_over(varying_axes(rows.array), jnp.zeros(shape, dtype))
+    return vary_over(varying_axes(*jax.tree.leaves(rows.array)), jnp.zeros(shape, dtype))
 
 
 def ones(rows: Rows):
     """As many rows of a single 1."""
-    return Rows(jnp.ones((rows.num_rows, 1), rows.array.dtype))
+    return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 
 def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
@@ -102,7 +115,7 @@ def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
         return carry
 
     def over_group(group, carry):
-        matrix = jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
+        matrix = _part(w, lambda array: jax.lax.dynamic_index_in_dim(array, group, keepdims=False))
         multiply = functools.partial(dot, right=matrix, axes=(1, int(transpose_w)), precision=precision)
 
         def over_block(step, carry):

@@ -1,0 +1,56 @@
+"""The steps of an expert MLP in the dtype of x."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jgg.core.schedule import between_groups
+from jgg.experts.mlp import Mlp, Operands
+from jgg.launching.choice import is_plain_jax
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, Activated, ActivationGradients
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.up import UP
+
+
+@dataclasses.dataclass(frozen=True)
+class InDtype(Mlp):
+    """Everything is multiplied and kept in the dtype of x."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to compute, or nothing but plain JAX can compute it."""
+        return super().is_plain or is_plain_jax(self.how.implementation)
+
+    def up(self, operands: Operands, keeps: bool) -> Activated:
+        """The hidden features [M, I] and, if it `keeps` that, the pre-activation [M, 2 * I], in expert order."""
+        x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)
+        return UP(
+            self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up),
+            problem=self.of_up, activation=self.activation, interleaved=self.interleaved, keeps=keeps,
+        )  # fmt: skip
+
+    def down(self, operands: Operands, hidden: Any) -> jax.Array:
+        """y [T, H]."""
+        w, bounds = operands.w_down, self.bounds(operands.group_sizes)
+        of_down = Forward(hidden, w, bounds, operands.gather_indices, operands.topk_weights, operands.b_down)
+        return FORWARD(self.how, of_down, problem=self.combined_down)
+
+    def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
+        """As `Mlp.activation_backward` says."""
+        bounds = self.bounds(operands.group_sizes)
+        weights = self.row_weights(operands)
+        of_z = Forward(dy, operands.w_down, bounds, operands.gather_indices)
+        z = FORWARD(self.how, of_z, problem=self.transposed_down)
+        in_group = between_groups(bounds, self.of_up.num_rows)
+        return ACTIVATE_BACKWARD(
+            self.how, ActivateBackward(kept, z, weights, in_group),
+            activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
+        )  # fmt: skip
+
+    def dx(self, operands: Operands, d_pre_activation: Any) -> jax.Array:
+        """The gradient of x [T, H]."""
+        bounds = self.bounds(operands.group_sizes)
+        of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=operands.gather_indices)
+        return DX(self.how, of_dx, problem=self.of_up).dx

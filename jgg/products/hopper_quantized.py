@@ -1,0 +1,128 @@
+"""Launches of the warp-specialized kernel of FP8 operands, `kernels.hopper_fp8`."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import KernelConfig
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK, Format, QuantizedArray
+from jgg.core.schedule import GroupBounds, between_groups, tile_schedule
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
+from jgg.primitives.product import array_type
+from jgg.products.activate import activated_types
+from jgg.products.activation_launches import Activated, activation_constants, named, quantized
+from jgg.products.hopper import Hidden
+from jgg.products.quantize import quantizing_constants
+from jgg.products.row_tiles import (
+    CTAS,
+    TILE_ROWS,
+    WHOLE_PRODUCT,
+    Part,
+    cluster_options,
+    hopper_constants,
+    row_operands,
+)
+
+_KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
+_TILE_COLUMNS = 256  # of a CTA's output tile
+
+
+def multiply_rows(
+    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
+    gather_indices=None, topk_weights=None, bias=None, *, part: Part = WHOLE_PRODUCT,
+) -> jax.Array:  # fmt: skip
+    """y [M, N] in expert order, the part of the product whose problem is given.
+
+    Args:
+      x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
+    """
+    outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, problem.out_features), problem.out_dtype)}
+    arrays = x, w, bounds, gather_indices, topk_weights, bias
+    return _launch(launcher, problem, outputs, *arrays, part=part)["y"]
+
+
+def multiply_and_activate(
+    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
+    gather_indices=None, topk_weights=None, bias=None, *, hidden: Hidden,
+) -> Activated:  # fmt: skip
+    """What ACTIVATE makes of the product."""
+    product = array_type((problem.num_rows, problem.out_features), problem.out_dtype)
+    outputs = named(**activated_types(product, hidden.activation, hidden.stored_as, hidden.keeps)._asdict())
+    arrays = x, w, bounds, gather_indices, topk_weights, bias
+    results = _launch(launcher, problem, outputs, *arrays, hidden=hidden)
+    exists = between_groups(bounds, problem.num_rows)
+    for key in results:
+        if key.endswith("_scales"):  # of rows outside every group the kernel leaves them unwritten
+            rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
+            results[key] = jnp.where(rows, results[key], 0)
+    return Activated(quantized(results, "hidden"), quantized(results, "kept") if hidden.keeps else None)
+
+
+def _launch(
+    launcher: Launcher, problem: GroupedGemmProblem, outputs: dict[str, Any], x, w, bounds, gather_indices,
+    topk_weights, bias, *, part: Part = WHOLE_PRODUCT, hidden: Hidden | None = None,
+):  # fmt: skip
+    """The outputs of the kernel by their names."""
+    from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
+
+    config = launcher.config
+    _check_tile(problem, config)
+    schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
+    columns = problem.out_features
+    tiles = math.ceil(len(schedule.group) / CTAS) * math.ceil(columns / _TILE_COLUMNS)
+    gathers = problem.permute_x
+    has_halves = hidden is not None and hidden.activation.is_gated
+    stored = {_KERNEL_NAMES.get(key, key): output for key, output in outputs.items()}
+    launch = Launch(
+        operands={
+            "left": x.values,
+            "left_scales": x.scales,
+            "right": w.values,
+            "right_scales": w.scales,
+            "bias": bias,
+            "topk_weights": topk_weights,
+            "gather_indices": None if topk_weights is None and not gathers else gather_indices,
+            **row_operands(problem, part, bounds, schedule),
+            **dict.fromkeys({"y", "hidden", "hidden_scales", "kept", "kept_scales"} - set(stored)),
+        },
+        descriptors={
+            **({} if gathers else {"left": matrix(x.shape, (TILE_ROWS, BLOCK), cta_axis=0)}),
+            "right": (halves(w.shape, (BLOCK, BLOCK)) if has_halves else matrices(w.shape, (_TILE_COLUMNS, BLOCK))),
+            **{
+                key: bounded_rows(math.prod(output.shape[1:]), (TILE_ROWS, BLOCK), cta_axis=2)
+                for key, output in stored.items()
+                if not key.endswith("_scales")
+            },
+        },
+        outputs=stored,
+        constants={
+            "RIGHT_SCALES": w.scales.shape[1],
+            **hopper_constants(problem, config, _TILE_COLUMNS, gathers),
+            **_activation(hidden),
+        },
+        **cluster_options(launcher.target, problem, tiles),
+    )
+    results = launcher.run(hopper_fp8_kernel, launch)
+    return {key: results[_KERNEL_NAMES.get(key, key)] for key in outputs}
+
+
+def _check_tile(problem: GroupedGemmProblem, config: KernelConfig):
+    """Raises ValueError for tiles that the kernel does not have."""
+    tile, expected = tuple(config.tile(problem.w_layout)), (CTAS * TILE_ROWS, _TILE_COLUMNS, BLOCK)
+    if tile != expected:
+        names = ", ".join(config.blocks(problem.w_layout))
+        raise ValueError(f"{names} of {config.op} with warp_specialized must be {expected} in FP8, got {tile}.")
+
+
+def _activation(hidden: Hidden | None):
+    stored_as = hidden and hidden.stored_as
+    quantizing = quantizing_constants(stored_as or Format())
+    if hidden is None:
+        return {"ACTIVATES": False, "GATED": False, "CURVE": "", "LIMIT": 0.0, "ALPHA": 0.0, **quantizing}
+    constants = activation_constants(hidden.activation, interleaved=False)
+    del constants["INTERLEAVED"]
+    return {"ACTIVATES": True, **constants, **quantizing}

@@ -1,0 +1,129 @@
+"""What the launches of products by rows share: forward and dX, by the kernels of every GPU and by those for Hopper."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, tile_schedule
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import PRECISIONS, Launch, launch_options, matrices, matrix, tile_operands, w_by_tma
+
+
+class Part(NamedTuple):
+    """The part of a product's columns and rows that a launch writes.
+
+    Attributes:
+      first_column: the column of w from which on the problem's columns are.
+      zeroes: whether rows of no group become zeros; else they are not written.
+    """
+
+    first_column: int = 0
+    zeroes: bool = True
+
+
+WHOLE_PRODUCT = Part()
+
+
+def row_operands(problem: GroupedGemmProblem, part: Part, bounds: GroupBounds, schedule=None) -> dict[str, Any]:
+    """The operands that tell a kernel its tiles, and which rows and columns there are."""
+    return {
+        **tile_operands(bounds, schedule),
+        "zeros_end": problem.num_rows if part.zeroes else 0,
+        "num_rows": problem.num_rows,
+        "num_positions": problem.num_positions,
+        "first_column": part.first_column,
+    }
+
+
+class Rows(NamedTuple):
+    """The rows that a kernel multiplies by w.
+
+    Attributes:
+      name: of the kernel's parameter.
+      array: [any, reduced axis].
+      by_tma: whether TMA loads them.
+    """
+
+    name: str
+    array: jax.Array
+    by_tma: bool
+
+
+def multiply(
+    launcher: Launcher, kernel, problem: GroupedGemmProblem, part: Part, rows: Rows, w: jax.Array, bounds: GroupBounds,
+    operands: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct], **constants: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The outputs of `forward_kernel` or `dx_kernel`, which run on every GPU.
+
+    Args:
+      operands: the kernel's own, beside rows, w and `row_operands`.
+      constants: the kernel's own, beside those that both are compiled for.
+    """
+    config, target = launcher.config, launcher.target
+    block_rows, block_columns, step = config.tile(problem.w_layout)
+    _, columns, reduced = config.sizes(problem)
+    reduced_is_minor = isinstance(config, KernelConfigForward) == (problem.w_layout == "enk")
+    schedule = tile_schedule(bounds, problem.num_rows, block_rows)
+    tma_w = config.use_tma_load_w and w_by_tma(target, w)
+    w_block = (block_columns, step) if reduced_is_minor else (step, block_columns)
+    launch = Launch(
+        operands={rows.name: rows.array, "w": w, **operands, **row_operands(problem, part, bounds, schedule)},
+        descriptors={
+            **({rows.name: matrix(rows.array.shape, (block_rows, step))} if rows.by_tma else {}),
+            **({"w": matrices(w.shape, w_block)} if tma_w else {}),
+        },
+        outputs=outputs,
+        constants={
+            "REDUCED": reduced,
+            "COLUMNS": columns,
+            "W_COLUMNS": w.shape[1 if reduced_is_minor else 2],
+            "TOPK": problem.topk,
+            "REDUCED_IS_MINOR": reduced_is_minor,
+            "PRECISION": PRECISIONS[problem.precision],
+            f"TMA_{rows.name.upper()}": rows.by_tma,
+            "TMA_W": tma_w,
+            "BAND": config.band,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_REDUCED": step,
+            "BLOCK_COLUMNS": block_columns,
+            **constants,
+        },
+        **launch_options(target, problem, config, len(schedule.group) * math.ceil(columns / block_columns)),
+    )
+    return launcher.run(kernel, launch)
+
+
+CTAS = 2  # of a cluster of the kernels for Hopper
+TILE_ROWS = 128  # of the output tile of a CTA of theirs
+
+
+def hopper_constants(problem: GroupedGemmProblem, config, block_columns: int, gathers: bool) -> dict[str, Any]:
+    """What both kernels for Hopper are compiled for when they multiply rows."""
+    _, columns, reduced = config.sizes(problem)
+    is_forward = isinstance(config, KernelConfigForward)
+    return {
+        "REDUCED": reduced,
+        "COLUMNS": columns,
+        "GATHERS": gathers,
+        "TOPK": problem.topk if gathers and is_forward else 1,
+        **ring_constants(config, block_columns),
+    }
+
+
+def ring_constants(config, block_columns: int) -> dict[str, int]:
+    """What the ring of blocks and the order of tiles are compiled for, in the kernels for Hopper."""
+    return {"BAND": config.band, "BLOCK_COLUMNS": block_columns, "STAGES": config.num_stages}
+
+
+def cluster_options(target, problem: GroupedGemmProblem, tiles: int) -> dict[str, Any]:
+    """The options of a launch of persistent clusters that share so many tiles."""
+    return {
+        "grid": (max(1, min(tiles, target.num_sms // CTAS)),),
+        "num_warps": 4,  # of the partition that Triton starts with; there are two more
+        "num_ctas": CTAS,
+        "flops": problem.flops,
+        "bytes_accessed": problem.bytes_accessed,
+    }

@@ -1,0 +1,189 @@
+"""Draws the tables and pictures of README and the site from the measurements in benchmarks/.
+
+    python -m tools.speed
+
+A table stands in its page between `<!-- NAME: python -m tools.speed -->` and `<!-- end -->`. TEXTS has the names.
+"""
+
+import collections
+import csv
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tools.speed_picture import BARS, BOUND, THEMES, draw
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/performance.md", "docs/fp8.md", "docs/scaling.md")
+DIRECTIONS = ("forward", "dX", "dW")  # what a training step computes, gathers apart
+Row = dict[str, str]
+
+
+def measurements(name: str) -> list[Row]:
+    """The rows of a file in benchmarks/, by heading."""
+    with (ROOT / "benchmarks" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def layer_speeds() -> dict[str, dict[str, float]]:
+    """TF/s of forward, dX and dW of both GEMMs of a layer together, by layer and library.
+
+    The speed is the sum of the FLOPs over the sum of the times.
+    """
+    flops: dict[str, float] = collections.defaultdict(float)
+    times: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    for row in measurements("gemms"):
+        if row["op"] in DIRECTIONS:
+            work = float(row["ms"]) * float(row["tflops"])
+            flops[row["layer"]] += work
+            for name in (*BARS, BOUND):
+                times[row["layer"]][name] += work / float(row[name])
+    return {layer: {name: flops[layer] / time for name, time in each.items()} for layer, each in times.items()}
+
+
+def summary() -> str:
+    """How fast jgg's GEMMs and layers are beside other libraries, in a paragraph."""
+    gemms, layers = measurements("gemms"), measurements("layers")
+    of_dense = [_ratio(row, "tflops", "dense") for row in gemms]
+    quack, torch = (_means_by_op(gemms, name) for name in ("quack", "torch"))
+    slower = [quotient for row in gemms if (quotient := _ratio(row, "quack", "tflops")) > 1]
+    sonic = [_ratio(row, "forward_ms", "sonic_forward_ms") for row in layers if row["sonic_forward_ms"]]
+    slower_layers = [quotient for quotient in sonic if quotient > 1]
+    text = (
+        f"On an H200 in bfloat16, jgg's GEMMs reach {_range(of_dense, 100)}% of the speed of one dense GEMM with as "
+        f"many FLOPs. By geometric mean over the GEMMs of seven layers they are {_range(quack)} times as fast as "
+        f"QuACK and {_range(torch)} times as fast as `torch._grouped_mm`, depending on the operation. QuACK is faster "
+        f"in {len(slower)} of {len(gemms)} GEMMs, by {_percents(slower)}. Whole layers take {_mean(sonic):.2f} of "
+        f"SonicMoE's time in the forward pass; SonicMoE is faster in {len(slower_layers)} of {len(sonic)}, by "
+        f"{_percents(slower_layers)}."
+    )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def speed_table() -> str:
+    """The GEMMs of each layer together, and the whole layer."""
+    headings = (
+        "layer (T, H, I, E, k)", "GEMMs, TF/s", "of dense", "times QuACK", "times torch",
+        "layer forward, ms", "times SonicMoE", "forward + backward, ms", "times SonicMoE", "memory, % of limit",
+    )  # fmt: skip
+    speeds = layer_speeds()
+    return _table(headings, (_speed_cells(row, speeds.get(row["layer"])) for row in measurements("layers")))
+
+
+def _speed_cells(row: Row, speed: dict[str, float] | None) -> Iterator[str]:
+    sizes = ", ".join(row[name] for name in ("tokens", "features", "hidden", "experts", "topk"))
+    yield f"{row['layer']} ({sizes})"
+    yield f"{speed['tflops']:.0f}" if speed else ""
+    for name in (BOUND, "quack", "torch"):
+        yield f"{speed['tflops'] / speed[name]:.2f}" if speed else ""
+    yield row["forward_ms"]
+    yield f"{_ratio(row, 'sonic_forward_ms', 'forward_ms'):.2f}" if row["sonic_forward_ms"] else ""
+    yield row["both_ms"]
+    is_comparable = row["sonic_both_ms"] and not row["sonic_waits_for_cpu"]
+    yield f"{_ratio(row, 'sonic_both_ms', 'both_ms'):.2f}" if is_comparable else ""
+    yield row["memory_percent"]
+
+
+def fp8_table() -> str:
+    """FP8 products relative to bfloat16, and whole layers."""
+    headings = (
+        "layer", "products, times bfloat16", "of dense FP8", "layer in bfloat16, ms", "each pass quantizes",
+        "`keeps_weights`", "once for 4 microbatches",
+    )  # fmt: skip
+    layers = {row["layer"]: row for row in measurements("fp8_layers")}
+    products = collections.defaultdict(list)
+    for row in measurements("fp8_gemms"):
+        products[row["layer"]].append(row)
+    return _table(headings, (_fp8_cells(name, rows, layers.get(name)) for name, rows in products.items()))
+
+
+def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[str]:
+    yield name
+    for column in ("over_bfloat16", "of_dense_fp8"):
+        yield _range([float(row[column]) for row in products])
+    yield layer["bfloat16_ms"] if layer else ""
+    for column in ("each_pass_ms", "keeps_weights_ms", "once_for_4_ms"):
+        yield f"{layer[column]} ({_ratio(layer, 'bfloat16_ms', column):.2f})" if layer else ""
+
+
+def gpus_table() -> str:
+    """A layer on several GPUs, each with as many tokens as one device alone has."""
+    headings = ("GPUs", "strategy", "ms", "efficiency", "MB sent by each")
+    return _table(headings, map(_gpus_cells, measurements("gpus")))
+
+
+def _gpus_cells(row: Row) -> Iterator[str]:
+    yield f"{row['gpus']} {row['gpu']}s"
+    yield row["strategy"]
+    yield row["ms"]
+    yield f"{_ratio(row, 'one_device_ms', 'ms'):.2f}"
+    yield row["mb_sent"]
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "speed-summary": summary,
+    "speed-table": speed_table,
+    "fp8-table": fp8_table,
+    "gpus-table": gpus_table,
+}
+
+
+def outputs() -> dict[Path, str]:
+    """What each page and picture should be."""
+    texts = {ROOT / page: _filled((ROOT / page).read_text()) for page in PAGES}
+    speeds = {layer: {name: speed[name] for name in (*BARS, BOUND)} for layer, speed in layer_speeds().items()}
+    pictures = ROOT / "docs/pictures"
+    return texts | {pictures / f"speed-{name}.svg": draw(speeds, theme) for name, theme in THEMES.items()}
+
+
+def _filled(page: str) -> str:
+    """The page with its marked texts drawn anew."""
+
+    def block(match):
+        return f"{match[1]}\n\n{TEXTS[match[2]]()}\n\n{match[3]}"
+
+    begin, end = r"(<!-- (\S+): python -m tools\.speed -->)", "(<!-- end -->)"
+    return re.sub(rf"{begin}.*?{end}", block, page, flags=re.DOTALL)
+
+
+def _table(headings, rows) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows))
+
+
+def _ratio(row: Row, numerator: str, denominator: str) -> float:
+    return float(row[numerator]) / float(row[denominator])
+
+
+def _mean(ratios: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def _means_by_op(gemms: list[Row], library: str) -> list[float]:
+    ratios = collections.defaultdict(list)
+    for row in gemms:
+        ratios[row["op"]].append(_ratio(row, "tflops", library))
+    return [_mean(each) for each in ratios.values()]
+
+
+def _range(values: list[float], scale: int = 1) -> str:
+    digits = 0 if scale == 100 else 2
+    return f"{min(values) * scale:.{digits}f} to {max(values) * scale:.{digits}f}"
+
+
+def _percents(ratios: list[float]) -> str:
+    """By how many percent the ratios exceed 1, such as "1%" or "1 to 3%"."""
+    least, most = (f"{(limit - 1) * 100:.0f}" for limit in (min(ratios), max(ratios)))
+    return f"{most}%" if least == most else f"{least} to {most}%"
+
+
+def main():
+    """Writes every page and picture."""
+    for path, text in outputs().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
