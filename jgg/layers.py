@@ -4,24 +4,31 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.activations import ActivationLike, find_activation
-from jgg.core.arguments import as_arrays, as_dtype, as_flag, as_int, as_precision, check_instance
+from jgg.activations import find_activation
+from jgg.core.arguments import as_array, as_dtype, as_flag, as_int, as_precision, check_floats, check_instance
+from jgg.core.gpu_target import current_target
 from jgg.core.problem import DTYPES
-from jgg.core.quantized import QuantizedArray, dense_weights
-from jgg.experts.moe import moe_mlp
+from jgg.core.quantized import QuantizedArray, as_dense
+from jgg.experts.arguments import MlpOptions, check_shapes, in_quantization
+from jgg.experts.layer_options import InFeatures, LayerOptions
+from jgg.experts.mesh import check_interleaved, map_tokens
+from jgg.experts.moe import compute_mlp
+from jgg.experts.on_device import compute_mlp_on_device
 from jgg.fp8 import Fp8, check_quantization
-from jgg.launching.choice import check_implementation
-from jgg.router.logits import router_logits
-from jgg.router.losses import load_balancing_loss, router_z_loss
-from jgg.router.routing import Routing, check_counts, check_scores, route
-from jgg.sharding import MoESharding, check_interleaved, map_tokens, moe_mlp_on_device
+from jgg.launching.choice import How, check_implementation
+from jgg.router.logits import compute_logits
+from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
+from jgg.router.routing import Routing, as_selection_bias, check_counts, check_scores, compute_routing
+from jgg.sharding import MoESharding
+
+__all__ = ["LayerOptions", "Metrics", "MoELayer", "dense_init", "expert_init"]
 
 expert_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
 dense_init = jax.nn.initializers.lecun_normal()
@@ -43,46 +50,28 @@ class Metrics(NamedTuple):
     overflow: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class MoELayer:
-    """Sizes and options of an MoE layer, dropless.
+class LayerArrays(NamedTuple):
+    """The arrays of `MoELayer.apply`, checked: x [T, H], the parameters of `MoELayer.shapes` and selection_bias."""
+
+    x: jax.Array
+    w_router: jax.Array
+    w_gate_up: jax.Array | QuantizedArray
+    w_down: jax.Array | QuantizedArray
+    b_router: jax.Array | None = None
+    b_gate_up: jax.Array | None = None
+    b_down: jax.Array | None = None
+    w_shared_gate_up: jax.Array | None = None
+    w_shared_down: jax.Array | None = None
+    w_shared_gate: jax.Array | None = None
+    selection_bias: jax.Array | None = None
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MoELayer(LayerOptions, InFeatures):
+    """An MoE layer, dropless, without its parameters: `InFeatures` and `LayerOptions`, checked.
 
     Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, plus the shared experts of every token.
-
-    Args:
-      in_features: H, of x and y.
-      hidden_features: I, of each expert.
-      num_experts: E.
-      topk: k, experts per token.
-      score, normalize, scale, num_groups, topk_groups: of the router, as in `jgg.route`.
-      use_selection_bias: the router chooses by scores plus a bias that is no parameter; see
-        `jgg.update_selection_bias`.
-      scale_input: p scales x before the expert instead of its result (Llama-4); needs topk 1.
-      activation: of the experts, as in `jgg.moe_mlp`.
-      interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
-      use_bias: each expert's products have biases.
-      use_router_bias: the router's logits have a bias.
-      shared_features: hidden features of the shared experts, taken together; 0 for none.
-      use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
     """
-
-    in_features: int
-    hidden_features: int
-    num_experts: int
-    topk: int
-    score: str = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
-    use_selection_bias: bool = False
-    scale_input: bool = False
-    activation: ActivationLike = "swiglu"
-    interleaved: bool = False
-    use_bias: bool = False
-    use_router_bias: bool = False
-    shared_features: int = 0
-    use_shared_gate: bool = False
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {}
@@ -103,6 +92,18 @@ class MoELayer:
         if self.use_shared_gate and not self.shared_features:
             raise ValueError("use_shared_gate needs shared_features to be 1 or more, got 0.")
         find_activation(self.activation)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets a field once. `frozen=True` would do so too, but Linen's fields cannot come from a frozen dataclass."""
+        if name in vars(self):
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, options: LayerOptions, in_features: int) -> Self:
+        """The layer with these options."""
+        named = {field.name: getattr(options, field.name) for field in dataclasses.fields(LayerOptions)}
+        return cls(in_features, **named)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -141,96 +142,112 @@ class MoELayer:
           precision, implementation: as in `jgg.grouped_gemm`.
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
-        given = {**params, "x": x, "selection_bias": selection_bias}
-        quantized = {}
-        if quantization is not None and sharding is None:
-            names = ("w_gate_up", "w_down")
-            quantized = {name: given.pop(name) for name in names if isinstance(params.get(name), QuantizedArray)}
-        arrays = as_arrays(dense_weights("x", x, given), may_be_none=("selection_bias",)) | quantized
-        tokens: jax.Array = arrays["x"]
-        shape = tokens.shape
+        options = MlpOptions.checked(
+            activation=self.activation, interleaved=self.interleaved, w_layout="ekn", precision=precision,
+            quantization=quantization, implementation=implementation,
+        )  # fmt: skip
+        x = as_array("x", x)
+        arrays = self._checked(params, x, selection_bias, sharding, options)
+        if sharding is None:
+            y, metrics = self._apply_to_tokens(arrays, None, options)
+        else:
+            named: dict[str, jax.Array] = {name: a for name, a in arrays._asdict().items() if a is not None}
+            specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            y, metrics = map_tokens(
+                lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
+                sharding, named, specs, (sharding.token_spec, jax.P()),
+            )  # fmt: skip
+        return y.reshape(x.shape), metrics
+
+    def _checked(
+        self, params: Mapping[str, ArrayLike | QuantizedArray], x: jax.Array, selection_bias: ArrayLike | None,
+        sharding: MoESharding | None, options: MlpOptions,
+    ) -> LayerArrays:  # fmt: skip
+        """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         if sharding is not None:
             check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
+            check_interleaved(self.interleaved, self.activation, sharding)
         if (selection_bias is None) == self.use_selection_bias:
             wanted, got = ("[E]", "None") if self.use_selection_bias else ("None", "an array")
             raise ValueError(
                 f"selection_bias must be {wanted} with use_selection_bias={self.use_selection_bias}, got {got}."
             )
-        if not shape or shape[-1] != self.in_features:
-            raise ValueError(f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(shape)}.")
+        if not x.shape or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x must be [..., H] with H equal to in_features, {self.in_features}, got {list(x.shape)}."
+            )
+        if selection_bias is not None:
+            selection_bias = as_selection_bias(selection_bias, self.num_experts)
+        named: dict[str, Any] = {}
+        stay_quantized = ("w_gate_up", "w_down") if options.quantization is not None and sharding is None else ()
         for name, expected in self.shapes.items():
-            if name not in params or arrays[name].shape != expected:
-                came = list(arrays[name].shape) if name in params else "none"
+            if name in params:
+                value = params[name]
+                stays = name in stay_quantized and isinstance(value, QuantizedArray)
+                named[name] = value if stays else as_dense(name, value, x.dtype)
+            if name not in params or named[name].shape != expected:
+                came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
-        arrays["x"] = tokens.reshape(math.prod(shape[:-1]), shape[-1])
-        arrays = {name: array for name, array in arrays.items() if array is not None}
-        apply = functools.partial(
-            self._apply_to_tokens, sharding=sharding, precision=precision, quantization=quantization,
-            implementation=implementation,
-        )  # fmt: skip
-        if sharding is None:
-            y, metrics = apply(arrays)
-        else:
-            specs = dict.fromkeys([*params, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
-            y, metrics = map_tokens(apply, sharding, arrays, specs, (sharding.token_spec, jax.P()))
-        return y.reshape(shape), metrics
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, **named)
+        check_floats("x", x)
+        check_floats("w_router", arrays.w_router)
+        if arrays.b_router is not None:
+            check_floats("b_router", arrays.b_router)
+        check_shapes(tokens, arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down, options)
+        return arrays
 
     def _apply_to_tokens(
-        self, arrays: dict[str, jax.Array], *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike,
-        quantization: Fp8 | None, implementation: str | None,
-    ) -> tuple[jax.Array, Metrics]:  # fmt: skip
+        self, arrays: LayerArrays, sharding: MoESharding | None, options: MlpOptions
+    ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
-        tokens, token_axes = arrays["x"], () if sharding is None else sharding.token_axes
-        bias = arrays["b_router"] if self.use_router_bias else None
-        logits = router_logits(tokens, arrays["w_router"], bias, precision=precision, implementation=implementation)
-        routing = route(
-            logits, self.topk, score=self.score, normalize=self.normalize, scale=self.scale,
-            selection_bias=arrays.get("selection_bias"), num_groups=self.num_groups, topk_groups=self.topk_groups,
-            implementation=implementation,
+        token_axes = () if sharding is None else sharding.token_axes
+        logits = compute_logits(arrays.x, arrays.w_router, arrays.b_router, options.precision, options.implementation)
+        routing = compute_routing(
+            logits, arrays.selection_bias, How(options.implementation, current_target()), topk=self.topk,
+            score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
         )  # fmt: skip
-        options = {"precision": precision, "quantization": quantization, "implementation": implementation}
-        y, overflow = self._experts(arrays, routing, sharding, **options)
+        y, overflow = self._experts(arrays, routing, sharding, options)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
-            load_balancing_loss(logits, routing.topk_indices, score=self.score, axis_name=token_axes),
-            router_z_loss(logits, axis_name=token_axes),
+            compute_load_balancing_loss(logits, routing.group_sizes, None, self.topk, self.score, token_axes),
+            compute_router_z_loss(logits, None, token_axes),
             overflow,
         )
-        return y + self._shared(arrays, tokens, precision) if self.shared_features else y, metrics
+        return y + self._shared(arrays, options.precision) if self.shared_features else y, metrics
 
     def _experts(
-        self, arrays: dict[str, jax.Array], routing: Routing, sharding: MoESharding | None, **options: Any
+        self, arrays: LayerArrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, jax.Array]:
         """The experts' y of all tokens, and the overflow."""
-        tokens = arrays["x"]
+        tokens, weights = arrays.x, (arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down)
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
-        names = ("w_gate_up", "w_down", "b_gate_up", "b_down")
-        options |= {name: arrays[name] for name in names if name in arrays}
-        options |= {"activation": self.activation, "interleaved": self.interleaved, "w_layout": "ekn"}
         if sharding is None:
-            return moe_mlp(tokens, routing=routing, **options), jnp.int32(0)
-        options |= {"topk_weights": routing.topk_weights, "topk_indices": routing.topk_indices}
-        return moe_mlp_on_device(tokens, sharding=sharding, **options)
+            quantized = in_quantization(tokens, *weights, options.quantization)
+            return compute_mlp(tokens, quantized, routing, options), jnp.int32(0)
+        return compute_mlp_on_device(tokens, *weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _shared(self, params: dict[str, jax.Array], tokens: jax.Array, precision: jax.lax.PrecisionLike) -> jax.Array:
-        activation = find_activation(self.activation)
-        # of the three, since some that name a dtype would round float32 to it
-        dot = functools.partial(jnp.dot, precision=as_precision(precision))
-        y = dot(activation(dot(tokens, params["w_shared_gate_up"])).astype(tokens.dtype), params["w_shared_down"])
-        return y * jax.nn.sigmoid(dot(tokens, params["w_shared_gate"])) if self.use_shared_gate else y
+    def _shared(self, arrays: LayerArrays, precision: jax.lax.Precision) -> jax.Array:
+        """The shared experts' y of all tokens."""
+        assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
+        activation, tokens = find_activation(self.activation), arrays.x
+        dot = functools.partial(jnp.dot, precision=precision)
+        y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
+        return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))
 
 
 def check_layer(
     layer: MoELayer, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
-    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, **inits: Initializer,
+    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, kernel_init: Initializer,
+    router_init: Initializer, bias_init: Initializer,
 ) -> None:  # fmt: skip
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
     Args:
       dtype: of the computation, or None.
-      inits: initializers by the names of their arguments.
     """
     as_precision(precision)
     check_quantization(quantization)
@@ -238,7 +255,7 @@ def check_layer(
     if dtype is not None:
         as_dtype("dtype", dtype, DTYPES)
     as_dtype("param_dtype", param_dtype)
-    for name, init in inits.items():
+    for name, init in (("kernel_init", kernel_init), ("router_init", router_init), ("bias_init", bias_init)):
         check_instance(name, init, Callable, "a function")
     if sharding is not None:
         check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")

@@ -1,7 +1,5 @@
 """Flax Linen layers; `import jgg.linen` needs Flax (`pip install 'jgg[flax]'`)."""
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,13 +7,13 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.activations import ActivationLike
+from jgg.experts.layer_options import LayerOptions
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
-class MoE(nn.Module):
+class MoE(nn.Module, LayerOptions):
     """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
 
     Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss" and "overflow"
@@ -30,12 +28,7 @@ class MoE(nn.Module):
       (2, 16, 64)
 
     Args:
-      hidden_features: I, of each expert.
-      num_experts: E.
-      topk: k, experts per token.
-      score, normalize, scale, num_groups, topk_groups: of the router, as in `jgg.layers.MoELayer`.
-      use_selection_bias, scale_input, activation, interleaved: as in `jgg.layers.MoELayer`.
-      use_bias, use_router_bias, shared_features, use_shared_gate: as in `jgg.layers.MoELayer`.
+      hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
@@ -44,22 +37,6 @@ class MoE(nn.Module):
       sharding: as in `jgg.nnx.MoE`.
     """
 
-    hidden_features: int
-    num_experts: int
-    topk: int
-    score: str = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
-    use_selection_bias: bool = False
-    scale_input: bool = False
-    activation: ActivationLike = "swiglu"
-    interleaved: bool = False
-    use_bias: bool = False
-    use_router_bias: bool = False
-    shared_features: int = 0
-    use_shared_gate: bool = False
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: jax.lax.PrecisionLike = None
@@ -72,19 +49,17 @@ class MoE(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("sharding", "precision", "quantization", "implementation", "dtype", "param_dtype")
-        inits = ("kernel_init", "router_init", "bias_init")
-        check_layer(self._layer(in_features=1), **{name: getattr(self, name) for name in (*names, *inits)})
-
-    @nn.nowrap  # it is called before there is a scope, for which Flax's tabulate asks at each wrapped method
-    def _layer(self, in_features: int) -> MoELayer:
-        names = [field.name for field in dataclasses.fields(MoELayer) if field.name != "in_features"]
-        return MoELayer(in_features, **{name: getattr(self, name) for name in names})
+        check_layer(
+            MoELayer.of(self, in_features=1), sharding=self.sharding, precision=self.precision,
+            quantization=self.quantization, implementation=self.implementation, dtype=self.dtype,
+            param_dtype=self.param_dtype, kernel_init=self.kernel_init, router_init=self.router_init,
+            bias_init=self.bias_init,
+        )  # fmt: skip
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x."""
-        layer = self._layer(x.shape[-1])
+        layer = MoELayer.of(self, x.shape[-1])
         params = {}
         for name, shape in layer.shapes.items():
             init = self.kernel_init if len(shape) == 3 else self.router_init

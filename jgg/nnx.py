@@ -1,6 +1,9 @@
 """Flax NNX layers; `import jgg.nnx` needs Flax (`pip install 'jgg[flax]'`)."""
 
+import dataclasses
+import inspect
 from collections.abc import Mapping
+from dataclasses import InitVar
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
+from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
@@ -21,7 +25,18 @@ class SelectionBias(nnx.Variable[jax.Array]):
     """A router's selection bias, which optimizers leave alone; see `jgg.update_selection_bias`."""
 
 
-class MoE(nnx.Module):
+class _SignatureOfInit:
+    """What `inspect.signature` finds on a class, since the metaclass of NNX hides the signature of `__init__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        init = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return init.replace(parameters=list(init.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MoE(LayerOptions, InFeatures, nnx.Module):
     """A mixture-of-experts layer, dropless, with the routers, experts and shared experts of today's models.
 
     Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, by default with
@@ -37,9 +52,7 @@ class MoE(nnx.Module):
 
     Args:
       in_features: H, of x and y.
-      hidden_features: I, of each expert.
-      num_experts: E.
-      topk: k, experts per token.
+      hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
@@ -52,50 +65,49 @@ class MoE(nnx.Module):
         sharded; the tokens of x are split over `sharding.token_axes`.
       implementation: as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
-      **options: score, normalize, scale, num_groups, topk_groups, use_selection_bias, scale_input, activation,
-        interleaved, use_bias, use_router_bias, shared_features and use_shared_gate, as in `jgg.layers.MoELayer`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        num_experts: int,
-        topk: int,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        quantization: Fp8 | None = None,
-        kernel_init: Initializer = expert_init,
-        router_init: Initializer = dense_init,
-        bias_init: Initializer = nnx.initializers.zeros,
-        kernel_metadata: Mapping[str, Any] | None = None,
-        sharding: MoESharding | None = None,
-        implementation: str | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        self.layer = MoELayer(in_features, hidden_features, num_experts, topk, **options)
+    __signature__ = _SignatureOfInit()
+
+    _: dataclasses.KW_ONLY
+    dtype: DTypeLike | None = None
+    param_dtype: InitVar[DTypeLike] = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    quantization: Fp8 | None = None
+    kernel_init: InitVar[Initializer] = expert_init
+    router_init: InitVar[Initializer] = dense_init
+    bias_init: InitVar[Initializer] = nnx.initializers.zeros
+    kernel_metadata: InitVar[Mapping[str, Any] | None] = None
+    sharding: MoESharding | None = None
+    implementation: str | None = None
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(
+        self, param_dtype: DTypeLike, kernel_init: Initializer, router_init: Initializer, bias_init: Initializer,
+        kernel_metadata: Mapping[str, Any] | None, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        layer = self.layer
         check_layer(
-            self.layer, sharding=sharding, precision=precision, quantization=quantization,
-            implementation=implementation, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init,
+            layer, sharding=self.sharding, precision=self.precision, quantization=self.quantization,
+            implementation=self.implementation, dtype=self.dtype, param_dtype=param_dtype, kernel_init=kernel_init,
             router_init=router_init, bias_init=bias_init,
         )  # fmt: skip
-        for name, shape in self.layer.shapes.items():
+        for name, option in vars(layer).items():  # as plain numbers, where an array was given for one
+            setattr(self, name, option)
+        for name, shape in layer.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
-            init = init if sharding is None else sharding.split_init(init, name)
+            init = init if self.sharding is None else self.sharding.split_init(init, name)
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
-        if self.layer.use_selection_bias:
+        if self.use_selection_bias:
             init = nnx.initializers.zeros
-            init = init if sharding is None else sharding.split_init(init, "selection_bias")
-            self.selection_bias = SelectionBias(init(jax.random.key(0), (self.layer.num_experts,), jnp.float32))
-        self.dtype = dtype
-        self.precision = precision
-        self.quantization = quantization
-        self.sharding = sharding
-        self.implementation = implementation
+            init = init if self.sharding is None else self.sharding.split_init(init, "selection_bias")
+            self.selection_bias = SelectionBias(init(jax.random.key(0), (self.num_experts,), jnp.float32))
+
+    @property
+    def layer(self) -> MoELayer:
+        """The layer as a function of its parameters."""
+        return MoELayer.of(self, self.in_features)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x.
@@ -103,12 +115,13 @@ class MoE(nnx.Module):
         Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
         "router_z_loss", float32 [], and "overflow", int32 [], as in `jgg.layers.Metrics`.
         """
-        params = {name: getattr(self, name)[...] for name in self.layer.shapes}
+        layer = self.layer
+        params = {name: getattr(self, name)[...] for name in layer.shapes}
         own = [name for name in params if not name.endswith("_router")]
         x, *cast = dtypes.promote_dtype((x, *(params[name] for name in own)), dtype=self.dtype)
         params |= zip(own, cast, strict=True)
-        selection_bias = self.selection_bias[...] if self.layer.use_selection_bias else None
-        y, metrics = self.layer.apply(
+        selection_bias = self.selection_bias[...] if self.use_selection_bias else None
+        y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
@@ -146,7 +159,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array]) -> Non
     """
     check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
     check_instance("params", params, Mapping, "a dict of arrays by name")
-    names = [*layer.layer.shapes, *(["selection_bias"] if layer.layer.use_selection_bias else [])]
+    names = [*layer.layer.shapes, *(["selection_bias"] if layer.use_selection_bias else [])]
     for name in names:
         check(name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
     for name, array in params.items():

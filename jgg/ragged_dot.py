@@ -1,7 +1,6 @@
 """The interfaces of `jax.lax.ragged_dot` and `jax.lax.ragged_dot_general`."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +112,6 @@ def ragged_dot_general(
     out_dtype = _result_dtype(lhs, rhs)
     if preferred_element_type is not None:
         out_dtype = as_dtype("preferred_element_type", preferred_element_type, DTYPES)
-    options: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype, "implementation": implementation}
     num_groups = None
     if ragged in contracted:
         if group_offset is not None:
@@ -124,7 +122,10 @@ def ragged_dot_general(
         compute = functools.partial(contract_dense, group_offset=group_offset)
         num_groups = rhs.shape[numbers.rhs_group_dimensions[0]] if group_offset is None else None
     _check_group_sizes(group_sizes, tuple(lhs.shape[axis] for axis in (*lhs_batch, *outer)), num_groups)
-    return _split(compute(lhs, rhs, group_sizes, numbers, outer, **options), out_sharding)
+    out = compute(
+        lhs, rhs, group_sizes, numbers, outer, precision=precision, out_dtype=out_dtype, implementation=implementation
+    )
+    return _split(out, out_sharding)
 
 
 def _result_dtype(*arrays: jax.Array) -> jnp.dtype:

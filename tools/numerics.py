@@ -48,12 +48,12 @@ def grouped(product, left, right, precision, implementation):
     if product == "dw":  # dw[g] = x[rows of g]^T @ dy[rows of g]
         x, dy = left.swapaxes(1, 2).reshape(-1, ROWS), right.reshape(-1, COLUMNS)
         sizes = jnp.full(GROUPS, left.shape[2], jnp.int32)
-        return jgg.grouped_gemm_dw(x, dy, sizes, **options)
+        return jgg.grouped_gemm_dw(x, dy, group_sizes=sizes, **options)
     rows, sizes = left.reshape(-1, left.shape[2]), jnp.full(GROUPS, ROWS, jnp.int32)
     if product == "forward":
-        out = jgg.grouped_gemm_forward(rows, right, sizes, **options)
+        out = jgg.grouped_gemm_forward(rows, right, group_sizes=sizes, **options)
     else:  # dx = dy @ w^T
-        out = jgg.grouped_gemm_dx(rows, right.swapaxes(1, 2), None, sizes, **options)
+        out = jgg.grouped_gemm_dx(rows, right.swapaxes(1, 2), group_sizes=sizes, **options)
     return out.reshape(GROUPS, ROWS, COLUMNS)
 
 

@@ -21,11 +21,12 @@ from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
+from jgg.experts.mesh import map_tokens
 from jgg.layers import MoELayer
 from jgg.measuring.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
-from jgg.sharding import MoESharding, map_tokens
+from jgg.sharding import MoESharding
 
 MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
 REPEATS = 7

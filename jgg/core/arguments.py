@@ -9,12 +9,14 @@ import math
 import numbers
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
 _DEFAULT, _HIGH, _HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 
 # Each name as the first of the three that keeps as many bits of the factors. On a GPU these are TF32 with 11, three
@@ -32,7 +34,7 @@ _PRECISIONS = {
 }
 
 
-def as_array(name: str, value) -> jax.Array:
+def as_array(name: str, value: object) -> jax.Array:
     """Arrays as they are; what `jnp.asarray` makes an array of numbers of, such as a list of them, as that array.
 
     Raises: TypeError: it makes none of it.
@@ -40,9 +42,14 @@ def as_array(name: str, value) -> jax.Array:
     if isinstance(value, jax.Array):  # a traced one would be converted, which jax_debug_nans takes for a computation
         return value
     try:
-        return jnp.asarray(value)
+        return jnp.asarray(cast(ArrayLike, value))
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be an array, got {_kind(value)}.") from None
+
+
+def as_array_or_none(name: str, value: object) -> jax.Array | None:
+    """`as_array` of what may be None."""
+    return None if value is None else as_array(name, value)
 
 
 def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -
     }
 
 
-def as_int(name: str, value, least: int | None = None, expected: str | None = None) -> int:
+def as_int(name: str, value: Any, least: int | None = None, expected: str | None = None) -> int:
     """A whole number, Python's, NumPy's or an array's, of at least `least`; True is none.
 
     Args:
@@ -73,7 +80,7 @@ def as_int(name: str, value, least: int | None = None, expected: str | None = No
     return number
 
 
-def as_flag(name: str, value) -> bool:
+def as_flag(name: str, value: object) -> bool:
     """True or False, Python's or NumPy's.
 
     Raises: TypeError: it is neither.
@@ -83,7 +90,7 @@ def as_flag(name: str, value) -> bool:
     return bool(value)
 
 
-def as_names(name: str, value, defaults: Mapping[str, str]) -> dict[str, str]:
+def as_names(name: str, value: object, defaults: Mapping[str, str]) -> dict[str, str]:
     """The names given for some of `defaults`, and those of the rest; None gives none.
 
     Raises: TypeError: it is no dict of names. ValueError: it names something else.
@@ -96,7 +103,7 @@ def as_names(name: str, value, defaults: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **given}
 
 
-def as_finite(name: str, value) -> float:
+def as_finite(name: str, value: object) -> float:
     """A finite real number.
 
     Raises: TypeError: it is no number. ValueError: it is infinite or NaN.
@@ -108,7 +115,7 @@ def as_finite(name: str, value) -> float:
     return float(value)
 
 
-def as_dtype(name: str, value, choices=None) -> jnp.dtype:
+def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None) -> jnp.dtype:
     """One of several dtypes, or of all floats, given in any way that JAX takes.
 
     Raises: TypeError: it is none of them.
@@ -125,7 +132,7 @@ def as_dtype(name: str, value, choices=None) -> jnp.dtype:
     return dtype
 
 
-def as_precision(precision) -> jax.lax.Precision:
+def as_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
     """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
 
     A pair, one entry for each operand, counts as its more precise entry.
@@ -149,7 +156,7 @@ def as_precision(precision) -> jax.lax.Precision:
     return max(known, key=lambda one: one.value)
 
 
-def _find_precision(precision):
+def _find_precision(precision: object) -> jax.lax.Precision | None:
     if isinstance(precision, jax.lax.Precision):
         return precision
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
@@ -157,7 +164,7 @@ def _find_precision(precision):
     return _PRECISIONS.get(precision) if isinstance(precision, str) else None
 
 
-def _precision_of_algorithm(algorithm):
+def _precision_of_algorithm(algorithm: jax.lax.DotAlgorithm) -> jax.lax.Precision:
     """By the width of the factors and in how many passes their parts are multiplied."""
     widest = max(jnp.dtype(kind).itemsize for kind in (algorithm.lhs_precision_type, algorithm.rhs_precision_type))
     passes = algorithm.num_primitive_operations
@@ -166,53 +173,53 @@ def _precision_of_algorithm(algorithm):
     return _HIGH if passes > 1 else _DEFAULT
 
 
-def dtype_names(dtypes) -> str:
+def dtype_names(dtypes: Collection[DTypeLike]) -> str:
     """Names of dtypes for a message."""
     return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
 
 
-def check(condition, message):
+def check(condition: object, message: str) -> None:
     """Raises ValueError with the message where the condition does not hold."""
     if not condition:
         raise ValueError(message)
 
 
-def check_one_of(name: str, value, choices: Collection[str]):
+def check_one_of(name: str, value: object, choices: Collection[str]) -> None:
     """Raises ValueError unless the value is one of several names."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}.")
 
 
-def check_instance(name: str, value, kind, expected: str):
+def check_instance(name: str, value: object, kind: Any, expected: str) -> None:
     """Raises TypeError unless the value is an instance of a class, or of one of several."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, got {_kind(value)}.")
 
 
-def check_integers(name: str, array):
+def check_integers(name: str, array: Shaped) -> None:
     """Raises TypeError unless an array is of integers."""
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {array.dtype}.")
 
 
-def check_floats(name: str, array):
+def check_floats(name: str, array: Shaped) -> None:
     """Raises TypeError unless an array is of floats."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be a float array, got {array.dtype}.")
 
 
-def check_reals(name: str, array):
+def check_reals(name: str, array: Shaped) -> None:
     """Raises TypeError unless an array is of bools, integers or floats."""
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise TypeError(f"{name} must be an array of real numbers, got {array.dtype}.")
 
 
-def check_rank(name: str, array, axes: str):
+def check_rank(name: str, array: Any, axes: str) -> None:
     """Raises ValueError unless an array has the axes that are written like "[T, k]"; alternatives have as many."""
     rank = axes.partition("]")[0].count(",") + 1
     if len(array.shape) != rank:
         raise ValueError(f"{name} must be {axes}, {rank}-dimensional, got {list(array.shape)}.")
 
 
-def _kind(value):
+def _kind(value: object) -> str:
     return "None" if value is None else type(value).__name__

@@ -2,15 +2,26 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jgg.activations import Activation
-from jgg.core.arguments import as_dtype, as_flag, as_int, as_precision, check, check_integers, check_one_of, check_rank
-from jgg.core.quantized import QUANTIZED_DTYPE
+from jgg.core.arguments import (
+    Shaped,
+    as_dtype,
+    as_flag,
+    as_int,
+    as_precision,
+    check,
+    check_integers,
+    check_one_of,
+    check_rank,
+)
+from jgg.core.quantized import BLOCK, QUANTIZED_DTYPE, QuantizedArray, check_blocks
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
@@ -137,12 +148,17 @@ class GroupedGemmProblem:
 
 
 def check_problem(
-    *, x=None, dy=None, w=None, group_sizes, topk=1, gather_indices=None, permute_x=False, permute_y=False,
-    topk_weights=None, bias=None, w_layout="enk", precision=None, out_dtype=None, group_offset=None, some_choices=False,
+    *, x: Shaped | QuantizedArray | None = None, dy: Shaped | None = None, w: Shaped | QuantizedArray | None = None,
+    group_sizes: Shaped, topk: int = 1, gather_indices: Shaped | None = None, permute_x: bool = False,
+    permute_y: bool = False, topk_weights: Shaped | None = None, bias: Shaped | None = None, w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None, out_dtype: DTypeLike | None = None, group_offset: Shaped | None = None,
+    some_choices: bool = False,
 ) -> GroupedGemmProblem:  # fmt: skip
     """The problem that the given arrays describe; those that an operation does not take are None.
 
     Args:
+      x, w: both quantized, or neither.
+      out_dtype: dtype of y; by default that of x, or bfloat16 for a quantized one.
       some_choices: gather_indices name only some of the positions in the token order of x.
 
     Raises:
@@ -153,13 +169,10 @@ def check_problem(
     topk = as_int("topk", topk, least=1)
     permute_x, permute_y = as_flag("permute_x", permute_x), as_flag("permute_y", permute_y)
     operands = {name: array for name, array in (("x", x), ("dy", dy), ("w", w)) if array is not None}
-    dtype = _check_operands(operands, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"})
+    dtype = check_operands(operands, {"x": "[M, K]", "dy": "[M, N]", "w": "[E, N, K] or [E, K, N]"})
     check_integers("group_sizes", group_sizes)
     check_rank("group_sizes", group_sizes, "[E]")
-    check(
-        not jax.export.is_symbolic_dim(group_sizes.shape[0]),
-        f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
-    )
+    check_known_groups(group_sizes)
     num_experts = group_sizes.shape[0] if w is None else w.shape[0]
     if group_offset is None:
         check(
@@ -168,20 +181,28 @@ def check_problem(
         )
     num_rows = _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     in_features, out_features = _check_features(x, dy, w, w_layout)
-    num_tokens = operands["x"].shape[0] if some_choices else None
+    num_tokens = x.shape[0] if some_choices and x is not None else None
     _check_topk_weights(topk_weights, num_rows if num_tokens is None else num_tokens * topk, topk)
-    _check_bias("bias", bias, (num_experts, out_features))
-    if out_dtype is not None:
+    check_bias("bias", bias, (num_experts, out_features))
+    if out_dtype is None:
+        out_dtype = jnp.dtype(jnp.bfloat16) if isinstance(x, QuantizedArray) else dtype
+    else:
         out_dtype = as_dtype("preferred_element_type", out_dtype, DTYPES)
+    if isinstance(x, QuantizedArray):
+        check_blocks("x", x, 1)
+        check_blocks("w", w, BLOCK)
     return GroupedGemmProblem(
         num_rows=num_rows, num_experts=num_experts, in_features=in_features, out_features=out_features, topk=topk,
-        dtype=dtype, out_dtype=out_dtype or dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
+        dtype=dtype, out_dtype=out_dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
         has_topk_weights=topk_weights is not None, has_bias=bias is not None, precision=as_precision(precision),
         num_tokens=num_tokens,
     )  # fmt: skip
 
 
-def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices) -> int:
+def _check_rows(
+    x: Shaped | QuantizedArray | None, dy: Shaped | None, topk: int, gather_indices: Shaped | None, permute_x: bool,
+    permute_y: bool, some_choices: bool,
+) -> int:  # fmt: skip
     if gather_indices is not None:
         check_integers("gather_indices", gather_indices)
         check_rank("gather_indices", gather_indices, "[M]")
@@ -195,8 +216,7 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     if gather_indices is not None:
         rows["gather_indices"] = gather_indices.shape[0]
     (first, num_rows), *others = rows.items()
-    is_known = not jax.export.is_symbolic_dim(num_rows)
-    check(not is_known or num_rows <= MAX_ROWS, f"{first} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+    check_num_rows(first, num_rows)
     if some_choices:
         return rows["gather_indices"]
     of_x = f"x's {x.shape[0]} tokens times topk {topk}" if permute_x and x is not None else f"{first}'s {num_rows}"
@@ -206,8 +226,25 @@ def _check_rows(x, dy, topk, gather_indices, permute_x, permute_y, some_choices)
     return rows[first]
 
 
-def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
+def check_known_groups(group_sizes: Shaped) -> None:
+    """Raises where the number of groups is known only when an exported program is run."""
+    check(
+        not jax.export.is_symbolic_dim(group_sizes.shape[0]),
+        f"group_sizes must have a known number of groups, got {list(group_sizes.shape)}.",
+    )
+
+
+def check_num_rows(name: str, num_rows: int) -> None:
+    """Raises where the routed rows of an argument are more than kernels can number."""
+    is_known = not jax.export.is_symbolic_dim(num_rows)
+    check(not is_known or num_rows <= MAX_ROWS, f"{name} must have at most 2**30 - 1 routed rows, got {num_rows}.")
+
+
+def _check_features(
+    x: Shaped | QuantizedArray | None, dy: Shaped | None, w: Shaped | QuantizedArray | None, w_layout: str
+) -> tuple[int, int]:  # fmt: skip
     if w is None:
+        assert x is not None and dy is not None
         return x.shape[1], dy.shape[1]
     in_axis, out_axis = (2, 1) if w_layout == "enk" else (1, 2)
     layout = "[E, N, K]" if w_layout == "enk" else "[E, K, N]"
@@ -221,7 +258,7 @@ def _check_features(x, dy, w, w_layout) -> tuple[int, int]:
     return w.shape[in_axis], w.shape[out_axis]
 
 
-def _check_topk_weights(topk_weights, num_rows, topk):
+def _check_topk_weights(topk_weights: Shaped | None, num_rows: int, topk: int) -> None:
     if topk_weights is None:
         return
     as_dtype("topk_weights", topk_weights.dtype, DTYPES)
@@ -233,11 +270,11 @@ def _check_topk_weights(topk_weights, num_rows, topk):
     )
 
 
-def _check_operands(operands: dict[str, Any], axes: dict[str, str]) -> jnp.dtype:
+def check_operands(operands: Mapping[str, Shaped | QuantizedArray], axes: dict[str, str]) -> jnp.dtype:
     """The dtype that all of them must have; raises unless they do, and the axes by their names."""
     dtypes: dict[str, jnp.dtype] = {}
     for name, array in operands.items():
-        dtypes[name] = as_dtype(name, array.dtype, DTYPES)
+        dtypes[name] = QUANTIZED_DTYPE if isinstance(array, QuantizedArray) else as_dtype(name, array.dtype, DTYPES)
         check_rank(name, array, axes[name])
     first = next(iter(dtypes))
     for name, dtype in dtypes.items():
@@ -246,53 +283,8 @@ def _check_operands(operands: dict[str, Any], axes: dict[str, str]) -> jnp.dtype
     return dtypes[first]
 
 
-def _check_bias(name, bias, shape):
+def check_bias(name: str, bias: Shaped | None, shape: tuple[int, ...]) -> None:
+    """Raises unless a bias, if there is one, is of floats and of this shape."""
     if bias is not None:
         as_dtype(name, bias.dtype, DTYPES)
         check(bias.shape == shape, f"{name} must be [E, N] = {list(shape)}, got {list(bias.shape)}.")
-
-
-def check_mlp(arrays, activation: Activation, w_layout: str) -> int:
-    """I, the hidden features of an expert; raises where the tokens and the parameters disagree.
-
-    Args:
-      arrays: by the names of `moe_mlp`'s arguments; biases may be None or missing.
-    """
-    check_one_of("w_layout", w_layout, W_LAYOUTS)
-    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
-    _check_operands({name: arrays[name] for name in axes}, axes)
-    x, w_gate_up, w_down = (arrays[name] for name in axes)
-    in_by_out = [w.shape[1:] if w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
-    (got_features, wide), down_features = in_by_out
-    num_experts, features = w_gate_up.shape[0], x.shape[1]
-    if got_features != features:
-        raise ValueError(f"w_gate_up must have H in-features equal to x's {features}, got {list(w_gate_up.shape)}.")
-    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
-    if rest:
-        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
-    expected, got = [num_experts, hidden, features], [w_down.shape[0], *down_features]
-    if got != expected:
-        raise ValueError(
-            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
-        )
-    for name, out_features in (("b_gate_up", wide), ("b_down", features)):
-        _check_bias(name, arrays.get(name), (num_experts, out_features))
-    return hidden
-
-
-def check_choices(x, topk_weights, topk_indices, prefix: str = ""):
-    """Raises unless both are [T, k] with T of x, floats and integers; `prefix` goes before their names."""
-    as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
-    check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
-    check_integers(f"{prefix}topk_indices", topk_indices)
-    num_tokens, topk = topk_weights.shape
-    if num_tokens != x.shape[0] or topk == 0:
-        raise ValueError(
-            f"{prefix}topk_weights must be [T, k] with T equal to x's {x.shape[0]} and k at least 1, "
-            f"got {[num_tokens, topk]}."
-        )
-    if topk_indices.shape != topk_weights.shape:
-        raise ValueError(
-            f"{prefix}topk_indices must be [T, k] = {[num_tokens, topk]} as {prefix}topk_weights, "
-            f"got {list(topk_indices.shape)}."
-        )

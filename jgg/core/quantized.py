@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, check, check_instance
 
@@ -231,12 +230,8 @@ def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
     return value
 
 
-def dense_weights(rows_name: str, rows: object, arguments: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments with those that are a QuantizedArray dequantized to the dtype of the rows, without gradients."""
-    if not any(isinstance(value, QuantizedArray) for value in arguments.values()):
-        return dict(arguments)
-    dtype = as_array(rows_name, rows).dtype
-    return {
-        name: jax.lax.stop_gradient(value.dequantize(dtype)) if isinstance(value, QuantizedArray) else value
-        for name, value in arguments.items()
-    }
+def as_dense(name: str, value: ArrayLike | QuantizedArray, dtype: DTypeLike) -> jax.Array:
+    """`as_array`, but of a QuantizedArray what it dequantizes to in a dtype, without a gradient."""
+    if isinstance(value, QuantizedArray):
+        return jax.lax.stop_gradient(value.dequantize(dtype))
+    return as_array(name, value)

@@ -18,7 +18,7 @@ from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_perm
 from jgg.launching.choice import How
 from jgg.products.buffer import BUFFER, Buffer
 from jgg.products.combine import COMBINE, Combine
-from jgg.router.routing import Routing, sort_by_expert
+from jgg.router.routing import Routing, compute_order
 
 Mlp = Callable[[jax.Array, Routing], jax.Array]
 _RUNS = 1024  # that a device sends within a machine, beside those that experts make
@@ -57,7 +57,7 @@ def by_all_gather(
         jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
     )
     experts -= jax.lax.axis_index(axis) * placement.num_experts  # those of other devices go past every group
-    group_sizes, gather_indices = sort_by_expert(experts, placement.num_experts, how.implementation)
+    group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
     partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
     y = jax.lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
     return y, jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
@@ -74,9 +74,7 @@ def by_ragged_all_to_all(
     """
     num_tokens, topk = topk_indices.shape
     num_devices = jax.lax.axis_size(placement.axis)
-    group_sizes, gather_indices = sort_by_expert(
-        topk_indices, num_devices * placement.num_experts, how.implementation
-    )  # fmt: skip
+    group_sizes, gather_indices = compute_order(topk_indices, num_devices * placement.num_experts, how)
     plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
     positions = plan.positions
     here, there = Target(placement.axis, len(positions), how), Target(placement.axis, placement.capacity, how)

@@ -7,48 +7,45 @@ from typing import Any, NamedTuple
 import jax
 
 from jgg.activations import Activation
-from jgg.core.problem import GroupedGemmProblem, check_choices, check_mlp, check_problem
+from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.quantized import WeightForms
 from jgg.core.schedule import GroupBounds, group_bounds
+from jgg.experts.arguments import ExpertWeights, MlpOptions
 from jgg.launching.choice import How
 from jgg.products.activate import Activated, ActivationGradients
 from jgg.products.plain import grouped_gemm as plain
 from jgg.router.routing import Routing
 
-RESIDUAL_NAMES = {"x": "jgg_x", "pre_activation": "jgg_pre_activation"}
-
 
 def problems(
-    arrays: dict[str, Any], routing: Routing, activation: Activation, w_layout: str, precision: jax.lax.PrecisionLike,
-    expected_rows: int | None,
-) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:  # fmt: skip
-    """The problems of the two products; raises where the arguments disagree, as `check_problem` does."""
-    hidden = check_mlp(arrays, activation, w_layout)
-    check_choices(arrays["x"], routing.topk_weights, routing.topk_indices, "routing.")
-    num_experts, num_choices = arrays["w_gate_up"].shape[0], routing.topk_weights.size
-    sizes, indices = routing.group_sizes, routing.gather_indices
-    if sizes.shape != (num_experts,):
-        raise ValueError(f"routing.group_sizes must be [E] = [{num_experts}], got {list(sizes.shape)}.")
-    if indices is None:
-        if routing.topk_weights.shape[1] != 1:
-            raise ValueError(
-                "routing.gather_indices must be given unless k is 1 and the tokens are in expert order, "
-                f"got None for topk_weights {list(routing.topk_weights.shape)}."
-            )
-    elif len(indices.shape) != 1 or indices.shape[0] > num_choices:
-        raise ValueError(
-            f"routing.gather_indices must be [M] with M at most T * k = {num_choices}, got {list(indices.shape)}."
-        )
-    up = check_problem(
-        x=arrays["x"], w=arrays["w_gate_up"], bias=arrays["b_gate_up"], group_sizes=sizes, gather_indices=indices,
-        topk=routing.topk_weights.shape[1], permute_x=indices is not None,
-        some_choices=indices is not None and indices.shape[0] < num_choices,
-        w_layout=w_layout, precision=precision,
-    )  # fmt: skip
-    up = dataclasses.replace(up, expected_rows=expected_rows)
+    x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions
+) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:
+    """The problems of the two products."""
+    in_axis, out_axis = (2, 1) if options.w_layout == "enk" else (1, 2)
+    num_tokens, topk = routing.topk_weights.shape
+    indices = routing.gather_indices
+    check_num_rows("x", num_tokens * topk)
+    num_rows = num_tokens if indices is None else indices.shape[0]
+    up = GroupedGemmProblem(
+        num_rows=num_rows,
+        num_experts=weights.w_gate_up.shape[0],
+        in_features=weights.w_gate_up.shape[in_axis],
+        out_features=weights.w_gate_up.shape[out_axis],
+        topk=topk,
+        dtype=x.dtype,
+        out_dtype=x.dtype,
+        w_layout=options.w_layout,
+        permute_x=indices is not None,
+        permute_y=False,
+        has_topk_weights=False,
+        has_bias=weights.b_gate_up is not None,
+        precision=options.precision,
+        num_tokens=None if num_rows == num_tokens * topk else num_tokens,
+        expected_rows=options.expected_rows,
+    )
     down = dataclasses.replace(
-        up, in_features=hidden, out_features=up.in_features, permute_x=False, has_bias=arrays["b_down"] is not None,
-        num_tokens=None,
+        up, in_features=weights.w_down.shape[in_axis], out_features=up.in_features, permute_x=False,
+        has_bias=weights.b_down is not None, num_tokens=None,
     )  # fmt: skip
     return up, down
 

@@ -10,22 +10,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jgg.activations import ActivationLike, find_activation
-from jgg.core.arguments import as_arrays, as_flag, as_int, as_names
+from jgg.activations import ActivationLike
+from jgg.core.arguments import as_array
 from jgg.core.manual_axes import vary_over, varying_axes
-from jgg.core.quantized import QuantizedArray, dense_weights
+from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
+from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights
 from jgg.experts.in_dtype import InDtype
 from jgg.experts.in_fp8 import InFp8
-from jgg.experts.mlp import RESIDUAL_NAMES, Mlp, Operands, problems
-from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
-from jgg.grouped_gemm import bias_row_sums
+from jgg.experts.mlp import Mlp, Operands, problems
+from jgg.fp8 import Fp8, QuantizedWeights
 from jgg.launching.choice import how_of
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
+from jgg.products.grouped_gemm import bias_row_sums
 from jgg.products.plain import grouped_gemm as plain
-from jgg.router.routing import Routing, as_routing
+from jgg.router.routing import Routing
 
 
 def moe_mlp(
@@ -91,25 +92,33 @@ def moe_mlp(
       TypeError: a dtype is unsupported, those of x and the weights differ, or what must be an array, a Routing, an int
         or a flag is none.
     """
-    activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
-    check_quantization(quantization)
-    spare_sms = as_int("spare_sms", spare_sms, least=0)
-    if expected_rows is not None:
-        expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
-    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down}
-    quantized = {name: as_quantized_weights(name, given[name], quantization, x) for name in ("w_gate_up", "w_down")}
-    given |= {name: weights.array for name, weights in quantized.items() if weights is not None}
-    named = as_arrays(dense_weights("x", x, given), may_be_none=("b_gate_up", "b_down"))
-    routing = as_routing(routing)
-    up, down = problems(named, routing, activation, w_layout, precision, expected_rows)
-    how = how_of(up, implementation)
-    names = as_names("residual_names", residual_names, RESIDUAL_NAMES)
-    described = up, down, how, activation, interleaved, spare_sms, names["x"], names["pre_activation"]
-    mlp = InDtype(*described) if quantization is None else InFp8(*described, recipe=quantization)
+    options = MlpOptions.checked(
+        activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
+        quantization=quantization, implementation=implementation, residual_names=residual_names, spare_sms=spare_sms,
+        expected_rows=expected_rows,
+    )  # fmt: skip
+    x = as_array("x", x)
+    weights = checked_weights(x, w_gate_up, w_down, b_gate_up, b_down, options)
+    return compute_mlp(x, weights, checked_routing(x, routing, weights.w_gate_up.shape[0]), options)
+
+
+def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
+    """`moe_mlp` of checked arguments."""
+    up, down = problems(x, weights, routing, options)
+    described = (
+        up, down, how_of(up, options.implementation), options.activation, options.interleaved, options.spare_sms,
+        options.x_name, options.pre_activation_name,
+    )  # fmt: skip
+    recipe = options.quantization
+    mlp = InDtype(*described) if recipe is None else InFp8(*described, recipe=recipe)
     operands = Operands(
-        **named,
-        quantized_gate_up=quantized["w_gate_up"].forms if quantized["w_gate_up"] else None,
-        quantized_down=quantized["w_down"].forms if quantized["w_down"] else None,
+        x=x,
+        w_gate_up=weights.w_gate_up,
+        w_down=weights.w_down,
+        b_gate_up=weights.b_gate_up,
+        b_down=weights.b_down,
+        quantized_gate_up=weights.quantized_gate_up,
+        quantized_down=weights.quantized_down,
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),

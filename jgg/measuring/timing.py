@@ -90,13 +90,13 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
         sizes = arrays["group_sizes"]
         if op == "forward":
             y_options = {"bias": arrays.get("bias"), "preferred_element_type": problem.out_dtype}
-            return grouped_gemm_forward(arrays["x"], arrays["w"], sizes, **shared, **y_options, **options)
+            return grouped_gemm_forward(arrays["x"], arrays["w"], group_sizes=sizes, **shared, **y_options, **options)
         if op == "dx" and problem.has_topk_weights:  # as training computes it, with the gradient of the weights
             dx_operands = Dx(arrays["dy"], arrays["w"], group_bounds(sizes, problem.num_rows), arrays["x"], **shared)
             return DX(How(implementation, current_target(), config), dx_operands, problem=problem).dx
         if op == "dx":
             return grouped_gemm_dx(arrays["dy"], arrays["w"], group_sizes=sizes, **shared, **options)
-        return grouped_gemm_dw(arrays["x"], arrays["dy"], sizes, **shared, **options)
+        return grouped_gemm_dw(arrays["x"], arrays["dy"], group_sizes=sizes, **shared, **options)
 
     return run
 

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.export
@@ -14,11 +13,11 @@ from jax.typing import DTypeLike
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
-from jgg.grouped_gemm import checked_grouped_gemm
 from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.grouped_gemm import Arrays, Hows, compute_grouped_gemm
 from jgg.products.plain.multilinear import outer_dot
 
 _Axes = Sequence[int]
@@ -27,7 +26,8 @@ _Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def contract_dense(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
-    group_offset: jax.Array | None, **options: Any,
+    *, group_offset: jax.Array | None, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike,
+    implementation: str | None,
 ) -> jax.Array:  # fmt: skip
     """The product where the ragged dimension is free, by rows of that dimension and those after it."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -45,15 +45,16 @@ def contract_dense(
         _sizes_of_rows(group_sizes, [lhs.shape[axis] for axis in rows], [lhs_batch, outer]),
     )
     function = functools.partial(
-        _multiply_rows, group_offset=group_offset, w_layout="enk" if contracted_is_minor else "ekn", **options
-    )
+        _multiply_rows, group_offset=group_offset, w_layout="enk" if contracted_is_minor else "ekn",
+        precision=precision, out_dtype=out_dtype, implementation=implementation,
+    )  # fmt: skip
     out = _over_batches(function, group_sizes, lhs_batch, outer, None)(*operands)
     return out.reshape([lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns])
 
 
 def contract_ragged(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
-    out_dtype: DTypeLike, **options: Any,
+    *, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
 ) -> jax.Array:  # fmt: skip
     """The product where the ragged dimension is contracted: for each group the sum over its rows."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -66,7 +67,7 @@ def contract_ragged(
     )
     # in a dtype that holds the result's; what is summed below is summed in float32 too
     dtype = jnp.dtype(jnp.float32) if outer else _common_dtype(lhs.dtype, rhs.dtype, out_dtype)
-    function = functools.partial(_sum_over_rows, dtype=dtype, **options)
+    function = functools.partial(_sum_over_rows, dtype=dtype, precision=precision, implementation=implementation)
     out = _over_batches(function, group_sizes, lhs_batch, outer, 0)(*operands)
     if outer:
         out = jnp.sum(out, axis=1 if lhs_batch else 0)
@@ -111,12 +112,19 @@ def _over_batches(
 
 
 def _multiply_rows(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, implementation: str | None, **options: Any
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, group_offset: jax.Array | None, w_layout: str,
+    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
+) -> jax.Array:  # fmt: skip
     """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
     dtype = _common_dtype(lhs.dtype, rhs.dtype)
-    lhs = _converted(lhs, dtype, group_sizes, options["group_offset"], rhs.shape[0])
-    return checked_grouped_gemm(implementation, x=lhs, w=rhs.astype(dtype), group_sizes=group_sizes, **options)
+    x, w = _converted(lhs, dtype, group_sizes, group_offset, rhs.shape[0]), rhs.astype(dtype)
+    problem = check_problem(
+        x=x, w=w, group_sizes=group_sizes, group_offset=group_offset, w_layout=w_layout, precision=precision,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+    how = how_of(problem, implementation)
+    arrays = Arrays(x, w, group_sizes, group_offset=group_offset)
+    return compute_grouped_gemm(problem, Hows(how, how, how), arrays)
 
 
 def _sum_over_rows(

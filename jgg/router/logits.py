@@ -32,28 +32,34 @@ def router_logits(
     Returns: float32 [T, E].
     Raises: ValueError: shapes disagree. TypeError: an argument is no float array.
     """
-    arrays = {"x": as_array("x", x), "w_router": as_array("w_router", w_router)}
-    for (name, array), shape in zip(arrays.items(), ("[T, H]", "[H, E]"), strict=True):
+    x, w_router = as_array("x", x), as_array("w_router", w_router)
+    for name, array, shape in (("x", x, "[T, H]"), ("w_router", w_router, "[H, E]")):
         check_rank(name, array, shape)
         check_floats(name, array)
-    x, w_router = arrays.values()
     if w_router.shape[0] != x.shape[1]:
         raise ValueError(f"w_router must be [H, E] with H = {x.shape[1]}, got {list(w_router.shape)}.")
     precision = as_precision(precision)
     check_implementation(implementation)
+    if bias is not None:
+        bias = as_array("bias", bias)
+        if bias.shape != (w_router.shape[1],):
+            raise ValueError(f"bias must be [E] = [{w_router.shape[1]}], got {list(bias.shape)}.")
+        check_floats("bias", bias)
+    return compute_logits(x, w_router, bias, precision, implementation)
+
+
+def compute_logits(
+    x: jax.Array, w_router: jax.Array, bias: jax.Array | None, precision: jax.lax.Precision,
+    implementation: str | None,
+) -> jax.Array:  # fmt: skip
+    """`router_logits` of checked arguments."""
     if x.dtype == jnp.bfloat16 and precision == jax.lax.Precision.DEFAULT and implementation != "xla":
         axes = varying_axes(x, w_router)
         in_terms = w_router if w_router.dtype == x.dtype else w_router.astype(jnp.float32)
         logits = _multiply(vary_over(axes, x), vary_over(axes, in_terms))
     else:
         logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=precision)
-    if bias is None:
-        return logits
-    bias = as_array("bias", bias)
-    if bias.shape != (w_router.shape[1],):
-        raise ValueError(f"bias must be [E] = [{w_router.shape[1]}], got {list(bias.shape)}.")
-    check_floats("bias", bias)
-    return logits + bias.astype(jnp.float32)[None, :]
+    return logits if bias is None else logits + bias.astype(jnp.float32)[None, :]
 
 
 @jax.custom_vjp
@@ -62,11 +68,11 @@ def _multiply(x: jax.Array, w_router: jax.Array) -> jax.Array:
     return _sum_of_products(x, _terms(w_router), x_axis=1)
 
 
-def _forward(x, w_router):
+def _forward(x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _multiply(x, w_router), (x, w_router)
 
 
-def _backward(residuals, d_logits):
+def _backward(residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w_router = residuals
     d_terms, w_terms = _terms(d_logits), _terms(w_router)
     dw_router = _sum_of_products(x, d_terms, x_axis=0, like=w_router).astype(w_router.dtype)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check_integers, check_one_of, check_reals
+from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
-from jgg.router.routing import SCORES, as_logits, as_selection_bias, sort_by_expert
+from jgg.launching.choice import How
+from jgg.router.routing import SCORES, as_logits, as_selection_bias, compute_order
 
 
 def load_balancing_loss(
@@ -44,17 +46,31 @@ def load_balancing_loss(
             f"topk_indices must be [T, k] with T equal to logits's {num_tokens} and k at least 1, "
             f"got {list(topk_indices.shape)}."
         )
-    logits, counts = _masked(logits, mask)
+    counts = _counts(mask, num_tokens)
+    # the rows of tokens left out go past every group
+    experts = topk_indices if counts is None else jnp.where(counts[:, None], saturated_int32(topk_indices), -1)
+    rows, _ = compute_order(experts, num_experts, How(None, current_target()))
+    return compute_load_balancing_loss(logits, rows, counts, topk_indices.shape[1], score, axis_name)
+
+
+def compute_load_balancing_loss(
+    logits: jax.Array, rows: jax.Array, counts: jax.Array | None, topk: int, score: str, axis_name: Hashable
+) -> jax.Array:
+    """`load_balancing_loss` of checked arguments.
+
+    Args:
+      rows: int32 [E], rows of each expert that are of tokens that count.
+      counts: bool [T], which tokens count; None for all.
+    """
+    logits = _zeroed(logits.astype(jnp.float32), counts)
     # of logarithms of the sigmoids, the softmax is each sigmoid divided by their sum
     probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits)
-    # the rows of tokens left out go past every group
-    rows, _ = sort_by_expert(jnp.where(counts[:, None], saturated_int32(topk_indices), -1), num_experts)
-    sums = rows, jnp.sum(counts, dtype=jnp.int32), jnp.sum(jnp.where(counts[:, None], probabilities, 0.0), axis=0)
+    sums = rows, _number_of(counts, logits), jnp.sum(_zeroed(probabilities, counts), axis=0)
     rows, num_counted, probabilities = jax.lax.psum(sums, axis_name)
     num_counted = jnp.maximum(num_counted, 1).astype(jnp.float32)
-    loads = rows.astype(jnp.float32) / (num_counted * topk_indices.shape[1])
+    loads = rows.astype(jnp.float32) / (num_counted * topk)
     mean_probabilities = probabilities / num_counted
-    return num_experts * jnp.sum(loads * mean_probabilities)
+    return logits.shape[1] * jnp.sum(loads * mean_probabilities)
 
 
 def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name: Hashable = ()) -> jax.Array:
@@ -68,9 +84,15 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
     Raises: ValueError, TypeError: as `route`.
     Source: Zoph et al., ST-MoE: Designing Stable and Transferable Sparse Expert Models, 2022, equation 5.
     """
-    logits, counts = _masked(as_logits(logits), mask)
-    squares = jnp.where(counts, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0.0)
-    total, num_counted = jax.lax.psum((jnp.sum(squares), jnp.sum(counts, dtype=jnp.int32)), axis_name)
+    logits = as_logits(logits)
+    return compute_router_z_loss(logits, _counts(mask, logits.shape[0]), axis_name)
+
+
+def compute_router_z_loss(logits: jax.Array, counts: jax.Array | None, axis_name: Hashable) -> jax.Array:
+    """`router_z_loss` of checked arguments; counts: bool [T], which tokens count, or None for all."""
+    logits = _zeroed(logits.astype(jnp.float32), counts)
+    squares = _zeroed(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counts)
+    total, num_counted = jax.lax.psum((jnp.sum(squares), _number_of(counts, logits)), axis_name)
     return total / jnp.maximum(num_counted, 1).astype(jnp.float32)
 
 
@@ -116,15 +138,22 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
     return is_below.astype(jnp.int32) - (counts > mean).astype(jnp.int32)
 
 
-def _masked(logits: jax.Array, mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-    """float32 logits with zeros at the tokens left out, and bool [T], which tokens count."""
-    logits = logits.astype(jnp.float32)
+def _counts(mask: ArrayLike | None, num_tokens: int) -> jax.Array | None:
+    """Which tokens a mask lets count, bool [T]; None without a mask. Raises unless it is [T] of numbers."""
     if mask is None:
-        return logits, jnp.ones(logits.shape[:1], bool)
+        return None
     mask = as_array("mask", mask)
     check_reals("mask", mask)
-    if mask.shape != logits.shape[:1]:
-        raise ValueError(f"mask must be [T] with T equal to logits's {logits.shape[0]}, got {list(mask.shape)}.")
-    counts = mask.astype(bool)
-    # so that NaN there reaches neither the loss nor a gradient
-    return jnp.where(counts[:, None], logits, 0.0), counts
+    if mask.shape != (num_tokens,):
+        raise ValueError(f"mask must be [T] with T equal to logits's {num_tokens}, got {list(mask.shape)}.")
+    return mask.astype(bool)
+
+
+def _zeroed(array: jax.Array, counts: jax.Array | None) -> jax.Array:
+    """An array [T, ...] with zeros for tokens that do not count, so that NaN there reaches no loss and no gradient."""
+    return array if counts is None else jnp.where(counts.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
+
+
+def _number_of(counts: jax.Array | None, logits: jax.Array) -> jax.Array:
+    """How many tokens count, int32."""
+    return jnp.sum(jnp.ones(logits.shape[:1], bool) if counts is None else counts, dtype=jnp.int32)

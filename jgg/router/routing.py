@@ -11,12 +11,10 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import (
     as_array,
-    as_arrays,
     as_finite,
     as_flag,
     as_int,
     check_floats,
-    check_instance,
     check_integers,
     check_one_of,
     check_rank,
@@ -101,15 +99,27 @@ def route(
     num_experts = logits.shape[1]
     normalize, scale = check_scores(score, normalize, scale)
     topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
-    logits = logits.astype(jnp.float32)
     if selection_bias is not None:
         selection_bias = as_selection_bias(selection_bias, num_experts)
-        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
     check_implementation(implementation)
-    top_k = functools.partial(_top_k, implementation=implementation)
+    return compute_routing(
+        logits, selection_bias, How(implementation, current_target()), topk=topk, score=score, normalize=normalize,
+        scale=scale, num_groups=num_groups, topk_groups=topk_groups,
+    )  # fmt: skip
+
+
+def compute_routing(
+    logits: jax.Array, selection_bias: jax.Array | None, how: How, *, topk: int, score: str, normalize: bool,
+    scale: float, num_groups: int, topk_groups: int,
+) -> Routing:  # fmt: skip
+    """`route` of checked arguments."""
+    logits = logits.astype(jnp.float32)
+    if selection_bias is not None:
+        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+    top_k = functools.partial(_top_k, how=how)
     topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
     topk_weights = _weigh(logits, topk_indices, score, normalize) * scale
-    return Routing(topk_weights, topk_indices, *sort_by_expert(topk_indices, num_experts, implementation))
+    return Routing(topk_weights, topk_indices, *compute_order(topk_indices, logits.shape[1], how))
 
 
 def _choose(
@@ -144,10 +154,10 @@ def _choose(
     return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
 
 
-def _top_k(scores: jax.Array, k: int, implementation: str | None) -> jax.Array:
+def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
     """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
     rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
-    indices = TOP_K(How(implementation, current_target()), TopK(rows), topk=k)
+    indices = TOP_K(how, TopK(rows), topk=k)
     return indices.reshape(*scores.shape[:-1], k)
 
 
@@ -193,8 +203,12 @@ def sort_by_expert(
     check_integers("topk_indices", topk_indices)
     num_experts = as_int("num_experts", num_experts, least=0)
     check_implementation(implementation)
+    return compute_order(topk_indices, num_experts, How(implementation, current_target()))
+
+
+def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[jax.Array, jax.Array]:
+    """`sort_by_expert` of checked arguments."""
     experts = saturated_int32(topk_indices.reshape(-1))
-    how = How(implementation, current_target())
     sorted_rows = SORT(how, Sort(experts), num_experts=num_experts)
     return sorted_rows.group_sizes, sorted_rows.gather_indices
 
@@ -214,17 +228,6 @@ def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
         raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
     check_floats("selection_bias", selection_bias)
     return selection_bias
-
-
-def as_routing(routing: Routing) -> Routing:
-    """Raises unless it is a Routing of arrays, integers but for the weights."""
-    check_instance("routing", routing, Routing, "a jgg.Routing")
-    named = {f"routing.{name}": part for name, part in routing._asdict().items()}
-    arrays = as_arrays(named, may_be_none=("routing.gather_indices",))
-    for name, array in arrays.items():
-        if name != "routing.topk_weights" and array is not None:
-            check_integers(name, array)
-    return Routing(*arrays.values())
 
 
 def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:

@@ -168,42 +168,44 @@ PRODUCT_ERRORS = {
         "kernel_config must be a KernelConfigForward or None, got KernelConfigDW",
     ),
     "dx-config": (
-        lambda: jgg.grouped_gemm_dx(zeros(8, 7), zeros(3, 7, 5), None, indices(3), kernel_config=1),
+        lambda: jgg.grouped_gemm_dx(zeros(8, 7), zeros(3, 7, 5), group_sizes=indices(3), kernel_config=1),
         TypeError,
         "kernel_config must be a KernelConfigDX or None, got int",
     ),
     "dw-config": (
-        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(8, 7), indices(3), kernel_config=1),
+        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(8, 7), group_sizes=indices(3), kernel_config=1),
         TypeError,
         "kernel_config must be a KernelConfigDW or None, got int",
     ),
     "dx-features": (
-        lambda: jgg.grouped_gemm_dx(zeros(8, 6), zeros(3, 7, 5), None, indices(3)),
+        lambda: jgg.grouped_gemm_dx(zeros(8, 6), zeros(3, 7, 5), group_sizes=indices(3)),
         ValueError,
         "w must be [E, N, K] with N equal to dy's 6, got w [3, 7, 5] (w_layout='enk')",
     ),
     "dx-rank": (
-        lambda: jgg.grouped_gemm_dx(zeros(7), zeros(3, 7, 5), None, indices(3)),
+        lambda: jgg.grouped_gemm_dx(zeros(7), zeros(3, 7, 5), group_sizes=indices(3)),
         ValueError,
         "dy must be [M, N], 2-dimensional, got [7]",
     ),
     "dx-dtype": (
-        lambda: jgg.grouped_gemm_dx(zeros(8, 7, dtype="float16"), zeros(3, 7, 5), None, indices(3)),
+        lambda: jgg.grouped_gemm_dx(zeros(8, 7, dtype="float16"), zeros(3, 7, 5), group_sizes=indices(3)),
         TypeError,
         "w must have the dtype of dy, float16, got float32",
     ),
     "dx-tokens": (
-        lambda: jgg.grouped_gemm_dx(zeros(9, 7), zeros(3, 7, 5), indices(9), indices(3), 2, permute_x=True),
+        lambda: jgg.grouped_gemm_dx(
+            zeros(9, 7), zeros(3, 7, 5), group_sizes=indices(3), topk=2, gather_indices=indices(9), permute_x=True
+        ),
         ValueError,
         "dy must have a multiple of topk 2 rows, got 9",
     ),
     "dw-rows": (
-        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(9, 7), indices(3)),
+        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(9, 7), group_sizes=indices(3)),
         ValueError,
         "dy must have M rows with M equal to x's 8, got 9",
     ),
     "dw-dtype": (
-        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(8, 7, dtype="bfloat16"), indices(3)),
+        lambda: jgg.grouped_gemm_dw(zeros(8, 5), zeros(8, 7, dtype="bfloat16"), group_sizes=indices(3)),
         TypeError,
         "dy must have the dtype of x, float32, got bfloat16",
     ),

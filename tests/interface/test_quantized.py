@@ -157,7 +157,10 @@ def test_products_multiply_what_it_dequantizes_to(dtype):
 
     def run(w):
         both = forward_and_backward(lambda x: jgg.grouped_gemm(x, w, sizes))(arrays["dy"], hidden)
-        own = jgg.grouped_gemm_forward(hidden, w, sizes), jgg.grouped_gemm_dx(arrays["dy"], w, None, sizes)
+        own = (
+            jgg.grouped_gemm_forward(hidden, w, group_sizes=sizes),
+            jgg.grouped_gemm_dx(arrays["dy"], w, group_sizes=sizes),
+        )
         return both, own
 
     jax.tree.map(np.testing.assert_array_equal, run(q), run(w))

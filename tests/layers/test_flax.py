@@ -1,5 +1,9 @@
 """The Flax layers: against NumPy, against each other, and under what Flax does with layers."""
 
+import dataclasses
+import inspect
+import pydoc
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -347,6 +351,27 @@ def test_errors(options, message):
         jgg.nnx.MoE(24, rngs=nnx.Rngs(0), **(SIZES | options))
     with pytest.raises(ValueError, match=message):
         jgg.linen.MoE(**(SIZES | options))
+
+
+@pytest.mark.parametrize("layer", [jgg.nnx.MoE, jgg.linen.MoE])
+def test_every_option_of_a_layer_shows(layer):
+    shown = inspect.signature(layer).parameters
+    for field in dataclasses.fields(MoELayer):
+        if field.name != "in_features" or layer is jgg.nnx.MoE:
+            assert (shown[field.name].annotation, shown[field.name].default) == (
+                field.type,
+                inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            )
+    assert "use_shared_gate: bool = False" in pydoc.plain(pydoc.render_doc(layer))
+
+
+def test_a_layer_has_plain_options_that_do_not_change():
+    layer = jgg.nnx.MoE(24, rngs=nnx.Rngs(0), **(SIZES | {"topk": jnp.array(2), "normalize": np.bool_(True)}))
+    assert (type(layer.topk), type(layer.normalize)) == (int, bool)
+    assert layer.layer == MoELayer(24, **SIZES) and hash(layer.layer) == hash(MoELayer(24, **SIZES))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'topk'"):
+        layer.layer.topk = 3
+    assert dataclasses.replace(layer.layer, topk=3).topk == 3
 
 
 def test_weights_that_the_devices_do_not_divide():

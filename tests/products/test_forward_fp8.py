@@ -190,8 +190,8 @@ def test_gradients_are_those_of_what_is_not_quantized(function):
     def gradients(x, w):
         def product(x, w, weights):
             y = function(
-                x, w, data.group_sizes, gather_indices=data.gather_indices, preferred_element_type="float32",
-                **weights, **OPTIONS[-1].options,
+                x, w, group_sizes=data.group_sizes, gather_indices=data.gather_indices, **weights,
+                **OPTIONS[-1].options, preferred_element_type="float32",
             )  # fmt: skip
             return jnp.sum(y * data.dy.astype("float32"))
 
@@ -217,7 +217,7 @@ def test_errors_name_the_operand():
     with pytest.raises(TypeError, match=r"^w\.values must be one of float8_e4m3fn, float8_e5m2, got int8"):
         jgg.grouped_gemm(tokens, jgg.QuantizedArray(weights.values.view(jnp.int8), weights.scales), sizes)
     with pytest.raises(TypeError, match=r"^w must be a QuantizedArray, as x is, got"):
-        jgg.grouped_gemm_forward(tokens, w, sizes)
+        jgg.grouped_gemm_forward(tokens, w, group_sizes=sizes)
     with pytest.raises(ValueError, match=r"^w must be \[E, K, N\] with K equal to x's 256"):
         jgg.grouped_gemm(tokens, weights, sizes, w_layout="ekn")
     with pytest.raises(ValueError, match=r"^block_k of forward must be 128 in FP8, got 64"):
@@ -226,12 +226,12 @@ def test_errors_name_the_operand():
             implementation="interpret",
         )  # fmt: skip
     with pytest.raises(TypeError, match=r"^kernel_config must be a KernelConfigForward or None, got"):
-        jgg.grouped_gemm_forward(tokens, weights, sizes, kernel_config=jgg.KernelConfigDX())
+        jgg.grouped_gemm_forward(tokens, weights, group_sizes=sizes, kernel_config=jgg.KernelConfigDX())
 
 
 def test_the_product_alone():
     x, w, sizes = jnp.ones((8, 256)), jnp.ones((2, 40, 256)), jnp.array([3, 4])
-    y = jgg.grouped_gemm_forward(jgg.quantize_tokens(x), jgg.quantize_weights(w), sizes)
+    y = jgg.grouped_gemm_forward(jgg.quantize_tokens(x), jgg.quantize_weights(w), group_sizes=sizes)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, jnp.full((8, 40), 256).at[7].set(0))
 

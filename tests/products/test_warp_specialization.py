@@ -50,7 +50,7 @@ def test_one_row_is_compiled():
     def products(x, w, group_sizes, gather_indices):
         permuted = {"gather_indices": gather_indices, "permute_x": True}
         y = jgg.grouped_gemm(jgg.quantize_tokens(x), jgg.quantize_weights(w), group_sizes, **permuted)
-        return jgg.grouped_gemm_dw(x, y, group_sizes, **permuted, kernel_config=config)
+        return jgg.grouped_gemm_dw(x, y, group_sizes=group_sizes, **permuted, kernel_config=config)
 
     floats = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((1, 128), (2, 256, 128))]
     integers = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((2,), (1,))]
@@ -195,7 +195,8 @@ def test_dw_gathers_rows_of_one_side(w_layout, permuted, copies, launched):
     options = dict.fromkeys(permuted, True) | {"kernel_config": hopper_config(jgg.KernelConfigDW, w_layout)}
 
     def dw(x, dy, sizes, indices):
-        return jgg.grouped_gemm_dw(x, dy, sizes, indices, w_layout=w_layout, implementation="triton", **options)
+        order = {"group_sizes": sizes, "gather_indices": indices}
+        return jgg.grouped_gemm_dw(x, dy, **order, w_layout=w_layout, implementation="triton", **options)
 
     with jgg.target(90):
         jax.jit(dw).trace(x, dy, sizes, indices).lower(lowering_platforms=("cuda",))
@@ -210,7 +211,14 @@ def test_dw_copies_rows_in_parts_of_their_features(w_layout, launched):
 
     def dw(x, dy, sizes, indices):
         return jgg.grouped_gemm_dw(
-            x, dy, sizes, indices, w_layout=w_layout, permute_x=True, implementation="triton", kernel_config=config
+            x,
+            dy,
+            group_sizes=sizes,
+            gather_indices=indices,
+            permute_x=True,
+            w_layout=w_layout,
+            kernel_config=config,
+            implementation="triton",
         )
 
     with jgg.target(90):
@@ -227,7 +235,11 @@ def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
 
     def dw(x, dy, sizes):
         return jgg.grouped_gemm_dw(
-            x, dy, sizes, implementation="triton", kernel_config=hopper_config(jgg.KernelConfigDW, "enk")
+            x,
+            dy,
+            group_sizes=sizes,
+            implementation="triton",
+            kernel_config=hopper_config(jgg.KernelConfigDW, "enk"),
         )
 
     with jgg.target(90, 132):

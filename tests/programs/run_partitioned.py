@@ -128,9 +128,10 @@ def products():
     floats, (group_sizes, gather_indices), dy = make()
     x, w = floats["x"], floats["w"]
     options = {"w_layout": "ekn", "precision": "highest"}
-    forward = jgg.grouped_gemm_forward(x, w, group_sizes, TOPK, gather_indices, True, **options)
-    dx = jgg.grouped_gemm_dx(dy, w, gather_indices, group_sizes, TOPK, True, **options)
-    dw = jgg.grouped_gemm_dw(x, dy, group_sizes, gather_indices, TOPK, True, **options)
+    order = {"group_sizes": group_sizes, "topk": TOPK, "gather_indices": gather_indices, "permute_x": True}
+    forward = jgg.grouped_gemm_forward(x, w, **order, **options)
+    dx = jgg.grouped_gemm_dx(dy, w, **order, **options)
+    dw = jgg.grouped_gemm_dw(x, dy, **order, **options)
     routing = jgg.route(x, TOPK)
     losses = jgg.load_balancing_loss(x, routing.topk_indices), jgg.router_z_loss(x)
     return forward, dx, dw, routing, losses

@@ -105,11 +105,11 @@ def product_of_some_rows(tokens, w, topk_weights, bias, **options):
 
 
 def derivative_in_rows(dy, w, topk_weights, **options):
-    return jgg.grouped_gemm_dx(dy, w, INDICES, SIZES, 2, True, True, topk_weights, **options)
+    return jgg.grouped_gemm_dx(dy, w, group_sizes=SIZES, topk_weights=topk_weights, **ALL_OPTIONS, **options)
 
 
 def derivative_in_weights(tokens, dy, topk_weights, **options):
-    return jgg.grouped_gemm_dw(tokens, dy, SIZES, INDICES, 2, True, True, topk_weights, **options)
+    return jgg.grouped_gemm_dw(tokens, dy, group_sizes=SIZES, topk_weights=topk_weights, **ALL_OPTIONS, **options)
 
 
 def product_in_order(x, w, topk_weights, **options):
@@ -117,7 +117,7 @@ def product_in_order(x, w, topk_weights, **options):
 
 
 def product_alone(tokens, w, bias, **options):
-    return jgg.grouped_gemm_forward(tokens, w, SIZES, bias=bias, **ALL_OPTIONS, **options)
+    return jgg.grouped_gemm_forward(tokens, w, group_sizes=SIZES, bias=bias, **ALL_OPTIONS, **options)
 
 
 def ragged_dot(x, w, **options):

@@ -1,0 +1,33 @@
+"""Ways to call a function that still work for one release, with a warning that says how to write it."""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+
+def positions_deprecated[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function takes two arrays by position and all else by keyword; these names may still follow by position.
+
+    Args:
+      names: of what may follow the two arrays, in the order that used to be the function's.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        untyped: Callable[..., R] = function
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = dict(zip(names, args[2:], strict=False))
+            if not given or len(args) > 2 + len(names) or not kwargs.keys().isdisjoint(given):
+                return function(*args, **kwargs)  # which says what is wrong, if something is
+            named = ", ".join(f"{name}=..." for name in given)
+            warnings.warn(
+                f"jgg.{function.__name__} will take only its two arrays by position; name what follows: {named}",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return untyped(*args[:2], **given, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,205 @@
+"""What an expert MLP is given, checked once: its weights, its options, its routing."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax.typing import ArrayLike
+
+from jgg.activations import Activation, ActivationLike, find_activation
+from jgg.core.arguments import (
+    Shaped,
+    as_array,
+    as_array_or_none,
+    as_dtype,
+    as_flag,
+    as_int,
+    as_names,
+    as_precision,
+    check_instance,
+    check_integers,
+    check_one_of,
+    check_rank,
+)
+from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups, check_operands
+from jgg.core.quantized import QuantizedArray, WeightForms, as_dense
+from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
+from jgg.launching.choice import check_implementation
+from jgg.router.routing import Routing
+
+RESIDUAL_NAMES = {"x": "jgg_x", "pre_activation": "jgg_pre_activation"}
+Matrices = jax.Array | QuantizedArray | QuantizedWeights
+
+
+class ExpertWeights(NamedTuple):
+    """The parameters of the experts, in the layout of `MlpOptions.w_layout`.
+
+    Attributes:
+      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`.
+      quantized_gate_up, quantized_down: w_gate_up and w_down in FP8, where they are before a product needs them.
+    """
+
+    w_gate_up: jax.Array
+    w_down: jax.Array
+    b_gate_up: jax.Array | None = None
+    b_down: jax.Array | None = None
+    quantized_gate_up: WeightForms | None = None
+    quantized_down: WeightForms | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpOptions:
+    """The options of `jgg.moe_mlp`, checked.
+
+    Attributes:
+      activation, interleaved, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
+      x_name, pre_activation_name: of what is kept for the backward pass, as policies of `jax.checkpoint` know it.
+      spare_sms, expected_rows: as in `jgg.moe_mlp`.
+    """
+
+    activation: Activation
+    interleaved: bool
+    w_layout: str
+    precision: jax.lax.Precision
+    quantization: Fp8 | None
+    implementation: str | None
+    x_name: str
+    pre_activation_name: str
+    spare_sms: int = 0
+    expected_rows: int | None = None
+
+    @classmethod
+    def checked(
+        cls, *, activation: ActivationLike, interleaved: bool, w_layout: str, precision: jax.lax.PrecisionLike,
+        quantization: Fp8 | None, implementation: str | None, residual_names: Mapping[str, str] | None = None,
+        spare_sms: int = 0, expected_rows: int | None = None,
+    ) -> "MlpOptions":  # fmt: skip
+        """The options of these arguments of `jgg.moe_mlp`; raises where it would not take one."""
+        activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
+        check_quantization(quantization)
+        spare_sms = as_int("spare_sms", spare_sms, least=0)
+        if expected_rows is not None:
+            expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
+        check_one_of("w_layout", w_layout, W_LAYOUTS)
+        check_implementation(implementation)
+        names = as_names("residual_names", residual_names, RESIDUAL_NAMES)
+        return cls(
+            activation, interleaved, w_layout, as_precision(precision), quantization, implementation, names["x"],
+            names["pre_activation"], spare_sms, expected_rows,
+        )  # fmt: skip
+
+
+def checked_weights(
+    x: jax.Array, w_gate_up: ArrayLike | Matrices, w_down: ArrayLike | Matrices, b_gate_up: ArrayLike | None,
+    b_down: ArrayLike | None, options: MlpOptions,
+) -> ExpertWeights:  # fmt: skip
+    """The parameters as arrays; raises where they disagree with each other, with x or with the activation."""
+    weights = in_quantization(
+        x, _as_matrices("w_gate_up", w_gate_up), _as_matrices("w_down", w_down),
+        as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down), options.quantization,
+    )  # fmt: skip
+    check_shapes(x, weights.w_gate_up, weights.w_down, weights.b_gate_up, weights.b_down, options)
+    return weights
+
+
+def in_quantization(
+    x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
+    quantization: Fp8 | None,
+) -> ExpertWeights:  # fmt: skip
+    """The parameters with what the recipe quantizes before a product needs it; other QuantizedArrays dequantized."""
+    w_gate_up, gate_up_forms = _in_quantization("w_gate_up", w_gate_up, quantization, x)
+    w_down, down_forms = _in_quantization("w_down", w_down, quantization, x)
+    return ExpertWeights(w_gate_up, w_down, b_gate_up, b_down, gate_up_forms, down_forms)
+
+
+def _in_quantization(
+    name: str, w: Matrices, quantization: Fp8 | None, x: jax.Array
+) -> tuple[jax.Array, WeightForms | None]:  # fmt: skip
+    if quantization is None and isinstance(w, jax.Array):
+        return w, None
+    quantized = as_quantized_weights(name, w, quantization, x)
+    if quantized is not None:
+        return as_array(name, quantized.array), quantized.forms
+    assert not isinstance(w, QuantizedWeights)  # which are quantized
+    return as_dense(name, w, x.dtype), None
+
+
+def _as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:
+    return value if isinstance(value, QuantizedArray | QuantizedWeights) else as_array(name, value)
+
+
+def check_shapes(
+    x: Shaped, w_gate_up: Shaped | QuantizedArray, w_down: Shaped | QuantizedArray, b_gate_up: Shaped | None,
+    b_down: Shaped | None, options: MlpOptions,
+) -> None:  # fmt: skip
+    """Raises where the tokens and the parameters disagree, with each other or with the activation.
+
+    A QuantizedArray may have any dtype: it is multiplied as it is, or dequantized to that of x.
+    """
+    w_gate_up, w_down = (
+        jax.ShapeDtypeStruct(w.shape, x.dtype) if isinstance(w, QuantizedArray) else w for w in (w_gate_up, w_down)
+    )
+    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
+    check_operands({"x": x, "w_gate_up": w_gate_up, "w_down": w_down}, axes)
+    activation = options.activation
+    in_by_out = [w.shape[1:] if options.w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
+    (got_features, wide), down_features = in_by_out
+    num_experts, features = w_gate_up.shape[0], x.shape[1]
+    if got_features != features:
+        raise ValueError(f"w_gate_up must have H in-features equal to x's {features}, got {list(w_gate_up.shape)}.")
+    hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
+    if rest:
+        raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
+    expected, got = [num_experts, hidden, features], [w_down.shape[0], *down_features]
+    if got != expected:
+        raise ValueError(
+            f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
+        )
+    check_bias("b_gate_up", b_gate_up, (num_experts, wide))
+    check_bias("b_down", b_down, (num_experts, features))
+
+
+def checked_routing(x: jax.Array, routing: Routing, num_experts: int) -> Routing:
+    """The routing as arrays; raises unless it is of x's tokens among so many experts."""
+    check_instance("routing", routing, Routing, "a jgg.Routing")
+    weights = as_array("routing.topk_weights", routing.topk_weights)
+    choices = as_array("routing.topk_indices", routing.topk_indices)
+    sizes = as_array("routing.group_sizes", routing.group_sizes)
+    indices = as_array_or_none("routing.gather_indices", routing.gather_indices)
+    check_integers("routing.group_sizes", sizes)
+    if indices is not None:
+        check_integers("routing.gather_indices", indices)
+    check_choices(x, weights, choices, "routing.")
+    if sizes.shape != (num_experts,):
+        raise ValueError(f"routing.group_sizes must be [E] = [{num_experts}], got {list(sizes.shape)}.")
+    check_known_groups(sizes)
+    if indices is None:
+        if weights.shape[1] != 1:
+            raise ValueError(
+                "routing.gather_indices must be given unless k is 1 and the tokens are in expert order, "
+                f"got None for topk_weights {list(weights.shape)}."
+            )
+    elif len(indices.shape) != 1 or indices.shape[0] > weights.size:
+        raise ValueError(
+            f"routing.gather_indices must be [M] with M at most T * k = {weights.size}, got {list(indices.shape)}."
+        )
+    return Routing(weights, choices, sizes, indices)
+
+
+def check_choices(x: Shaped, topk_weights: Shaped, topk_indices: Shaped, prefix: str = "") -> None:
+    """Raises unless both are [T, k] with T of x, floats and integers; `prefix` goes before their names."""
+    as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
+    check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
+    check_integers(f"{prefix}topk_indices", topk_indices)
+    num_tokens, topk = topk_weights.shape
+    if num_tokens != x.shape[0] or topk == 0:
+        raise ValueError(
+            f"{prefix}topk_weights must be [T, k] with T equal to x's {x.shape[0]} and k at least 1, "
+            f"got {[num_tokens, topk]}."
+        )
+    if topk_indices.shape != topk_weights.shape:
+        raise ValueError(
+            f"{prefix}topk_indices must be [T, k] = {[num_tokens, topk]} as {prefix}topk_weights, "
+            f"got {list(topk_indices.shape)}."
+        )

@@ -1,0 +1,164 @@
+"""How a mesh splits experts, their features and tokens: `MoESharding`, and functions under `jax.shard_map` by it."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jgg.activations import ActivationLike, find_activation
+from jgg.core.arguments import as_flag, check_instance, check_one_of
+from jgg.core.problem import W_LAYOUTS
+from jgg.experts.exchange import EXCHANGES
+
+P = jax.P
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESharding:
+    """Which mesh axis splits what. Any combination works. Devices along other mesh axes do the same work.
+
+    | axis | tokens | weights | communication, forward |
+    | --- | --- | --- | --- |
+    | data | split | replicated | none (gradients of weights are summed) |
+    | fsdp | split | stored split over H | weights are gathered (gradients are reduce-scattered) |
+    | expert | split | split over E | tokens go to their experts and back, by `exchange` |
+    | tensor | replicated | split over I | y is summed |
+
+    Args:
+      mesh: of Auto or Explicit axes.
+      data: one axis or several.
+      fsdp, expert, tensor: an axis each.
+      exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
+        less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
+        give the same y and drop the same rows.
+      buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
+        Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
+        buffer_factor = number of devices along `expert`) and takes more memory.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    data: str | tuple[str, ...] = ()
+    fsdp: str | None = None
+    expert: str | None = None
+    tensor: str | None = None
+    exchange: str = "all_gather"
+    buffer_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
+        check_instance("mesh", self.mesh, kinds, "a jax.sharding.Mesh or AbstractMesh")
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
+        check_instance("data", self.data, tuple | list, "the name of a mesh axis or a tuple of names")
+        object.__setattr__(self, "data", tuple(self.data))
+        axes = [("data", axis) for axis in self.data]
+        axes += [(name, axis) for name in ("fsdp", "expert", "tensor") if (axis := getattr(self, name)) is not None]
+        used, known = [axis for _, axis in axes], tuple(self.mesh.axis_names)
+        for name, axis in axes:
+            if axis not in known:
+                raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
+            if used.count(axis) > 1:
+                raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
+        check_one_of("exchange", self.exchange, EXCHANGES)
+        factor = self.buffer_factor
+        if factor is not None:
+            if not isinstance(factor, numbers.Real) or isinstance(factor, bool) or not factor > 0:
+                raise ValueError(f"buffer_factor must be None or a number greater than 0, got {factor!r}.")
+            object.__setattr__(self, "buffer_factor", float(factor))
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are split."""
+        return (*self.data, *(axis for axis in (self.fsdp, self.expert) if axis is not None))
+
+    @property
+    def token_spec(self) -> P:
+        """PartitionSpec of x, y [T, H] and every other array with one row per token."""
+        return P(self.token_axes or None)
+
+    def size(self, *axes: str | None) -> int:
+        """Number of devices along the axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis is not None)
+
+    def capacity(self, num_rows: int) -> int:
+        """Rows in a device's buffer, for `num_rows` = T * k routed rows of its own tokens."""
+        devices = self.size(self.expert)
+        return math.ceil(min(self.buffer_factor or devices, devices) * num_rows)
+
+    def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
+        """PartitionSpecs of w_gate_up, w_down, b_gate_up and b_down by name; layers use w_layout="ekn"."""
+        check_one_of("w_layout", w_layout, W_LAYOUTS)
+        up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
+        if w_layout == "enk":
+            up, down = down, up
+        return {
+            "w_gate_up": P(self.expert, *up),
+            "w_down": P(self.expert, *down),
+            "b_gate_up": P(self.expert, self.tensor),
+            "b_down": P(self.expert, None),
+        }
+
+    def named(self, spec: P) -> jax.NamedSharding:
+        """A PartitionSpec on this mesh."""
+        return jax.NamedSharding(self.mesh, spec)
+
+    def split_init(self, init: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
+        """The initializer of a layer's parameter, whose result comes into being split."""
+        spec = self.weight_specs("ekn").get(name, P())
+        split = jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
+
+        def checked(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+            check_divides(name, shape, spec, self)
+            return split(key, shape, dtype)
+
+        return checked
+
+
+def map_tokens[Result](
+    function: Callable[[dict[str, jax.Array]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
+    specs: dict[str, P], out_specs: P | tuple[P, ...],
+) -> Result:  # fmt: skip
+    """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
+    specs = {name: specs.get(name, sharding.token_spec) for name in arrays}
+    for name, array in arrays.items():
+        check_divides(name, jnp.shape(array), specs[name], sharding)
+    arrays = {name: _placed(name, array, specs[name], sharding) for name, array in arrays.items()}
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
+
+
+def check_divides(name: str, shape: tuple[int, ...], spec: P, sharding: MoESharding) -> None:
+    """Raises where an array cannot be split evenly as a spec says."""
+    for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+        names = names if isinstance(names, tuple) else (names,)
+        devices = sharding.size(*names)
+        if size % devices:
+            along = " and ".join(repr(name) for name in names)
+            raise ValueError(
+                f"{name} must have a multiple of {devices} along axis {axis}, the devices along {along} of the mesh, "
+                f"got {list(shape)}."
+            )
+
+
+def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.Array:
+    """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    spec = P(*spec, *[None] * (array.ndim - len(spec)))
+    got = jax.typeof(array).sharding.spec
+    if name.startswith(("w_", "b_")) and got != spec and any(part is not None for part in got):
+        raise ValueError(f"{name} must be split as {spec} by sharding.weight_specs, got {got}.")
+    return jax.sharding.reshard(array, sharding.named(spec))
+
+
+def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:
+    """Raises where gates and the ups that they are multiplied with would be on different devices."""
+    interleaved = as_flag("interleaved", interleaved)
+    if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
+        raise ValueError(
+            "interleaved must be True with a tensor axis and a gated activation, whose gates and ups would be on "
+            "different devices: w_gate_up = jgg.sharding.interleave(w_gate_up, axis), got False."
+        )

@@ -1,0 +1,66 @@
+"""The expert MLP of one device's tokens, whose experts may be on other devices: inside `jax.shard_map`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.core.gpu_target import current_target
+from jgg.core.manual_axes import vary_over
+from jgg.core.quantized import QuantizedArray
+from jgg.experts.arguments import MlpOptions, in_quantization
+from jgg.experts.exchange import EXCHANGES, Placement
+from jgg.experts.mesh import MoESharding
+from jgg.experts.moe import compute_mlp
+from jgg.launching.choice import How
+from jgg.router.routing import Routing, compute_order
+
+# Left to the collective that sums the gradient of x while that of w_gate_up is computed; kernels/trials.md has others.
+_SPARE_SMS = 24
+
+
+def compute_mlp_on_device(
+    x: jax.Array, w_gate_up: jax.Array | QuantizedArray, w_down: jax.Array | QuantizedArray,
+    b_gate_up: jax.Array | None, b_down: jax.Array | None, topk_weights: jax.Array, topk_indices: jax.Array,
+    sharding: MoESharding, options: MlpOptions,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`moe_mlp_on_device` of checked arguments."""
+    how = How(options.implementation, current_target())
+    num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
+    spare_sms = _SPARE_SMS if sharding.size(sharding.expert, sharding.tensor) > 1 else 0
+    options = dataclasses.replace(options, spare_sms=spare_sms, expected_rows=num_rows or None)
+    if sharding.tensor is not None:
+        # gradients are summed over the axis as they come back to here: [T, H], not the rows of the exchange
+        x, topk_weights = (vary_over(frozenset({sharding.tensor}), array) for array in (x, topk_weights))
+        if b_down is not None:  # added on one of the devices whose results are summed
+            b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
+
+    def compute(
+        x: jax.Array, topk_weights: jax.Array, w_gate_up: jax.Array | QuantizedArray, w_down: jax.Array | QuantizedArray
+    ) -> tuple[jax.Array, jax.Array]:
+        if sharding.fsdp is not None:
+            specs = sharding.weight_specs(options.w_layout)
+            w_gate_up, w_down = (
+                jax.lax.all_gather(w, sharding.fsdp, axis=specs[name].index(sharding.fsdp), tiled=True)
+                for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+            )
+
+        def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
+            routing = checkpoint_name(routing, "jgg_routing")
+            weights = in_quantization(rows, w_gate_up, w_down, b_gate_up, b_down, options.quantization)
+            return compute_mlp(rows, weights, routing, options)
+
+        if sharding.expert is None:
+            routing = Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
+            return mlp(x, routing), jnp.int32(0)
+        placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
+        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
+
+    if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
+        names = options.x_name, options.pre_activation_name, "jgg_routing"
+        compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    y, overflow = compute(x, topk_weights, w_gate_up, w_down)
+    if sharding.tensor is not None:
+        y = jax.lax.psum(y, sharding.tensor)
+    return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)

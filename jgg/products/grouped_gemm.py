@@ -1,0 +1,161 @@
+"""`grouped_gemm` of checked arguments, with its gradients: a custom_vjp of FORWARD, DX, DW and DBIAS."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
+from jgg.core.schedule import GroupBounds, as_indices, group_bounds, group_of_rows, guarded, inverse_permutation
+from jgg.launching.choice import How, is_plain_jax
+from jgg.products.dbias import DBIAS, Dbias
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.plain import grouped_gemm as plain
+
+
+class Arrays(NamedTuple):
+    """Arrays as `jgg.grouped_gemm` takes them; x and w both quantized or neither.
+
+    Attributes:
+      group_offset: integer scalar or [1], index of the first group whose matrix is in w, as in `jgg.ragged_dot`.
+    """
+
+    x: jax.Array | QuantizedArray
+    w: jax.Array | QuantizedArray
+    group_sizes: jax.Array
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+    bias: jax.Array | None = None
+    group_offset: jax.Array | None = None
+
+
+class Hows(NamedTuple):
+    """How each product is computed, with configurations of its own."""
+
+    forward: How
+    dx: How
+    dw: How
+
+
+def compute_grouped_gemm(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Array:
+    """y, differentiable in all that is not quantized."""
+    if isinstance(arrays.x, jax.Array) and not _is_plain(problem, hows.forward):
+        # before `_compute`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        arrays = arrays._replace(x=checkpoint_name(arrays.x, "jgg_x"))
+    return _compute(problem, hows, arrays)
+
+
+def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
+    """Whether a product is plain JAX, with the derivatives of that."""
+    return problem.is_empty or is_plain_jax(how.implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compute(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Array:
+    problem, operands = _operands(problem, arrays)
+    if problem.is_quantized:
+        return FORWARD(hows.forward, operands, problem=problem)
+    if _is_plain(problem, hows.forward):
+        return plain.grouped_gemm(
+            problem, operands.x, operands.w, operands.bounds, operands.gather_indices, operands.topk_weights,
+            operands.bias,
+        )  # fmt: skip
+    return _differentiable(problem, hows, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute_forward(problem: GroupedGemmProblem, how: How, arrays: Arrays) -> jax.Array:
+    """y by FORWARD alone, whose derivative is plain JAX."""
+    problem, operands = _operands(problem, arrays)
+    return FORWARD(how, operands, problem=problem)
+
+
+def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmProblem, Forward]:
+    """FORWARD's operands, and its problem: quantized matrices are turned to [E, N, K], as kernels read them along K."""
+    x, w = arrays.x, arrays.w
+    if isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray):
+        w = w if problem.w_layout == "enk" else w.mT
+        x, w = jax.lax.stop_gradient((x, w))
+        problem = problem.quantized
+    axes = varying_axes(*jax.tree.leaves(arrays))
+    x, w, group_sizes, gather_indices, topk_weights, bias = jax.tree.map(
+        functools.partial(vary_over, axes),
+        (x, w, arrays.group_sizes, as_indices(arrays.gather_indices), arrays.topk_weights, arrays.bias),
+    )
+    bounds = group_bounds(group_sizes, problem.num_rows, arrays.group_offset, problem.num_experts)
+    return problem, Forward(x, w, bounds, gather_indices, topk_weights, bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> jax.Array:
+    return FORWARD(hows.forward, operands, problem=problem)
+
+
+def _forward(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> tuple[jax.Array, Forward]:
+    return _differentiable(problem, hows, operands), operands
+
+
+def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
+    x, w, bounds, gather_indices, topk_weights, bias = operands
+    if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
+        dy = dy.astype(problem.dtype)
+    x_if_weighted = None if topk_weights is None else x
+    dx, row_sums = DX(hows.dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
+    dw = DW(hows.dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
+    d_topk_weights = dbias = None
+    if topk_weights is not None:
+        assert row_sums is not None  # x was given
+        if bias is not None:
+            row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
+        if gather_indices is not None:
+            at = guarded(inverse_permutation(gather_indices), len(row_sums))
+            row_sums = row_sums.at[at].get(mode="fill", fill_value=0)
+        d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
+    if bias is not None:
+        how = hows.dw._replace(config=None)
+        dbias = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
+        dbias = dbias.astype(bias.dtype)
+    return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def bias_row_sums(
+    problem: GroupedGemmProblem, dy: jax.Array, bias: jax.Array, bounds: GroupBounds, gather_indices: jax.Array | None
+) -> jax.Array:
+    """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
+    experts = group_of_rows(bounds, problem.num_rows)
+    in_group = experts < problem.num_experts
+    experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
+    if problem.permute_y:
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
+    sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
+    return jnp.where(in_group, sums, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute_dx(
+    problem: GroupedGemmProblem, how: How, dy: jax.Array, w: jax.Array, group_sizes: jax.Array,
+    gather_indices: jax.Array | None, topk_weights: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """The gradient in x by DX alone."""
+    bounds = group_bounds(group_sizes, problem.num_rows)
+    operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
+    return DX(how, operands, problem=problem).dx
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute_dw(
+    problem: GroupedGemmProblem, how: How, x: jax.Array, dy: jax.Array, group_sizes: jax.Array,
+    gather_indices: jax.Array | None, topk_weights: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """The gradient in w by DW alone."""
+    operands = Dw(x, dy, group_bounds(group_sizes, problem.num_rows), as_indices(gather_indices), topk_weights)
+    return DW(how, operands, problem=problem)
