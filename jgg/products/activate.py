@@ -70,9 +70,7 @@ def _launch_activate(
         return _activate_plainly(operands, activation, interleaved, stored_as, keeps)
     (pre,) = operands
     outputs = activated_types(pre, activation, stored_as, keeps)
-    if stored_as is None:
-        return launches.activate(launcher, pre, outputs, activation, interleaved)
-    return launches.activate_and_quantize(launcher, pre, outputs, activation, interleaved, stored_as)
+    return launches.activate(launcher, pre, outputs, activation, interleaved, stored_as)
 
 
 def _merge_activate(how: How, operands: Activate, batched: Activate, stored_as=None, **parameters):

@@ -53,44 +53,29 @@ def can_launch(launcher: Launcher, activation: Activation, stored_as: Format | N
 
 
 def activate(
-    launcher: Launcher, pre: jax.Array, outputs: Activated, activation: Activation, interleaved: bool
-) -> Activated:
-    """The hidden features in the dtype of the pre-activation."""
-    from jgg.kernels.activation import activate_kernel
-
-    num_rows, columns = outputs.hidden.shape
-    constants = _constants(columns, activation, interleaved)
-    launch = Launch(
-        operands={"pre": pre, "num_rows": num_rows},
-        outputs=named(hidden=outputs.hidden),
-        constants=constants,
-        grid=_grid(num_rows, columns, constants),
-        flops=8 * num_rows * columns,
-        bytes_accessed=(pre.size + num_rows * columns) * pre.dtype.itemsize,
-    )
-    return Activated(**launcher.run(activate_kernel, launch))
-
-
-def activate_and_quantize(
     launcher: Launcher, pre: jax.Array, outputs: Activated, activation: Activation, interleaved: bool,
-    stored_as: Format,
+    stored_as: Format | None,
 ) -> Activated:  # fmt: skip
-    """The hidden features and, where outputs have it, the pre-activation, quantized."""
+    """The outputs, whose types are given."""
+    from jgg.kernels.activation import activate_kernel
     from jgg.kernels.activation_fp8 import activate_fp8_kernel
 
     num_rows, columns = outputs.hidden.shape
-    constants = _quantizing_constants(columns, activation, interleaved, stored_as)
-    keeps = outputs.kept is not None
+    constants = _constants(columns, activation, interleaved, stored_as)
+    stored = named(**outputs._asdict())
+    kernel, absent = activate_kernel, {}
+    if stored_as is not None:
+        kernel, absent = activate_fp8_kernel, dict.fromkeys({"kept_values", "kept_scales"} - stored.keys())
     launch = Launch(
-        operands={"pre": pre, "num_rows": num_rows, **({} if keeps else {"kept_values": None, "kept_scales": None})},
-        outputs=named(**outputs._asdict()),
+        operands={"pre": pre, "num_rows": num_rows, **absent},
+        outputs=stored,
         constants=constants,
-        grid=_grid(num_rows, columns, constants),
+        grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]), math.ceil(columns / constants["BLOCK_COLUMNS"])),
         flops=8 * num_rows * columns,
-        bytes_accessed=pre.size * (pre.dtype.itemsize + keeps) + num_rows * columns,
+        bytes_accessed=sum(array.size * array.dtype.itemsize for array in (pre, *stored.values())),
     )
-    results = launcher.run(activate_fp8_kernel, launch)
-    return Activated(quantized(results, "hidden"), quantized(results, "kept") if keeps else None)
+    results = launcher.run(kernel, launch)
+    return Activated(written(results, "hidden"), written(results, "kept"))
 
 
 def differentiate(
@@ -101,7 +86,7 @@ def differentiate(
     from jgg.kernels.activation import activate_backward_kernel
 
     num_rows, columns = z.shape
-    constants = _constants(columns, activation, interleaved)
+    constants = _constants(columns, activation, interleaved, None)
     launch = Launch(
         operands={"weights": weights, "in_group": in_group.astype(jnp.int8), "num_rows": num_rows},
         outputs={"pre": pre, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
@@ -122,7 +107,7 @@ def differentiate_and_quantize(
     from jgg.kernels.activation_fp8 import activate_backward_fp8_kernel
 
     num_rows, columns = z.shape
-    constants = _quantizing_constants(columns, activation, interleaved, stored_as)
+    constants = _constants(columns, activation, interleaved, stored_as)
     # else blocks are of gate and up both, which the kernel has not side by side
     quantizes = not activation.is_gated or not (interleaved or columns % BLOCK)
     d_pre, d = outputs.d_pre_activation, named(d=outputs.quantized)
@@ -141,8 +126,7 @@ def differentiate_and_quantize(
         bytes_accessed=2 * (kept.values.size + z.size * z.dtype.itemsize) + d_pre.size * z.dtype.itemsize,
     )
     results = launcher.run(activate_backward_fp8_kernel, launch)
-    of_dx = quantized(results, "d") if quantizes else None
-    return ActivationGradients(results["d_pre"], of_dx, results["z"], results["row_sums"])
+    return ActivationGradients(results["d_pre"], written(results, "d"), results["z"], results["row_sums"])
 
 
 def named(**arrays: Any) -> dict[str, Any]:
@@ -156,9 +140,11 @@ def named(**arrays: Any) -> dict[str, Any]:
     return outputs
 
 
-def quantized(results: dict[str, jax.Array], name: str) -> QuantizedArray:
-    """The QuantizedArray that a launch wrote under that name."""
-    return QuantizedArray(results[f"{name}_values"], results[f"{name}_scales"])
+def written(results: dict[str, jax.Array], name: str) -> Any:
+    """The array or QuantizedArray that a launch wrote under a name, or None."""
+    if f"{name}_values" in results:
+        return QuantizedArray(results[f"{name}_values"], results[f"{name}_scales"])
+    return results.get(name)
 
 
 def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
@@ -170,22 +156,13 @@ def activation_constants(activation: Activation, interleaved: bool) -> dict[str,
     }  # fmt: skip
 
 
-def _constants(columns: int, activation: Activation, interleaved: bool, least_block: int = 16):
-    """The constants that all of these kernels are compiled for."""
-    block_columns = min(512, power_of_2(columns, least=least_block))
+def _constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format | None) -> dict[str, Any]:
+    """The constants that all of these kernels are compiled for, those of quantization only where they quantize."""
+    block_columns = min(512, power_of_2(columns, least=16 if stored_as is None else BLOCK))
     return {
         "COLUMNS": columns,
         **activation_constants(activation, interleaved),
+        **({} if stored_as is None else quantizing_constants(stored_as)),
         "BLOCK_ROWS": 1024 // block_columns,
         "BLOCK_COLUMNS": block_columns,
     }
-
-
-def _quantizing_constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format):
-    """The same and the constants of quantization, for kernels that quantize."""
-    return _constants(columns, activation, interleaved, least_block=BLOCK) | quantizing_constants(stored_as)
-
-
-def _grid(num_rows: int, columns: int, constants) -> tuple[int, int]:
-    """A program for each block of rows and columns."""
-    return math.ceil(num_rows / constants["BLOCK_ROWS"]), math.ceil(columns / constants["BLOCK_COLUMNS"])

@@ -14,7 +14,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
 from jgg.primitives.product import array_type
 from jgg.products.activate import activated_types
-from jgg.products.activation_launches import Activated, activation_constants, named, quantized
+from jgg.products.activation_launches import Activated, activation_constants, named, written
 from jgg.products.hopper import Hidden
 from jgg.products.quantize import quantizing_constants
 from jgg.products.row_tiles import (
@@ -59,7 +59,7 @@ def multiply_and_activate(
         if key.endswith("_scales"):  # of rows outside every group the kernel leaves them unwritten
             rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
             results[key] = jnp.where(rows, results[key], 0)
-    return Activated(quantized(results, "hidden"), quantized(results, "kept") if hidden.keeps else None)
+    return Activated(written(results, "hidden"), written(results, "kept"))
 
 
 def _launch(
