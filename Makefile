@@ -107,5 +107,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv .versions build dist site jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-plan.png jgg-scale.json sanitize
+	rm -rf .venv .versions build dist site jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-layers.png jgg-layers.json jgg-scale.json sanitize
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

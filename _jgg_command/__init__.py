@@ -12,13 +12,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from _jgg_command.parser import make_parser
+from _jgg_command.parser import parse
 
 
 def main() -> int:
     """Runs `jgg` and returns the exit code."""
     # ends the process after help, and at a mistake
-    args = make_parser(importlib.metadata.version("jgg")).parse_args()
+    args = parse(importlib.metadata.version("jgg"), sys.argv[1:])
     with _held_back() as notes:
         import jax
 

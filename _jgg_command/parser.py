@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 DTYPES = ("float32", "float16", "bfloat16")
 FAMILIES = ("data", "fsdp", "all_gather", "ragged_all_to_all", "tensor")
-PEERS = ("dense", "ragged_dot", "tokamax", "torch", "quack")
+PEERS = ("dense", "ragged_dot", "bfloat16")
 
 
 def _whole_number(text, least, most):
@@ -46,15 +46,6 @@ def positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be greater than 0 and finite, got {value}")
     return value
-
-
-def _powers_of_two(text):
-    """Argument type: a comma list of powers of two."""
-    counts = tuple(dict.fromkeys(positive_int(part) for part in text.split(",")))
-    for count in counts:
-        if count & (count - 1):
-            raise argparse.ArgumentTypeError(f"must be powers of two, got {count}")
-    return counts
 
 
 def _file(text):
@@ -99,17 +90,17 @@ _SHARED: dict[str, dict[str, Any]] = {
     "json": {"action": "store_true", "help": "print JSON rather than text"},
     "quiet": {"action": "store_true", "help": "show no progress"},
 }
-_SIZES = ("m", "k", "n", "experts", "topk")
+SIZES = ("m", "k", "n", "experts", "topk")
 
 
-def _add_shared(parser, *names, **changes):
+def add_shared(parser, *names, **changes):
     """Declares options that commands share, by their names; `changes` are those with other settings."""
     for name in (*names, *(name.replace("_", "-") for name in changes)):
         parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
 
 
 def _info(parser):
-    _add_shared(parser, "json")
+    add_shared(parser, "json")
 
 
 def _demo(parser):
@@ -126,7 +117,7 @@ def _demo(parser):
     parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
     parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
     what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
-    _add_shared(
+    add_shared(
         parser,
         "implementation",
         dtype={"choices": ("float32", "bfloat16"), "help": what},
@@ -138,22 +129,22 @@ def _demo(parser):
 
 def _bench(parser):
     what = "a layer that jgg knows, very slow on a CPU; repeat for more (all; without a GPU two, scaled down)"
-    _add_shared(parser, layer={"help": what})
-    _add_shared(parser, "shapes", *_SIZES)
-    what = "comma list; gather: x in token order; layer: whole layers, router included (%(default)s)"
+    add_shared(parser, layer={"help": what})
+    add_shared(parser, "shapes", *SIZES)
+    what = "comma list; gather: x in token order (%(default)s)"
     parser.add_argument("--op", default="forward,dx,dw,gather", metavar="LIST", help=what)
-    what = f"all, none or a comma list of {', '.join(PEERS)} (%(default)s)"
+    what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 for fp8 (%(default)s)"
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    what = "how rows are spread, but for layers (%(default)s)"
+    what = "how rows are spread (%(default)s)"
     parser.add_argument("--groups", choices=("uneven", "even", "one", "some-empty"), default="uneven", help=what)
     what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
     dtype = {"choices": (*DTYPES, "fp8"), "help": what}
     plain = "implementation", "seed", "json", "quiet"
-    _add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
+    add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
 
 
 def _tune(parser):
-    _add_shared(parser, "layer", "shapes", *_SIZES)
+    add_shared(parser, "layer", "shapes", *SIZES)
     for name, meaning in (
         ("permute-x", "x is in token order"),
         ("permute-y", "y is in token order"),
@@ -172,37 +163,20 @@ def _tune(parser):
         "default": "bfloat16",
         "help": "of the operands (%(default)s); fp8: quantized",
     }
-    _add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
+    add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
 
 
 def _scale(parser):
     layer = {"help": "a layer that jgg knows, very slow on a CPU (the first; without a GPU scaled down)"}
-    _add_shared(parser, layer=layer)
-    _add_shared(parser, "shapes", "tokens")
+    add_shared(parser, layer=layer)
+    add_shared(parser, "shapes", "tokens")
     parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
     parser.add_argument("--strategy", metavar="NAME,...", help=f"of {', '.join(FAMILIES)} (all)")
     what = "of the experts' devices (%(default)s)"
     parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
     parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
     dtype = {"choices": ("bfloat16", "float32"), "help": "of the computation (bfloat16 on a GPU, float32 elsewhere)"}
-    _add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
-
-
-def _plan(parser):
-    _add_shared(parser, layer={"help": "a layer that jgg knows (the first)"})
-    _add_shared(parser, "shapes", "tokens")
-    what = "comma list of powers of two (%(default)s)"
-    parser.add_argument("--devices", type=_powers_of_two, default="8,64,512,4096", metavar="LIST", help=what)
-    parser.add_argument("--node-size", type=positive_int, default=8, help="devices (%(default)s)")
-    for name, value, meaning in (
-        ("link-gbps", 450.0, "gigabytes a second that a device sends inside its node"),
-        ("network-gbps", 50.0, "gigabytes a second that a device sends to other nodes"),
-        ("tflops", 400.0, "TFLOP/s of a device on this layer alone, as jgg bench measures them"),
-        ("memory-gb", 141.0, "gigabytes of a device"),
-    ):
-        parser.add_argument(f"--{name}", type=positive_float, default=value, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--top", type=positive_int, default=4, help="strategies for each number (%(default)s)")
-    _add_shared(parser, "json", out={"default": "jgg-plan"})
+    add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
 
 
 def _completion(parser):
@@ -219,13 +193,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command("Show versions, devices and which implementation runs here.", _info),
     "demo": Command("Train a small mixture-of-experts language model here and plot what it did.", _demo),
-    "bench": Command("Time grouped GEMMs here, check them, and compare them with other libraries.", _bench),
+    "bench": Command("Time grouped GEMMs here, and check them.", _bench),
     "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
     "scale": Command(
         "Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.", _scale
-    ),
-    "plan": Command(
-        "Estimate how an MoE layer scales to many GPUs: bytes on links, FLOPs, memory, and how to split it best.", _plan
     ),
     "completion": Command("Print a script by which a shell completes commands and options.", _completion),
 }
@@ -241,3 +212,8 @@ def make_parser(version: str) -> argparse.ArgumentParser:
         add_arguments(command)
         command.set_defaults(parser=command)
     return parser
+
+
+def parse(version: str, arguments: list[str]) -> argparse.Namespace:
+    """The parsed arguments; without any, as after a mistake, the process ends here, having shown help."""
+    return make_parser(version).parse_args(arguments or ["--help"])

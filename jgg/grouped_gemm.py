@@ -243,6 +243,7 @@ def _backward(problem: GroupedGemmProblem, hows: _Hows, operands: Forward, dy: j
     dw = DW(how_dw, Dw(x, dy, bounds, gather_indices, topk_weights), problem=problem)
     d_topk_weights = dbias = None
     if topk_weights is not None:
+        assert row_sums is not None  # x was given
         if bias is not None:
             row_sums += bias_row_sums(problem, dy, bias, bounds, gather_indices)
         if gather_indices is not None:
@@ -272,7 +273,7 @@ def bias_row_sums(
     return jnp.where(in_group, sums, 0)
 
 
-def _product(product: Product, config: object, implementation: str | None, **arguments: Any) -> jax.Array:
+def _product(product: Product[Any], config: object, implementation: str | None, **arguments: Any) -> jax.Array:
     """Checks the arguments, then computes one product of them."""
     _check_config("kernel_config", config, product)
     problem, how, arrays = _checked(implementation, arguments)
@@ -281,8 +282,8 @@ def _product(product: Product, config: object, implementation: str | None, **arg
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_product(
-    product: Product, problem: GroupedGemmProblem, how: How, group_sizes: jax.Array, gather_indices: jax.Array | None,
-    **arrays: jax.Array | None,
+    product: Product[Any], problem: GroupedGemmProblem, how: How, group_sizes: jax.Array,
+    gather_indices: jax.Array | None, **arrays: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = product.operands(**arrays, bounds=bounds, gather_indices=as_indices(gather_indices))
@@ -290,7 +291,7 @@ def _run_product(
     return result.dx if isinstance(result, DxResults) else result
 
 
-def _check_config(name: str, config: object, product: Product) -> None:
+def _check_config(name: str, config: object, product: Product[Any]) -> None:
     kind = product.config_type
     if config is not None and kind is not None:
         check_instance(name, config, kind, f"a {kind.__name__} or None")

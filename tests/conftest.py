@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgg.launching import compile_ahead, triton
+from jgg.launching import triton
+from jgg.primitives.product import Product
 from tests.support import generated, workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -48,8 +49,8 @@ def alone(request, monkeypatch):
 
     Large tests count none, and their kernels take longest to compile.
     """
-    num_threads = compile_ahead.COMPILER.num_threads if request.node.get_closest_marker("large") else 0
-    monkeypatch.setattr(compile_ahead, "COMPILER", compile_ahead.AheadCompiler(num_threads))
+    if not request.node.get_closest_marker("large"):
+        monkeypatch.setattr(Product.ahead, "num_threads", 0)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def make_environment(name: str, folder: Path) -> Path:
 
 
 def versions(python: Path) -> str:
-    """Those of an environment, in words."""
+    """The versions in an environment, in words."""
     program = f"import importlib.metadata as m, platform as p; print(p.python_version(), *map(m.version, {SHOWN}))"
     numbers = subprocess.run([python, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout.split()
     return ", ".join(map(" ".join, zip(("Python", *SHOWN), numbers, strict=True)))

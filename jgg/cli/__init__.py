@@ -4,23 +4,24 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 import jax
 
-from _jgg_command.parser import make_parser
+from _jgg_command.parser import parse
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.core.versions import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `jgg` with `argv`, by default the process's arguments, and returns the exit code."""
-    return run(make_parser(__version__).parse_args(argv))
+    return run(parse(__version__, sys.argv[1:] if argv is None else argv))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs a command, by the function `run` of its module, and returns the exit code."""
+def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] | None = None) -> int:
+    """Runs a command, by default the function `run` of its module, and returns the exit code."""
     try:
-        code = importlib.import_module(f"jgg.cli.{args.command}").run(args)
+        code = (command or _runner(args.command))(args)
         sys.stdout.flush()  # so that what is wrong with it shows here
         return code
     except UsageError as error:
@@ -46,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
         if not isinstance(error, BrokenPipeError):  # who reads the output, such as head, has enough
             print(f"jgg: could not write stdout: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _runner(name) -> Callable[[argparse.Namespace], int]:
+    """The function that runs a command; its module is imported when it is needed."""
+    return importlib.import_module(f"jgg.cli.{name}").run
 
 
 def _stdout_works():

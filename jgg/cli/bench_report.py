@@ -2,37 +2,27 @@
 
 import dataclasses
 import json
-import math
 import statistics
-from collections.abc import Iterator
 
 from jgg.cli import options
-from jgg.cli.bench_run import BOUNDS, JGG, LayerRow, Result, Row
+from jgg.cli.bench_run import BOUNDS, JGG, Result, Row
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
-from jgg.cli.options import FP8
-from jgg.measuring.fp8 import BFLOAT16, QUANTIZE
 from jgg.measuring.peers import DENSE
-from jgg.measuring.timing import RIGHT, UNSUPPORTED
+from jgg.measuring.timing import RIGHT
 
-_TEXTS = ("GEMM", "M, K, N, E", "layer", "T, H, I, E, k", "op", "pass", "peer", "smallest of")  # columns that are words
+_TEXTS = ("GEMM", "M, K, N, E", "op", "peer", "smallest of")  # columns that are words
 _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 
 
 def show(result: Result) -> None:
     """Prints conditions, tables, what was not right, and ratios."""
     print(header(result))
-    names = [*BOUNDS.values(), *([BFLOAT16] if result.settings.is_fp8 else []), *result.peers]
-    headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of dense", "% of roofline", *names)
-    _print_rows(headings, result, result.rows)
+    numbers = ("ms", "TF/s", "GB/s", "% of dense", "% of roofline")
+    headings = ("GEMM", "M, K, N, E", "op", *numbers, *BOUNDS.values(), *result.peers)
+    print_table(headings, [_cells(result, row) for row in result.rows], _TEXTS)
     for line in _not_right(result):
         print(line)
-    for row in result.rows:
-        seconds = row.seconds(QUANTIZE)
-        if seconds is not None:
-            yours = row.seconds(JGG)
-            share = "" if yours is None else f", {100 * seconds / yours:.0f}% of the product"
-            print(f"{row.name} {row.op}: quantizing its rows takes {number(seconds * 1e6)} us{share}")
     compared = [
         (op, peer, f"{each['geometric_mean']:.3f}", f"{each['smallest']:.3f}", each["smallest_of"], each["gemms"])
         for op, by_peer in _ratios(result).items()
@@ -41,10 +31,6 @@ def show(result: Result) -> None:
     if compared:
         print("jgg's speed over each peer's:")
         print_table(("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs"), compared, _TEXTS)
-    passes = [row for layer in result.layers for row in layer.passes if row.measurements]
-    _print_rows(("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", DENSE), result, passes)
-    for layer in result.layers:
-        print(*_layer_notes(layer), sep="\n")
     if result.interrupted:
         print("Interrupted: not everything was measured")
 
@@ -64,49 +50,41 @@ def header(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _print_rows(headings, result, rows):
-    """Prints a table: name, sizes and op; then numbers of jgg's, by their headings, and the speeds of others."""
-    if rows:
-        print_table(headings, [_cells(result, row, headings[3:]) for row in rows], _TEXTS)
-
-
-def _cells(result, row, headings):
+def _cells(result, row):
+    """The cells of a table: name, sizes and op; then jgg's numbers, and the speeds of others."""
     numbers = _numbers(result, row, JGG)
-    percents = {heading: numbers[f"percent_of_{heading[5:]}"] for heading in ("% of dense", "% of roofline")}
-    cells = {
-        "ms": _cell(row, JGG, numbers["milliseconds"]),
-        "TF/s": number(numbers["tflops"]),
-        "GB/s": number(numbers["gbytes_per_second"]),
-        **{heading: "-" if percent is None else f"{percent:.1f}" for heading, percent in percents.items()},
-    }
-    others = {name: _cell(row, name, row.tflops(name)) for name in headings if name not in cells}
-    if row.gemm:
-        sizes = tuple(getattr(row.problem, name) for name in _SIZES[:-1])
-    else:
-        sizes = dataclasses.astuple(row.problem.layer)[1:]
-    return row.name, ", ".join(map(str, sizes)), row.op, *((cells | others)[heading] for heading in headings)
+    percents = [numbers["percent_of_dense"], numbers["percent_of_roofline"]]
+    return (
+        row.name,
+        ", ".join(str(getattr(row.problem, name)) for name in _SIZES[:-1]),
+        row.op,
+        _cell(row, JGG, numbers["milliseconds"]),
+        number(numbers["tflops"]),
+        number(numbers["gbytes_per_second"]),
+        *("-" if percent is None else f"{percent:.1f}" for percent in percents),
+        *(_cell(row, name, row.tflops(name)) for name in (*BOUNDS.values(), *result.peers)),
+    )
 
 
 def _cell(row, name, value):
     measurement = row.measurements.get(name)
-    if measurement is None or measurement.status == UNSUPPORTED:
+    if measurement is None:
         return "-"
     return number(value) if measurement.status == RIGHT else measurement.status
 
 
 def _not_right(result):
-    """A line for each product that is wrong, failed or unsupported; the same reason for many GEMMs once."""
+    """A line for each product that is wrong or failed; the same reason for many GEMMs once."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in result.rows:
         for name, measurement in row.measurements.items():
             if measurement.status != RIGHT:
-                of = row.op if measurement.status == UNSUPPORTED else f"{row.name} {row.op}"
-                reasons.setdefault((name, str(measurement)), {})[of] = None
+                reasons.setdefault((name, str(measurement)), {})[f"{row.name} {row.op}"] = None
     return [f"{name}, {'; '.join(where)}: {what}" for (name, what), where in reasons.items()]
 
 
 def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
-    """By op and name, how many times as fast as `name` jgg is: geometric mean, smallest, and how many GEMMs."""
+    """How many times as fast as `name` jgg is, by op and name: geometric mean, smallest, and how many GEMMs."""
     found: dict[str, dict[str, dict]] = {}
     for op in ops:
         for name in names:
@@ -124,37 +102,7 @@ def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
 
 
 def _ratios(result):
-    others = [*([BFLOAT16] if result.settings.is_fp8 else []), *result.peers]
-    return ratios(result.rows, result.settings.ops, sorted(others, key=lambda name: name != DENSE))
-
-
-def _layer_notes(layer: LayerRow) -> Iterator[str]:
-    """A line on the layer's routing, one on its memory, and one for whatever was not right."""
-    name = layer.problem.layer.name
-    if layer.route_seconds is not None and layer.group_sizes is not None:
-        fewest, median, most = layer.group_sizes
-        yield (
-            f"{name}: routing and sorting {number(layer.route_seconds * 1e6)} us;"
-            f" rows of an expert {fewest} to {most}, median {median}"
-        )
-    if layer.memory is not None:
-        memory, limit = layer.memory, layer.problem.memory_limit
-        peak = "" if memory.peak_in_use is None else f"; in use at most {_megabytes(memory.peak_in_use)}"
-        yield (
-            f"{name}: forward + backward takes {_megabytes(memory.total)} (arguments {_megabytes(memory.arguments)},"
-            f" results {_megabytes(memory.results)}, temporaries {_megabytes(memory.temporaries)}{peak}),"
-            f" {100 * memory.total / limit:.0f}% of the {_megabytes(limit)} aimed at"
-        )
-    for what, reason in layer.failures.items():
-        yield f"{name} {what}: failed: {reason}"
-    for row in layer.passes:
-        measurement = row.measurements.get(JGG)
-        if measurement is not None and measurement.status != RIGHT:
-            yield f"{name} {row.op}: {measurement}" + (f" ({measurement.variant})" if measurement.variant else "")
-
-
-def _megabytes(count):
-    return f"{number(count / 1e6)} MB"
+    return ratios(result.rows, result.settings.ops, sorted(result.peers, key=lambda name: name != DENSE))
 
 
 def as_json(result: Result) -> str:
@@ -167,7 +115,6 @@ def as_json(result: Result) -> str:
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
         "rows": [_row_as_json(result, row) for row in result.rows],
-        "layers": [_layer_as_json(result, layer) for layer in result.layers],
     }
     return json.dumps(content, indent=2) + "\n"
 
@@ -182,26 +129,8 @@ def _row_as_json(result, row):
         "bytes": problem.bytes_accessed,
         "flops_per_byte": problem.flops / problem.bytes_accessed,
         "measurements": {
-            name: _finite(measurement) | _numbers(result, row, name) for name, measurement in row.measurements.items()
+            name: measurement.as_json() | _numbers(result, row, name) for name, measurement in row.measurements.items()
         },
-    }
-
-
-def _layer_as_json(result, layer):
-    def by_pass(value, name):
-        return {row.op: value(row) for row in layer.passes if name is None or name in row.measurements}
-
-    return {
-        **{field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)},
-        "problem": dataclasses.asdict(layer.problem) | {"quantization": layer.problem.quantization and FP8},
-        "memory": layer.memory and dataclasses.asdict(layer.memory),
-        "passes": by_pass(lambda row: _finite(row.measurements[JGG]), JGG),
-        "dense_seconds": by_pass(lambda row: row.seconds(DENSE), DENSE),
-        "flops": by_pass(lambda row: row.flops, None),
-        "tflops": by_pass(lambda row: row.tflops(JGG), None),
-        "dense_tflops": by_pass(lambda row: row.tflops(DENSE), None),
-        "percent_of_dense": by_pass(lambda row: _numbers(result, row, JGG)["percent_of_dense"], None),
-        "memory_limit": layer.problem.memory_limit,
     }
 
 
@@ -220,12 +149,4 @@ def _numbers(result, row, name):
         "gbytes_per_second": seconds and row.problem.bytes_accessed / seconds / 1e9,
         "percent_of_dense": ratio and 100 * ratio,
         "percent_of_roofline": of_roofline,
-    }
-
-
-def _finite(measurement):
-    """As JSON, which cannot hold NaN and infinity: they are text."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(measurement).items()
     }

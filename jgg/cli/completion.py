@@ -26,7 +26,7 @@ def run(args) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator:
-    """Those of a parser and of its commands."""
+    """Yields the actions of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -239,8 +239,9 @@ def gather() -> Facts:
 
 def origin() -> dict:
     """What a file of measurements says of where it is from: the command, the date, the versions and the device."""
+    program = Path(sys.argv[0]).name
     return {
-        "command": ["jgg", *sys.argv[1:]],
+        "command": ["jgg" if program == "__main__.py" else program, *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": dataclasses.asdict(devices()[0]),

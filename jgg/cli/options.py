@@ -1,4 +1,4 @@
-"""Options that commands share: what they stand for, and an error for those that do not fit."""
+"""Options that commands share: what they stand for, and an error for options that do not fit."""
 
 import dataclasses
 import importlib
@@ -8,10 +8,9 @@ import jax
 
 from jgg.core.gpu_target import device_target
 from jgg.launching import choice
-from jgg.measuring.workloads import Layer, load_layers
+from jgg.measuring.workloads import FP8, Layer, load_layers
 
 INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
-FP8 = "fp8"  # as --dtype of a command that takes it
 SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option of a single product: what `workloads.gemm` calls it
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
@@ -36,6 +35,12 @@ def check_implementation(name: str | None) -> None:
         raise UsageError(str(error)) from error
 
 
+def check_layout(args) -> None:
+    """Raises UsageError for a --w-layout in which nothing is quantized."""
+    if args.dtype == FP8 and args.w_layout == "ekn":
+        raise UsageError(f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a turned copy")
+
+
 def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     """The names in a comma list, each once; all must be known."""
     found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -46,7 +51,7 @@ def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def layers(args) -> tuple[Layer, ...]:
-    """Those that --layer names, by default all, of the file --shapes, by default those that jgg knows."""
+    """The layers that --layer names, by default all, from the file --shapes, by default the layers that jgg knows."""
     try:
         known = load_layers(args.shapes)
     except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -23,7 +22,7 @@ from jgg.cli.options import UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.layers import MoELayer
-from jgg.measuring.cost_model import BYTES, FAMILIES, Cluster, Strategy, cost, powers_of_two, strategies
+from jgg.measuring.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding, map_tokens
@@ -35,9 +34,7 @@ _COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter)(-start)?\(.*replica_groups=(mesh\[.*?\] \{.*?\}|\S*)"
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_HEADINGS = (
-    "devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "least MB", "load", "overflow", "error",
-)  # fmt: skip
+_HEADINGS = ("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "load", "overflow", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +46,7 @@ class StrategyRow:
       seconds: of a step, the median of several.
       tokens: of all devices.
       moved: bytes that a device sends: those of the compiled program's collectives and, of a ragged exchange, those of
-        the cost model.
-      minimum: what the cost model says an exchange would move that sends each token to each device just once.
+        rows that are routed evenly.
       overflow: rows that found no room.
       load: rows of the experts of the fullest device, over the mean.
       error: of y, for the tokens of the first device: root mean square, relative to y's. (Not the largest error: of two
@@ -61,7 +57,6 @@ class StrategyRow:
     seconds: float
     tokens: int
     moved: float
-    minimum: float
     overflow: int
     load: float
     error: float
@@ -127,24 +122,9 @@ def _is_wrong(row, dtype):
 def _cells(row, one_device, dtype):
     return (
         row.strategy.devices, row.strategy, f"{row.seconds * 1e3:.3f}", f"{row.tokens / row.seconds:,.0f}",
-        f"{row.efficiency(one_device):.3f}", f"{row.moved / 1e6:.1f}", f"{row.minimum / 1e6:.1f}", f"{row.load:.2f}",
-        row.overflow, f"{'WRONG: ' * _is_wrong(row, dtype)}{row.error:.2g}",
+        f"{row.efficiency(one_device):.3f}", f"{row.moved / 1e6:.1f}", f"{row.load:.2f}", row.overflow,
+        f"{'WRONG: ' * _is_wrong(row, dtype)}{row.error:.2g}",
     )  # fmt: skip
-
-
-def choose_strategies(
-    layer: Layer, devices: int, buffer_factor: float, families: Iterable[str] = FAMILIES
-) -> list[Strategy]:
-    """Those of the families that the layer can be split by: each alone, and experts over half of the devices too."""
-    if devices == 1:
-        return [Strategy()]
-    found = [
-        strategy
-        for strategy in reversed(strategies(layer, Cluster(devices, node_size=devices), buffer_factor))
-        if strategy.tensor in (1, devices) and strategy.expert in (1, devices, max(2, devices // 2))
-        if not (strategy.fsdp and strategy.expert > 1)
-    ]
-    return [strategy for family in families for strategy in found if strategy.family == family]
 
 
 def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
@@ -164,10 +144,6 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
 
     program = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
     _, (y, metrics) = jax.block_until_ready(program(params, x))
-    estimate = cost(layer, strategy, Cluster(strategy.devices, node_size=strategy.devices))
-    moved = bytes_sent(str(program.as_text()))
-    if strategy.exchange == "ragged_all_to_all":
-        moved += estimate.exchange * jnp.dtype(dtype).itemsize / BYTES
 
     def run():
         result = None
@@ -180,8 +156,7 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
         strategy=strategy,
         seconds=median_seconds(run, REPEATS)[0] / steps,
         tokens=len(x),
-        moved=moved,
-        minimum=estimate.minimum * jnp.dtype(dtype).itemsize / BYTES,
+        moved=bytes_sent(str(program.as_text())) + _bytes_of_ragged_exchange(layer, strategy, dtype),
         overflow=int(metrics.overflow),
         load=float(rows.max() / rows.mean()),
         error=_error(module, params, x, y, layer.tokens),
@@ -230,11 +205,19 @@ def _sum_of_products(y, dy, sharding):
 
 
 def _error(module, params, x, y, tokens):
-    """Of y, against the same layer on one device."""
+    """The error of y against the same layer on one device."""
     here = jax.devices()[0]
     params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
     want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
     return float(jnp.linalg.norm(y.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+
+
+def _bytes_of_ragged_exchange(layer, strategy, dtype):
+    """Bytes that a device sends of rows routed evenly: there and back, in the forward and the backward pass."""
+    if strategy.exchange != "ragged_all_to_all":
+        return 0.0
+    row_bytes = layer.hidden * jnp.dtype(dtype).itemsize
+    return 4 * layer.tokens * layer.topk * row_bytes * (1 - 1 / strategy.expert)
 
 
 def bytes_sent(hlo: str) -> float:
@@ -263,7 +246,7 @@ def bytes_sent(hlo: str) -> float:
 
 
 def _group_size(groups):
-    """Of {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    """The devices of a group in {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
     if groups.startswith("mesh"):
         mesh, _, names = groups.partition("] {")
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}

@@ -17,8 +17,7 @@ from jgg.cli.options import UsageError
 from jgg.configs.tuned_files import Entry
 from jgg.core.gpu_target import device_target
 from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
-from jgg.core.quantized import E4M3
-from jgg.measuring.workloads import gemm
+from jgg.measuring.workloads import FP8, computed_as, gemm
 from jgg.tuning import ops_of, output_file, tune_op
 
 # option: the problem's name for it, and what progress says of a product that has it
@@ -91,40 +90,37 @@ def run(args) -> int:
 
 def _problems(args):
     """(name, problem) of each product to tune."""
-    if args.dtype == options.FP8:
-        return _problems_in_fp8(args)
-    layouts = (args.w_layout,) if args.w_layout else W_LAYOUTS
+    options.check_layout(args)
+    is_quantized = args.dtype == FP8
+    known = W_LAYOUTS[:1] if is_quantized else W_LAYOUTS
+    layouts = (args.w_layout,) if args.w_layout else known
     sizes = options.sizes(args)
     if sizes:
         flags = {name: getattr(args, name) for name in _FLAGS}
         name = f"{args.m}x{args.k}x{args.n}"
         return [(name, gemm(w_layout=layout, dtype=args.dtype, **sizes, **flags)) for layout in layouts]
+    products_of = _quantized_products if is_quantized else _products
     return [
-        (f"{layer.name} {product}", layer.gemms(dtype=args.dtype, w_layout=layout, **variant)[product])
+        named
         for layer in options.layers(args)
         for layout in layouts
-        for product, variants in _LAYER_OPTIONS.items()
-        for variant in variants
+        for named in products_of(layer, args.dtype, layout)
     ]
 
 
-def _problems_in_fp8(args):
-    """Those of a layer are its forward products and, as products with K and N exchanged, its dX."""
-    if args.w_layout == "ekn":
-        raise UsageError("--w-layout must be enk with --dtype fp8, got ekn, of which jgg quantizes a turned copy")
-    sizes = options.sizes(args)
-    if sizes:
-        flags = {name: getattr(args, name) for name in _FLAGS}
-        return [(f"{args.m}x{args.k}x{args.n}", gemm(dtype=E4M3, **sizes, **flags))]
-    problems = []
-    for layer in options.layers(args):
-        for product, gathers in (("up", True), ("down", False)):
-            problem = layer.gemms(dtype=E4M3, permute_x=gathers)[product]
-            turned = dataclasses.replace(
-                problem, in_features=problem.out_features, out_features=problem.in_features, permute_x=not gathers
-            )
-            problems += [(f"{layer.name} {product}", problem), (f"{layer.name} {product}'s dX", turned)]
-    return problems
+def _products(layer, dtype, w_layout):
+    for product, variants in _LAYER_OPTIONS.items():
+        for variant in variants:
+            yield f"{layer.name} {product}", layer.gemms(dtype=dtype, w_layout=w_layout, **variant)[product]
+
+
+def _quantized_products(layer, dtype, w_layout):
+    """The forward products of a layer and, as forward products with K and N exchanged, its dX."""
+    for product, gathers in (("up", True), ("down", False)):
+        problem = layer.gemms(dtype=dtype, w_layout=w_layout, permute_x=gathers)[product]
+        yield f"{layer.name} {product}", problem
+        turned = dataclasses.replace(computed_as("dx", problem)[1], permute_x=not gathers)
+        yield f"{layer.name} {product}'s dX", turned
 
 
 def run_all(searches: list[Search], out: Path, implementation: str, workers: int, as_json: bool = False) -> int:

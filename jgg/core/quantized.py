@@ -78,12 +78,12 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         return self.values.shape
 
     @property
     def mT(self) -> "QuantizedArray":
-        """With rows and columns exchanged; equal to what was quantized so."""
+        """The array with rows and columns exchanged; equal to what was quantized so."""
         return QuantizedArray(self.values.mT, self.scales.mT)
 
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
@@ -149,7 +149,7 @@ class WeightForms(NamedTuple):
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
-    """Those of a QuantizedArray; of another array itself and None."""
+    """The values and scales of a QuantizedArray; for another array itself and None."""
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
 
 
@@ -164,7 +164,7 @@ def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Of the scales of an array with so many rows and columns in a block."""
+    """The shape of the scales of an array with so many rows and columns in a block."""
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
@@ -174,7 +174,10 @@ def scaled(values: Any, scales: Any, block: tuple[int, int], numpy: Any) -> Any:
 
 
 def _of_elements(scales, shape, block, numpy):
-    """The scale of each element; by `take`, as a reshape could split an array over devices as none can name."""
+    """The scale of each element.
+
+    Uses `take`: a reshape could leave the array with a sharding that no NamedSharding can express.
+    """
     for axis, step in zip((-2, -1), block, strict=True):
         # NumPy has no arange of a symbolic size
         scales = numpy.take(scales, numpy.arange(shape[axis]) // step, axis=axis, mode="clip")

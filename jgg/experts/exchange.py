@@ -111,7 +111,7 @@ class Moves(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What goes where.
+    """The moves of rows between devices.
 
     Attributes:
       there: moves to the experts.
@@ -209,7 +209,7 @@ def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.A
 
 
 class Target(NamedTuple):
-    """What rows are moved into: over a mesh axis, so many rows on each device, made as `how` says."""
+    """The array that rows are moved into: over a mesh axis, so many rows on each device, made as `how` says."""
 
     axis: str
     num_rows: int

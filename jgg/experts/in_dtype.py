@@ -38,7 +38,7 @@ class InDtype(Mlp):
         return FORWARD(self.how, of_down, problem=self.combined_down)
 
     def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
-        """As `Mlp.activation_backward` says."""
+        """The gradient of the pre-activation, hidden features, and the sums of `Mlp.activation_backward`."""
         bounds = self.bounds(operands.group_sizes)
         weights = self.row_weights(operands)
         of_z = Forward(dy, operands.w_down, bounds, operands.gather_indices)

@@ -156,7 +156,7 @@ class Mlp(abc.ABC):
 
 
 class Operands(NamedTuple):
-    """Those of the custom_vjp."""
+    """The arrays that the custom_vjp takes."""
 
     x: jax.Array
     w_gate_up: jax.Array

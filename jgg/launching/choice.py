@@ -48,14 +48,16 @@ class Launcher(NamedTuple):
 
     @classmethod
     def of(cls, how: How) -> "Launcher":
-        """That of "triton" or "interpret"."""
+        """The launcher of "triton" or "interpret"."""
         if how.implementation == "interpret":
             return cls(interpret.call, interpret.TARGET, how.config)
         return cls(functools.partial(triton.call, how.target.compute_capability), how.target, how.config)
 
 
 def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
-    """How to compute a problem by an implementation, for the GPU that there is or is named: "xla" of symbolic shapes.
+    """How to compute a problem: by the implementation asked for, on the GPU that is here or named by `jgg.target`.
+
+    Symbolic shapes are computed by "xla".
 
     Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
     """

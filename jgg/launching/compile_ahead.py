@@ -17,6 +17,10 @@ import jax.numpy as jnp
 
 from jgg.core.versions import FIXED, unlike
 
+MOST_NOTED = (
+    1024  # a program has about ten for each kind of layer; one that is forgotten is compiled when it is lowered
+)
+
 
 class Noted(NamedTuple):
     """An operation as it is traced.
@@ -32,26 +36,31 @@ class Noted(NamedTuple):
 
     @classmethod
     def of(cls, is_local: bool, operands, params: dict[str, Hashable]) -> "Noted":
-        """That of operands which have a shape and a dtype."""
+        """Notes an operation by its operands, which have a shape and a dtype."""
         return cls(is_local, tuple((a.shape, a.dtype) for a in operands), frozenset(params.items()))
 
 
 class AheadCompiler:
-    """Compiles in so many threads, if any.
+    """Compiles in threads what was traced, as the program that it is a part of is lowered.
 
     Attributes:
-      noted: every operation, and whether it is yet to be lowered.
+      num_threads: how many threads compile beside the program's own; with 0 nothing is noted.
+      noted: the last MOST_NOTED operations, and whether each is yet to be lowered.
     """
 
-    def __init__(self, num_threads: int):
-        self.num_threads = num_threads
+    def __init__(self, num_threads: int | None = None):
+        self.num_threads = min((os.cpu_count() or 1) - 1, 8) if num_threads is None else num_threads
         self.noted: dict[Noted, bool] = {}
         self._lock = threading.Lock()
 
     def note(self, operation: Noted) -> None:
-        """Remembers an operation of a program that may be lowered."""
+        """Remembers an operation of a program that may be lowered, and forgets the oldest of too many."""
+        if self.num_threads == 0:
+            return
         with self._lock:
             self.noted.setdefault(operation, True)
+            if len(self.noted) > MOST_NOTED:
+                del self.noted[next(iter(self.noted))]
 
     def compile_others(self, operation: Noted, lower: Callable[[Noted], object]) -> None:
         """Begins to lower all operations noted, each once, as `operation` of the same program is being lowered.
@@ -59,7 +68,8 @@ class AheadCompiler:
         An error is ignored: it comes again where the program lowers that operation itself.
         """
         with self._lock:
-            self.noted[operation] = False
+            if operation in self.noted:
+                self.noted[operation] = False
             is_local = operation.is_local
             others = [other for other, is_open in self.noted.items() if is_open and other.is_local == is_local]
             if not others or not self._can_compile():
@@ -78,6 +88,3 @@ class AheadCompiler:
     @functools.cached_property
     def _threads(self):
         return ThreadPoolExecutor(self.num_threads, thread_name_prefix="jgg-compile")
-
-
-COMPILER = AheadCompiler(min((os.cpu_count() or 1) - 1, 8))

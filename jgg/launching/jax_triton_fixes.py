@@ -101,21 +101,21 @@ def _correct_jax_triton():
         launchable = _launchable(kernel["ttir"], compiled, gpu_target, options["num_ctas"])
         return launchable, kernel["ttir"], parsed, compiled
 
-    by_jax_triton_lowered = triton_lib.triton_kernel_call_lowering
-
-    def lower(ctx, *arrays, backend_options, **params):
-        options = dict(backend_options)
-        described = options.pop("output_descriptors", None)
-        if described is not None:
-            ctx = ctx.replace(avals_out=_Outputs(ctx.avals_out, dict(described)))
-            backend_options = triton_lib.FrozenDict(options)
-        return by_jax_triton_lowered(
-            triton_lib.make_cuda_target, ctx, *arrays, backend_options=backend_options, **params
-        )
-
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
     triton_lib.TritonFunction._compile_kernel = compile_kernel
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda")
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep_call
+
+
+def _lower(ctx, *arrays, backend_options, **params):
+    """Lowers a call as jax-triton does, whose outputs may have descriptors."""
+    options = dict(backend_options)
+    described = options.pop("output_descriptors", None)
+    if described is not None:
+        ctx = ctx.replace(avals_out=_Outputs(ctx.avals_out, dict(described)))
+        backend_options = triton_lib.FrozenDict(options)
+    return triton_lib.triton_kernel_call_lowering(
+        triton_lib.make_cuda_target, ctx, *arrays, backend_options=backend_options, **params
+    )
 
 
 class _Outputs(list):
@@ -182,7 +182,7 @@ def _let_gluon_be_cleared():
 
 
 def _name(kernel, spec, gpu_target, options):
-    """Of a kernel, with the hash of all that it depends on."""
+    """The name of the file of a compiled kernel, with the hash of all that the kernel depends on."""
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
     environment = sorted(get_cache_invalidating_env_vars().items())
@@ -209,7 +209,7 @@ def host_tensor(array: np.ndarray) -> "_HostTensor":
 
 
 class _HostTensor:
-    """As much of a torch tensor as Triton's interpreter asks of one, around a NumPy array that it may write."""
+    """The part of torch's tensor that Triton's interpreter uses, around a NumPy array that it may write."""
 
     def __init__(self, array=None):
         self.array = array

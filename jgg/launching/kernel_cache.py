@@ -53,7 +53,7 @@ def _once_at_a_time(name, compute):
 
 
 def _digest(path, text):
-    """Of the name too, so that no kernel passes for another."""
+    """The digest of the text and the name, so that no kernel passes for another."""
     return hashlib.sha256(f"{path.name}\n{text}".encode()).hexdigest()
 
 

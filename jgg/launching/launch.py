@@ -125,7 +125,7 @@ def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = No
 
 
 def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
-    """Those of a `Launch` of persistent programs that share so many tiles."""
+    """The fields of a `Launch` whose persistent programs share so many tiles."""
     return {
         "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
         "num_warps": config.num_warps,

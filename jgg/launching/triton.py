@@ -17,36 +17,17 @@ _TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # of
 def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
     check_kernels_can_run()
-    try:
-        import jax_triton
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
-        ) from error
-    if unlike(FIXED) is None:
-        from jgg.launching import jax_triton_fixes
-
-        jax_triton_fixes.correct_jax_triton()
+    jax_triton = _jax_triton()
     # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
     # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
     # the slices apart.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
     new = [key for key in launch.outputs if key not in refs]
-    operands, new_descriptors = launch.operands | refs, {}
-    for key, tma in launch.descriptors.items():
-        array = launch.outputs[key] if key in launch.outputs else operands[key]
-        layout = _shared_layout(tma, array.dtype) if kernel.is_gluon() else None
-        description = tma.shape, tma.strides, tma.block_shape, layout
-        if key in new:
-            new_descriptors[new.index(key)] = description
-        else:
-            operands[key] = jax_triton.TensorDescriptor(operands[key], *description)
-    options: dict[str, Any] = {"enable_fp_fusion": True}
-    if compute_capability in _PTX_VERSIONS:
-        options["ptx_version"] = _PTX_VERSIONS[compute_capability]
-    if new_descriptors:
-        options["output_descriptors"] = tuple(new_descriptors.items())  # which jax_triton_fixes takes
+    operands, descriptions = launch.operands | refs, _descriptions(kernel, launch)
+    for key in descriptions.keys() - new:
+        operands[key] = jax_triton.TensorDescriptor(operands[key], *descriptions[key])
+    described = {number: descriptions[key] for number, key in enumerate(new) if key in descriptions}
     outputs = jax_triton.triton_call(
         **operands,
         **launch.constants,
@@ -58,7 +39,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
         num_stages=launch.num_stages,
         num_ctas=launch.num_ctas,
         compute_capability=compute_capability,
-        backend_options=options,
+        backend_options=_options(compute_capability, described),
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
     axes = varying_axes(*launch.arrays.values())
@@ -66,8 +47,44 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
     return {key: vary_over(axes, result) for key, result in results.items()}
 
 
-def _shared_layout(tma, dtype):
-    """The layout in shared memory of a descriptor's blocks, in a cluster of two, which a Gluon kernel is told."""
+def _jax_triton():
+    """The module, corrected where its version is one that `jax_triton_fixes` is for."""
+    try:
+        import jax_triton
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
+        ) from error
+    if unlike(FIXED) is None:
+        from jgg.launching import jax_triton_fixes
+
+        jax_triton_fixes.correct_jax_triton()
+    return jax_triton
+
+
+def _descriptions(kernel, launch):
+    """Shape, strides, block and layout of each TMA descriptor."""
+    arrays = launch.operands | launch.outputs
+    return {
+        key: (tma.shape, tma.strides, tma.block_shape, _shared_layout(kernel, tma, arrays[key].dtype))
+        for key, tma in launch.descriptors.items()
+    }
+
+
+def _options(compute_capability, described_outputs):
+    """Options of the compiler; jax_triton_fixes takes the descriptions of outputs, by their number, from them."""
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if compute_capability in _PTX_VERSIONS:
+        options["ptx_version"] = _PTX_VERSIONS[compute_capability]
+    if described_outputs:
+        options["output_descriptors"] = tuple(described_outputs.items())
+    return options
+
+
+def _shared_layout(kernel, tma, dtype):
+    """The layout in shared memory of a descriptor's blocks, in a cluster of two; only Gluon kernels are told one."""
+    if not kernel.is_gluon():
+        return None
     from triton.experimental.gluon import language
 
     axes = [int(axis == tma.cta_axis) for axis in range(len(tma.block_shape))]

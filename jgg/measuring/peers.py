@@ -1,25 +1,22 @@
-"""What jgg is measured against: a dense product and other libraries' grouped GEMMs, where those are installed."""
+"""What `jgg bench` measures jgg against: a dense product, XLA's ragged_dot, and bfloat16 for products in FP8."""
 
 import dataclasses
 import functools
 import importlib
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jgg.core.problem import GroupedGemmProblem
-from jgg.measuring import timing
-from jgg.measuring.timing import Timing, first_line, measure
+from jgg.core.problem import DTYPES, GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
+from jgg.measuring.timing import product
+from jgg.measuring.ways import JaxProduct, Way, as_it_is
+from jgg.measuring.workloads import FP8, gathered_rows
 
 DENSE = "dense"  # the peer that is a dense product of the same FLOPs
-
-
-class Unsupported(Exception):
-    """A peer has no such product; the message says why."""
+FLOATS = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,81 +24,51 @@ class Peer:
     """What jgg is compared with.
 
     Attributes:
-      unavailable: () -> why it cannot run here, in one line, or None.
       prepare: (op, problem, arrays) -> the ways in which it computes that product of operands (`workloads.operands`),
-        which it brings into the layout that it wants. Raises Unsupported where it has no such product.
+        which it brings into the layout that it wants.
+      dtypes: names of those for which it is measured.
+      unavailable: () -> why it cannot run here, in one line, or None.
     """
 
-    unavailable: Callable[[], str | None]
-    prepare: Callable[[str, GroupedGemmProblem, dict[str, jax.Array]], list]
-
-
-def _same(array):
-    return array
-
-
-@dataclasses.dataclass(frozen=True)
-class JaxProduct:
-    """A product computed by JAX, or another function of arrays.
-
-    Attributes:
-      function, arrays: `function(arrays)` is the product.
-      flops, bytes_accessed: of a call.
-      finish: brings the product into jgg's layout; not timed.
-      variant: what tells it from a peer's other ways.
-    """
-
-    function: Callable[[dict[str, jax.Array]], Any]
-    arrays: dict[str, jax.Array]
-    flops: int
-    bytes_accessed: int
-    finish: Callable[[Any], Any] = _same
-    variant: str = ""
-
-    def compute(self) -> Any:
-        """The product, in jgg's layout."""
-        return self.finish(jax.jit(self.function)(self.arrays))
-
-    def measure(self) -> Timing:
-        """Times the product; its result is in jgg's layout."""
-        program = jax.jit(self.function)
-        jax.block_until_ready(program(self.arrays))  # compiles it
-        is_slow = timing.calls_of_repeat(timing.median_seconds(lambda: program(self.arrays), 1)[0]) == 1
-        arguments = self.function, self.arrays, self.flops, self.bytes_accessed
-        timed = measure(*arguments, max_calls=1) if is_slow else measure(*arguments)
-        return Timing(timed.seconds, self.finish(timed.result))
+    prepare: Callable[[str, GroupedGemmProblem, dict[str, Any]], Iterable[Way]]
+    dtypes: tuple[str, ...] = FLOATS
+    unavailable: Callable[[], str | None] = lambda: None
 
 
 def _dense(op, problem, arrays):
-    """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group."""
+    """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group.
+
+    The product of quantized operands is one of their values alone, which is as large, but no result to check.
+    """
     axes = problem.w_layout[1:]
     left, right, einsum = {
         "forward": ("x", "w", f"mk,{axes}->mn"),
         "dx": ("dy", "w", f"mn,{axes}->mk"),
         "dw": ("dy", "x", "mn,mk->nk") if axes == "nk" else ("x", "dy", "mk,mn->kn"),
     }[op]
-    x, w = _rows(problem, arrays), arrays["w"][0]
-    operands = {"x": x, "w": w, "dy": arrays["dy"], "group_sizes": arrays["group_sizes"]}
+    values = {name: each.values if isinstance(each, QuantizedArray) else each for name, each in arrays.items()}
+    operands = values | {"x": gathered_rows(problem, values), "w": values["w"][0]}
 
     def run(arrays):
-        precision, dtype = problem.precision, problem.dtype
+        precision, dtype = problem.precision, problem.out_dtype
         return jnp.einsum(einsum, arrays[left], arrays[right], precision=precision, preferred_element_type=dtype)
 
     def among_experts(result):
         return jnp.zeros(problem.w_shape, result.dtype).at[0].set(result)
 
-    finish = among_experts if op == "dw" else _same
-    return [JaxProduct(run, operands, problem.flops, problem.bytes_accessed, finish)]
+    used = {name: operands[name] for name in (left, right, "group_sizes")}
+    finish, is_checked = among_experts if op == "dw" else as_it_is, not isinstance(arrays["w"], QuantizedArray)
+    return [JaxProduct(run, used, problem.flops, problem.bytes_accessed, finish, is_checked=is_checked)]
 
 
-def _ragged_dot(module, op, problem, arrays):
-    """A module's function with the interface of jax.lax.ragged_dot, on w [E, K, N]; gradients by jax.vjp."""
+def ragged_dot(module: str, op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> list[JaxProduct]:
+    """Prepares a module's function with the interface of jax.lax.ragged_dot, on w [E, K, N]; gradients by jax.vjp."""
     function = importlib.import_module(module).ragged_dot
     precision = None if problem.precision == jax.lax.Precision.DEFAULT else problem.precision
-    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else _same
+    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else as_it_is
 
     def run(arrays):
-        x = _rows(problem, arrays)
+        x = gathered_rows(problem, arrays)
 
         def product(x, w):
             return function(x, w, arrays["group_sizes"], precision=precision)
@@ -111,180 +78,19 @@ def _ragged_dot(module, op, problem, arrays):
         gradients = jax.vjp(product, x, arrays["w"])[1](arrays["dy"])
         return gradients[("dx", "dw").index(op)]
 
-    finish = swap if op == "dw" else _same
-    return [JaxProduct(run, arrays | {"w": swap(arrays["w"])}, problem.flops, problem.bytes_accessed, finish)]
+    operands = arrays | {"w": swap(arrays["w"])}
+    return [JaxProduct(run, operands, problem.flops, problem.bytes_accessed, swap if op == "dw" else as_it_is)]
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchProduct:
-    """A product computed by torch on the GPU that JAX uses.
-
-    Attributes:
-      call: starts it and returns its tensor.
-      bytes_accessed: of a call.
-      out: the tensor that every call writes, where it is always the same one.
-      variant: what tells it from a peer's other ways.
-    """
-
-    call: Callable[[], Any]
-    bytes_accessed: int
-    out: Any = None
-    variant: str = ""
-
-    def compute(self) -> jax.Array:
-        """The product."""
-        if self.out is not None:
-            self.out.fill_(float("nan"))  # lest an earlier call's result be taken for this one's
-        return _to_jax(self.call())
-
-    def measure(self) -> Timing:
-        """Times the product."""
-        seconds = _torch_seconds(self.call, flushes=timing.stays_in_l2(self.bytes_accessed))
-        return Timing(seconds, self.compute())
-
-
-def _torch_operands(op, problem, arrays):
-    """A, B, the first row of each group and the token of each row, or None where x is in expert order.
-
-    The product is D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T.
-    """
-    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
-    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
-    starts = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
-    if op == "dw":
-        a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
-        return a.t(), b.t(), starts, None
-    if op == "dx":
-        return dy, w_enk.transpose(1, 2), starts, None
-    return x, w_enk, starts, _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
-
-
-def _grouped_mm(op, problem, arrays):
-    """torch._grouped_mm (CUTLASS), after index_select where x is in token order."""
-    torch = importlib.import_module("torch")
-    if problem.dtype != jnp.bfloat16:
-        raise Unsupported(f"torch._grouped_mm is measured for bfloat16, got {problem.dtype}")
-    a, b, starts, tokens = _torch_operands(op, problem, arrays)
-    ends = starts[1:].clone()  # aligned
-
-    def call():
-        rows = a if tokens is None else a.index_select(0, tokens)
-        return torch._grouped_mm(rows, b.transpose(-2, -1), offs=ends)
-
-    return [TorchProduct(call, problem.bytes_accessed)]
-
-
-_QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # the last: ping-pong
-
-
-def _quack(op, problem, arrays):
-    """QuACK's GEMM of variable lengths (CuTe DSL) by several tiles and clusters; it gathers rows in the kernel."""
-    torch = importlib.import_module("torch")
-    if problem.dtype == jnp.float32:
-        raise Unsupported(f"QuACK is measured for 16-bit dtypes, got {problem.dtype}")
-    gemm = importlib.import_module("quack.gemm").gemm
-    a, b, starts, tokens = _torch_operands(op, problem, arrays)
-    lengths = {"cu_seqlens_k" if op == "dw" else "cu_seqlens_m": starts}
-    if tokens is not None:
-        lengths["A_idx"] = tokens
-    shape = {"forward": problem.y_shape, "dx": problem.x_shape, "dw": problem.w_shape}[op]
-    out = torch.empty(shape, dtype=a.dtype, device=a.device)
-
-    def product(tile_m, tile_n, pingpong, cluster_m):
-        sizes = {"tile_M": tile_m, "tile_N": tile_n, "cluster_M": cluster_m, "cluster_N": 1}
-
-        def call():
-            gemm(a, b, out, None, None, **sizes, pingpong=pingpong, persistent=True, **lengths)
-            return out
-
-        variant = f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1"
-        return TorchProduct(call, problem.bytes_accessed, out, variant)
-
-    return [product(*tile, cluster_m) for tile in _QUACK_TILES for cluster_m in (2, 1)]
-
-
-def _tokens(problem, arrays):
-    return arrays["gather_indices"] // problem.topk
-
-
-def _rows(problem, arrays):
-    """X in expert order, [M, K]."""
-    return arrays["x"][_tokens(problem, arrays)] if problem.permute_x else arrays["x"]
-
-
-def _why_not(*modules) -> str | None:
-    """Why modules cannot be imported, or torch, if it is one of them, cannot run on the GPU that JAX uses."""
-    try:
-        list(map(importlib.import_module, modules))
-    except ModuleNotFoundError as error:
-        return f"{error.name} is not installed"
-    except Exception as error:  # whatever another library raises
-        return first_line(error)
-    if "torch" not in modules:
-        return None
-    if jax.default_backend() != "gpu":
-        return "JAX has no GPU"
-    return None if importlib.import_module("torch").cuda.is_available() else "torch has no CUDA device"
-
-
-def _to_torch(array):
-    """The array as a tensor on the GPU, without a copy where DLPack allows."""
-    torch = importlib.import_module("torch")
-    array = jax.block_until_ready(array)
-    try:
-        return torch.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError):
-        integers = np.array(array).view(f"int{8 * array.dtype.itemsize}")  # NumPy's bfloat16 is not torch's
-        return torch.from_numpy(integers).cuda().view(getattr(torch, array.dtype.name))
-
-
-def _to_jax(tensor):
-    """The tensor as an array, without a copy where DLPack allows."""
-    torch = importlib.import_module("torch")
-    tensor = tensor.contiguous()
-    torch.cuda.synchronize()
-    try:
-        return jax.dlpack.from_dlpack(tensor)
-    except (BufferError, RuntimeError, TypeError):
-        integers = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).cpu().numpy()
-        return jnp.asarray(integers.view(jnp.dtype(str(tensor.dtype).removeprefix("torch."))))
-
-
-def _torch_seconds(call, flushes) -> float:
-    """Seconds of a call on the device, taken as by `timing.measure`."""
-    torch = importlib.import_module("torch")
-    filler = torch.zeros(timing.LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
-
-    def flush_and_call():
-        if flushes:
-            filler.max()
-        call()
-
-    calls = timing.calls_of_repeat(_event_seconds(flush_and_call, 3) / 3)
-    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(timing.REPEATS))
-    if flushes:
-        seconds -= statistics.median(_event_seconds(filler.max, calls) for _ in range(timing.REPEATS))
-    torch.cuda.empty_cache()  # JAX needs the memory
-    return max(seconds, 1e-9) / calls
-
-
-def _event_seconds(call, calls):
-    """Seconds of that many calls on the device."""
-    torch = importlib.import_module("torch")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()  # while it runs, the host gets ahead of the device
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def _bfloat16(op, problem, arrays):
+    """jgg's own product of the numbers that the operands stand for, which bfloat16 can hold."""
+    plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
+    floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}
+    return [JaxProduct(product(op, plain, None), arrays | floats, plain.flops, plain.bytes_accessed)]
 
 
 PEERS = {
-    DENSE: Peer(lambda: None, _dense),
-    "ragged_dot": Peer(lambda: None, functools.partial(_ragged_dot, "jax.lax")),
-    "tokamax": Peer(lambda: _why_not("tokamax"), functools.partial(_ragged_dot, "tokamax")),
-    "torch": Peer(lambda: _why_not("torch"), _grouped_mm),
-    "quack": Peer(lambda: _why_not("torch", "quack.gemm"), _quack),
+    DENSE: Peer(_dense, (*FLOATS, FP8)),
+    "ragged_dot": Peer(functools.partial(ragged_dot, "jax.lax")),
+    "bfloat16": Peer(_bfloat16, (FP8,)),
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ _SECONDS = {"gpu": 0.1, "cpu": 0.02}
 # FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
 _FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
 LARGER_THAN_L2 = 128 * 2**20  # bytes
-RIGHT, WRONG, FAILED, UNSUPPORTED = "right", "WRONG", "failed", "unsupported"
+RIGHT, WRONG, FAILED = "right", "WRONG", "failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Measurement:
     """What came of checking and timing one thing.
 
     Attributes:
-      status: RIGHT, WRONG, FAILED (it raised) or UNSUPPORTED.
+      status: RIGHT, WRONG or FAILED (it raised).
       seconds: of a call; None unless right.
       error: largest error relative to the largest element.
       allowed_error: what error may be.
-      reason: why it failed or is unsupported, in one line.
+      reason: why it failed, in one line.
       variant: which of several configurations it is, the fastest; of a layer the result that error is of.
       others: what came of those configurations that were not right.
     """
@@ -57,6 +58,13 @@ class Measurement:
         if self.reason is not None:
             return f"{self.status}: {self.reason}"
         return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
+
+    def as_json(self) -> dict[str, Any]:
+        """The attributes; NaN and infinity, which JSON cannot hold, are text."""
+        return {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
 
 
 def first_line(error: Exception) -> str:

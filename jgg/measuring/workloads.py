@@ -11,9 +11,11 @@ import numpy as np
 
 from jgg.core.arguments import as_precision
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import E4M3
 from jgg.fp8 import quantize_tokens, quantize_weights
 
 OPS = ("forward", "dx", "dw")
+FP8 = "fp8"  # the name of a dtype: x and w are quantized to it
 GROUPS = ("uneven", "even", "one", "some-empty")
 _DIRICHLET = 1 / 0.09
 _LAYERS = Path(__file__).parent / "layers.json"
@@ -70,9 +72,9 @@ def gemm(
     """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise.
 
     Args:
-      dtype: of x and w; of FP8 y is in bfloat16.
+      dtype: of x and w; with quantized ones, in FP8, y is in bfloat16.
     """
-    dtype = jnp.dtype(dtype)
+    dtype = E4M3 if dtype == FP8 else jnp.dtype(dtype)
     if num_rows % topk:
         raise ValueError(f"num_rows must be a multiple of topk, {topk}, got {num_rows}.")
     return GroupedGemmProblem(
@@ -90,6 +92,16 @@ def gemm(
         has_bias=biased,
         precision=as_precision(precision),
     )
+
+
+def computed_as(op: str, problem: GroupedGemmProblem) -> tuple[str, GroupedGemmProblem]:
+    """The product by which an op of a problem is computed.
+
+    dX of quantized operands is the forward product with K and N exchanged, as their weights are turned.
+    """
+    if op != "dx" or problem.dtype != E4M3:
+        return op, problem
+    return "forward", dataclasses.replace(problem, in_features=problem.out_features, out_features=problem.in_features)
 
 
 def load_layers(path: str | Path | None = None) -> dict[str, Layer]:
@@ -130,21 +142,26 @@ def group_sizes(kind: str, num_rows: int, num_experts: int, seed: int = 0) -> np
     return rng.multinomial(num_rows, shares / shares.sum()).astype(np.int32)
 
 
-def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> dict[str, jax.Array]:
+def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> dict[str, Any]:
     """Random x, w, dy, group_sizes and, where the problem has them, gather_indices, topk_weights and bias.
 
-    In FP8 x and w are QuantizedArrays, and there is no dy.
+    For a problem in FP8, x and w are QuantizedArrays, and there is no dy. Their scales are powers of two, so that
+    bfloat16 can hold the same numbers.
     """
     keys = jax.random.split(jax.random.key(seed), 5)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     dtype = problem.out_dtype if problem.is_quantized else problem.dtype
     x = normal(keys[0], problem.x_shape, dtype)
     w = normal(keys[1], problem.w_shape, dtype) * jnp.asarray(problem.in_features**-0.5, dtype)
-    dy = {"dy": normal(keys[2], problem.y_shape, dtype)}
-    arrays = {
-        **({"x": quantize_tokens(x), "w": quantize_weights(w)} if problem.is_quantized else {"x": x, "w": w} | dy),
-        "group_sizes": jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed)),
-    }
+    arrays: dict[str, Any]
+    if problem.is_quantized:
+        arrays = {
+            "x": quantize_tokens(x, power_of_2_scales=True),
+            "w": quantize_weights(w, power_of_2_scales=True),
+        }
+    else:
+        arrays = {"x": x, "w": w, "dy": normal(keys[2], problem.y_shape, dtype)}
+    arrays["group_sizes"] = jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed))
     if problem.permute_x or problem.permute_y:
         arrays["gather_indices"] = jax.random.permutation(keys[3], problem.num_rows).astype(jnp.int32)
     if problem.has_topk_weights:
@@ -152,3 +169,8 @@ def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0)
     if problem.has_bias:
         arrays["bias"] = jnp.ones((problem.num_experts, problem.out_features), dtype)
     return arrays
+
+
+def gathered_rows(problem: GroupedGemmProblem, arrays: dict[str, Any]) -> Any:
+    """The rows of x in expert order, [M, K]."""
+    return arrays["x"][arrays["gather_indices"] // problem.topk] if problem.permute_x else arrays["x"]

@@ -74,7 +74,7 @@ class Letters(NamedTuple):
 
 
 def _letters_of(part, letters) -> list[str]:
-    """Those of each array of an operand."""
+    """The letters of each array of an operand."""
     if part is None:
         return []
     if isinstance(part, GroupBounds):
@@ -98,6 +98,12 @@ def define_partitioned(
     several: Callable | None = None,
 ):
     """A primitive of one device, and a function that binds it or one of any number of devices.
+
+        bind --- inside shard_map ----------------------------------> {name}_on_device
+          `----- {name}, which is lowered:
+                   |--- with Axes, by custom_partitioning ----------> {name}_on_device, of a device's part
+                   |--- without, for one device --------------------> {name}_on_device
+                   `--- without, for several devices ---------------> several, by primitives with Axes
 
     Args:
       name, out_types, compute, jvp, transpose, merge_batch: as in `define_primitive`.
@@ -190,7 +196,7 @@ def _sharding_rule(axes):
 
 
 def _partition(bind, params, axes, mesh, operands, results):
-    """What custom_partitioning asks: the computation of one device, and how results and operands are split for it."""
+    """The computation of one device, and how results and operands are split for it, as custom_partitioning asks."""
     split = split_letters(axes, operands, results)
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)

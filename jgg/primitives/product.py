@@ -10,18 +10,19 @@ from jax.interpreters import ad, mlir
 
 from jgg.core.gpu_target import known_target
 from jgg.core.quantized import NO_DERIVATIVES
-from jgg.launching import choice, compile_ahead
+from jgg.launching import choice
 from jgg.launching.choice import How, Launcher
+from jgg.launching.compile_ahead import AheadCompiler, Noted
 from jgg.launching.interpret import INTERPRETER_LOCK
 from jgg.primitives.partitioning import Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """What stands for an array in a product's result types."""
+    """The type of a result, which stands for the array in a product's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-class Product:
+class Product[Results]:
     """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
 
     Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
@@ -45,18 +46,20 @@ class Product:
       several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
     """
 
+    ahead = AheadCompiler()  # compiles the kernels of all products of a program side by side
+
     def __init__(
         self,
         name: str,
         operands: Callable[..., NamedTuple],
         *,
-        result_types: Callable[..., Any],
-        plain: Callable[..., Any],
-        launch: Callable[..., Any],
+        result_types: Callable[..., Results],
+        plain: Callable[..., Results],
+        launch: Callable[..., Results],
         letters: Callable[..., Letters | None] | None = None,
-        merge_batch: Callable[..., Any] | None = None,
+        merge_batch: Callable[..., Results | None] | None = None,
         config_type: type | None = None,
-        several: Callable[..., Any] | None = None,
+        several: Callable[..., Results] | None = None,
     ):
         self.name, self.operands, self.config_type = name, operands, config_type
         self.result_types, self.plain, self.launch = result_types, plain, launch
@@ -77,7 +80,7 @@ class Product:
     def __repr__(self):
         return self.name
 
-    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Any:
+    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Results:
         """The results, as `result_types` says."""
         leaves, structure = jax.tree.flatten(operands)
         results: Any = jax.tree.structure(self.result_types(operands, **parameters))
@@ -91,7 +94,7 @@ class Product:
         """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
         if how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
-            compile_ahead.COMPILER.note(self._noted(is_local, leaves, how=how, **params))
+            self.ahead.note(self._noted(is_local, leaves, how=how, **params))
         return self._result_types(*leaves, **params)
 
     def _result_types(self, *leaves, structure, parameters, **_):
@@ -113,7 +116,7 @@ class Product:
         return jax.tree.leaves(results)
 
     def _label(self, operand, problem=None, **_):
-        """What a profiler shows it as."""
+        """The name that a profiler shows."""
         sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
         return f"jgg.{self.name}[{sizes}]"
 
@@ -150,11 +153,11 @@ class Product:
 
     def _noted(self, is_local, operands, **params):
         own: dict[str, Hashable] = {**params, "product": self}
-        return compile_ahead.Noted.of(is_local, operands, own)
+        return Noted.of(is_local, operands, own)
 
     def _lower_beside_others(self, lower, context, *args, **params):
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
-        compile_ahead.COMPILER.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
+        self.ahead.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
         with INTERPRETER_LOCK.compiles():
             return lower(context, *args, **params)
 

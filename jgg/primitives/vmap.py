@@ -48,7 +48,7 @@ class Batch:
 
     @classmethod
     def of(cls, problem: GroupedGemmProblem, operands, batched, *rows: str) -> "Batch | None":
-        """That of a product's operands, or None where one product of all would be too large or copy one of `rows`."""
+        """The batch of a product's operands; None where one product of all would be too large or copy one of `rows`."""
         size = batch_size(operands, batched)
         if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
             return None

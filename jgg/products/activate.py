@@ -79,7 +79,7 @@ def _merge_activate(how: How, operands: Activate, batched: Activate, stored_as=N
     return vmap.more_rows(ACTIVATE, how, operands, batched, **parameters) if stored_as is None else None
 
 
-ACTIVATE: Product = Product(
+ACTIVATE: Product[Activated] = Product(
     "activate",
     Activate,
     result_types=_activate_types,
@@ -128,7 +128,7 @@ def _backward_plainly(
 ):  # fmt: skip
     pre, z, weights, in_group = operands
     dtype, z = z.dtype, z.astype(jnp.float32)
-    if isinstance(pre, QuantizedArray):  # of which gate lies before up
+    if isinstance(pre, QuantizedArray):  # with gate before up
         dense, has_turns = pre.dequantize("float32").reshape(z.shape[0], math.prod(pre.shape[1:])), False
     else:
         dense, has_turns = pre, interleaved
@@ -179,7 +179,7 @@ def _backward_letters(operands: ActivateBackward, stored_as: Format | None = Non
     return Letters(letters, (_EACH, _EACH, "t"), ("", "", ""))
 
 
-ACTIVATE_BACKWARD: Product = Product(
+ACTIVATE_BACKWARD: Product[ActivationGradients] = Product(
     "activate_backward",
     ActivateBackward,
     result_types=_backward_types,

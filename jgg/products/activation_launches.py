@@ -27,7 +27,7 @@ class Activated(NamedTuple):
 
 
 class ActivationGradients(NamedTuple):
-    """What the backward pass of an activation makes.
+    """The results of the backward pass of an activation.
 
     Attributes:
       d_pre_activation: [M, 2 * I], or [M, I] of an activation that is not gated.
@@ -162,7 +162,7 @@ def quantized(results: dict[str, jax.Array], name: str) -> QuantizedArray:
 
 
 def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
-    """What kernels are compiled for, of an activation whose curve they know."""
+    """The constants that tell kernels an activation whose curve they know."""
     assert activation.curve is not None
     curve, limit, alpha = activation.curve
     return {
@@ -171,7 +171,7 @@ def activation_constants(activation: Activation, interleaved: bool) -> dict[str,
 
 
 def _constants(columns: int, activation: Activation, interleaved: bool, least_block: int = 16):
-    """What all kernels are compiled for."""
+    """The constants that all of these kernels are compiled for."""
     block_columns = min(512, power_of_2(columns, least=least_block))
     return {
         "COLUMNS": columns,
@@ -182,7 +182,7 @@ def _constants(columns: int, activation: Activation, interleaved: bool, least_bl
 
 
 def _quantizing_constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format):
-    """What kernels that quantize are compiled for."""
+    """The same and the constants of quantization, for kernels that quantize."""
     return _constants(columns, activation, interleaved, least_block=BLOCK) | quantizing_constants(stored_as)
 
 

@@ -22,7 +22,7 @@ def _plain(operands: Buffer, shape, dtype):
     return jnp.zeros(shape, dtype)
 
 
-BUFFER = Product(
+BUFFER: Product[jax.Array] = Product(
     "buffer",
     Buffer,
     result_types=lambda operands, shape, dtype: array_type(shape, dtype),

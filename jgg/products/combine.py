@@ -17,7 +17,7 @@ from jgg.products import column_parts
 
 
 class Combine(NamedTuple):
-    """What is added up.
+    """Rows, and which of them are added up.
 
     Attributes:
       rows: [M, N].
@@ -60,7 +60,7 @@ def _merge_batch(how: How, operands, batched, topk):
     return y.reshape(size, -1, y.shape[1])
 
 
-COMBINE = Product(
+COMBINE: Product[jax.Array] = Product(
     "combine",
     Combine,
     result_types=_result_types,

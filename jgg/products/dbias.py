@@ -70,7 +70,7 @@ def _letters(operands: Dbias, problem: GroupedGemmProblem):
     return Letters({"dy": ".n", "gather_indices": ".", "topk_weights": None}, ("en",), ("",))
 
 
-DBIAS = Product(
+DBIAS: Product[jax.Array] = Product(
     "dbias",
     Dbias,
     result_types=lambda operands, problem: array_type((problem.num_experts, problem.out_features), jnp.float32),

@@ -47,7 +47,7 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
 def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
     launcher = launcher._replace(config=choose_config(KernelConfigDW, problem, launcher.target, launcher.config))
-    config, target = launcher.config, launcher.target
+    config = launcher.config
     scales = row_scales(topk_weights, gather_indices)
     copies_x = problem.permute_x and not config.fuse_gather
     if copies_x:
@@ -61,24 +61,20 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     if config.warp_specialized:
         multiply = _multiply_copies if copies_x else hopper.multiply_row_blocks
         return multiply(launcher, problem, x, terms, bounds, gather_indices)
-    from jgg.kernels.dw import dw_kernel
-
     if copies_x:
         x = expert_order(launcher, x, gather_indices, problem.topk)
-    x_side = {
-        "": problem.in_features,
-        "GATHER": problem.topk if problem.permute_x else 0,
-        "TMA": config.use_tma_load_x and x_by_tma(target, problem),
-        "BLOCK": config.block_k,
-    }
-    dy_side = {
-        "": problem.out_features,
-        "GATHER": int(problem.permute_y),
-        "TMA": config.use_tma_load_dy and dy_by_tma(target, problem),
-        "BLOCK": config.block_n,
-    }
+    return _multiply_on_every_gpu(launcher, problem, x, terms, bounds, gather_indices)
+
+
+def _multiply_on_every_gpu(
+    launcher: Launcher, problem: GroupedGemmProblem, x, terms: Terms, bounds: GroupBounds, gather_indices
+):  # fmt: skip
+    """dW by `dw_kernel`, of x and of dy's terms."""
+    from jgg.kernels.dw import dw_kernel
+
+    config, target = launcher.config, launcher.target
+    sides = _sides(problem, config, target)
     dy_is_left = problem.w_layout == "enk"
-    sides = {"LEFT": dy_side, "RIGHT": x_side} if dy_is_left else {"LEFT": x_side, "RIGHT": dy_side}
     tiles = problem.num_experts * math.prod(math.ceil(side[""] / side["BLOCK"]) for side in sides.values())
     descriptors = {
         side.lower(): bounded_rows(values[""], (config.block_m, values["BLOCK"]))
@@ -112,6 +108,24 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     return launcher.run(dw_kernel, launch)["dw"]
 
 
+def _sides(problem, config, target):
+    """Columns, gathers, TMA and blocks of the operands that the kernel multiplies, by its names for the two."""
+    x_side = {
+        "": problem.in_features,
+        "GATHER": problem.topk if problem.permute_x else 0,
+        "TMA": config.use_tma_load_x and x_by_tma(target, problem),
+        "BLOCK": config.block_k,
+    }
+    dy_side = {
+        "": problem.out_features,
+        "GATHER": int(problem.permute_y),
+        "TMA": config.use_tma_load_dy and dy_by_tma(target, problem),
+        "BLOCK": config.block_n,
+    }
+    left, right = (dy_side, x_side) if problem.w_layout == "enk" else (x_side, dy_side)
+    return {"LEFT": left, "RIGHT": right}
+
+
 def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
     """dW of x in token order, which is copied in expert order a part of its features after the other."""
 
@@ -142,7 +156,7 @@ def _letters(operands: Dw, problem: GroupedGemmProblem):
     return Letters(rows, (problem.w_layout,), ("",))
 
 
-DW = Product(
+DW: Product[jax.Array] = Product(
     "dw",
     Dw,
     result_types=lambda operands, problem: array_type(problem.w_shape, problem.dtype),

@@ -162,7 +162,7 @@ def _letters(operands: Dx, problem: GroupedGemmProblem):
     return Letters(rows, (".k", "."), ("en", "enk"))
 
 
-DX = Product(
+DX: Product[DxResults] = Product(
     "dx",
     Dx,
     result_types=_result_types,

@@ -59,7 +59,7 @@ def _dequantized(
 
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
-    """With combine_y the product is made a part of its columns after the other, each added up by token."""
+    """Launches the product; with combine_y a part of its columns after the other, each added up by token."""
     if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
         operands, problem = _dequantized(operands, problem, problem.out_dtype)
         launcher = launcher._replace(config=None)
@@ -204,7 +204,7 @@ def _letters(operands: Forward, problem: GroupedGemmProblem):
     return Letters(rows, (".n",), ("ek",))
 
 
-FORWARD: Product = Product(
+FORWARD: Product[jax.Array] = Product(
     "forward",
     Forward,
     result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),

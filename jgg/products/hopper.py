@@ -71,14 +71,8 @@ def multiply_rows(
     columns = config.sizes(problem).columns
     schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
-    width = block_columns // _PARTS
     has_halves = hidden is not None and hidden.has_halves
-    results = {}  # columns, and the block that is stored at once
-    if hidden is None or hidden.keeps:
-        results["y"] = columns, (TILE_ROWS, 2, width // 2) if has_halves else (TILE_ROWS, width)
-    if hidden is not None:
-        pair = 2 if hidden.activation.is_gated else 1
-        results["hidden"] = columns // pair, (TILE_ROWS, width // pair)
+    results = _results(columns, block_columns, hidden)
     # w [E, columns, reduced] is turned in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
     block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
@@ -116,6 +110,18 @@ def multiply_rows(
         **cluster_options(launcher.target, problem, tiles),
     )
     return launcher.run(hopper_kernel, launch)
+
+
+def _results(columns: int, block_columns: int, hidden: Hidden | None) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The columns of each result, and its block that is stored at once."""
+    width = block_columns // _PARTS
+    if hidden is None:
+        return {"y": (columns, (TILE_ROWS, width))}
+    results: dict[str, tuple[int, tuple[int, ...]]] = {}
+    if hidden.keeps:
+        results["y"] = columns, (TILE_ROWS, 2, width // 2) if hidden.has_halves else (TILE_ROWS, width)
+    pair = 2 if hidden.activation.is_gated else 1
+    return results | {"hidden": (columns // pair, (TILE_ROWS, width // pair))}
 
 
 def multiply_row_blocks(

@@ -39,7 +39,7 @@ def can_quantize(launcher: Launcher) -> bool:
 
 
 def quantizing_constants(stored_as: Format) -> dict[str, float | bool]:
-    """What quantizing kernels are compiled for."""
+    """The constants that quantizing kernels are compiled for."""
     return {"LARGEST": float(jnp.finfo(stored_as.dtype).max), "POWER_OF_2": stored_as.power_of_2_scales}
 
 
@@ -77,7 +77,7 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format):
     return QuantizedArray(**launcher.run(quantize_rows_kernel, launch))
 
 
-QUANTIZE_ROWS = Product(
+QUANTIZE_ROWS: Product[QuantizedArray] = Product(
     "quantize_rows",
     Quantize,
     result_types=_row_types,
@@ -151,7 +151,7 @@ def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, k
     return QuantizedMatrices(**absent | launcher.run(quantize_weights_kernel, launch))
 
 
-QUANTIZE_WEIGHTS = Product(
+QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
     "quantize_weights",
     Quantize,
     result_types=_weight_types,

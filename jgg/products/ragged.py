@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.problem import GroupedGemmProblem, check_problem
-from jgg.core.schedule import GroupBounds, Rows, between_groups, group_bounds, saturated_int32
+from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
 from jgg.grouped_gemm import checked_grouped_gemm
 from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.products.dw import DW, Dw
@@ -113,11 +114,9 @@ def _multiply_rows(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, implementation: str | None, **options: Any
 ) -> jax.Array:
     """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
-    dtype, num_groups = _common_dtype(lhs.dtype, rhs.dtype), rhs.shape[0]
-    bounds = group_bounds(group_sizes, len(lhs), options["group_offset"], num_groups)
-    return checked_grouped_gemm(
-        implementation, x=_converted(lhs, dtype, bounds), w=rhs.astype(dtype), group_sizes=group_sizes, **options
-    )
+    dtype = _common_dtype(lhs.dtype, rhs.dtype)
+    lhs = _converted(lhs, dtype, group_sizes, options["group_offset"], rhs.shape[0])
+    return checked_grouped_gemm(implementation, x=lhs, w=rhs.astype(dtype), group_sizes=group_sizes, **options)
 
 
 def _sum_over_rows(
@@ -125,8 +124,7 @@ def _sum_over_rows(
     implementation: str | None,
 ) -> jax.Array:  # fmt: skip
     """[g, m, n] of lhs [k, m] and rhs [k, n], computed in that dtype and of it."""
-    bounds = group_bounds(group_sizes, len(lhs))
-    lhs, rhs = (_converted(rows, dtype, bounds) for rows in (lhs, rhs))
+    lhs, rhs = (_converted(rows, dtype, group_sizes) for rows in (lhs, rhs))
     problem = check_problem(x=lhs, dy=rhs, group_sizes=group_sizes, w_layout="ekn", precision=precision)
     return _outer_products(problem, how_of(problem, implementation), lhs, rhs, group_sizes)
 
@@ -162,11 +160,17 @@ _differentiable.defvjp(
 )
 
 
-def _converted(rows: jax.Array, dtype: DTypeLike, bounds: GroupBounds) -> jax.Array:
+def _converted(
+    rows: jax.Array, dtype: DTypeLike, group_sizes: jax.Array, group_offset: jax.Array | None = None,
+    num_groups: int | None = None,
+) -> jax.Array:  # fmt: skip
     """Rows in a dtype; in another than their own, rows of no group as zeros, whose NaN jax.debug_nans would report."""
     if rows.dtype == dtype:
         return rows
-    return jnp.where(between_groups(bounds, len(rows))[:, None], rows, 0).astype(dtype)
+    if jax.export.is_symbolic_dim(group_sizes.shape[0]):  # which `check_problem` refuses
+        return rows.astype(dtype)
+    bounds = group_bounds(group_sizes, rows.shape[0], group_offset, num_groups)
+    return jnp.where(between_groups(bounds, rows.shape[0])[:, None], rows, 0).astype(dtype)
 
 
 def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:

@@ -101,7 +101,7 @@ TILE_ROWS = 128  # of the output tile of a CTA of theirs
 
 
 def hopper_constants(problem: GroupedGemmProblem, config, block_columns: int, gathers: bool) -> dict[str, Any]:
-    """What both kernels for Hopper are compiled for when they multiply rows."""
+    """The constants that both kernels for Hopper are compiled for when they multiply rows."""
     _, columns, reduced = config.sizes(problem)
     is_forward = isinstance(config, KernelConfigForward)
     return {
@@ -114,7 +114,7 @@ def hopper_constants(problem: GroupedGemmProblem, config, block_columns: int, ga
 
 
 def ring_constants(config, block_columns: int) -> dict[str, int]:
-    """What the ring of blocks and the order of tiles are compiled for, in the kernels for Hopper."""
+    """The constants of the ring of blocks and of the order of tiles in the kernels for Hopper."""
     return {"BAND": config.band, "BLOCK_COLUMNS": block_columns, "STAGES": config.num_stages}
 
 

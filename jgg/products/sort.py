@@ -88,7 +88,7 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
     return Sorted(sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"])
 
 
-SORT = Product(
+SORT: Product[Sorted] = Product(
     "sort",
     Sort,
     result_types=_result_types,

@@ -45,7 +45,7 @@ def _launch(launcher: Launcher, operands: TopK, topk: int):
     return launcher.run(top_k_kernel, launch)["indices"]
 
 
-TOP_K: Product = Product(
+TOP_K: Product[jax.Array] = Product(
     "top_k",
     TopK,
     result_types=lambda operands, topk: array_type((operands.scores.shape[0], topk), jnp.int32),

@@ -74,6 +74,8 @@ def _is_one_kernel(config, problem, target, hidden: Hidden):
     """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
     if not config.warp_specialized or hidden.activation.curve is None:
         return False
+    if problem.is_quantized != (hidden.stored_as is not None):
+        return False  # the kernels quantize the results of quantized operands, and of no others
     if problem.is_quantized:
         return _is_one_quantizing_kernel(problem, target, hidden)
     if hidden.activation.is_gated and (
@@ -107,7 +109,7 @@ def _merge_batch(how: How, operands: Forward, batched: Forward, problem: Grouped
     return jax.vmap(lambda operands: _several(how, operands, problem=problem, **parameters), in_axes=(axes,))(operands)
 
 
-UP: Product = Product(
+UP: Product[Activated] = Product(
     "up",
     Forward,
     result_types=_result_types,

@@ -12,11 +12,11 @@ import pytest
 import jgg
 from _jgg_command import parser
 from jgg import tuning
-from jgg.cli import bench, demo, options, scale
+from jgg.cli import bench_settings, demo, scale
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.launching import choice
-from jgg.measuring import cost_model, peers, workloads
+from jgg.measuring import peers, strategies, workloads
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX
@@ -47,7 +47,7 @@ def option(command, name):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], *([name, "--help"] for name in parser.COMMANDS)], ids=" ".join
+    "arguments", [[], ["--help"], ["-h"], *([name, "--help"] for name in parser.COMMANDS)], ids=" ".join
 )
 def test_help_needs_no_jax(arguments):
     done = run(*arguments)
@@ -64,12 +64,12 @@ def test_the_version_needs_no_jax():
     assert done.stdout.splitlines() == [f"jgg {jgg.__version__}", "imported:"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench", "--groups", "odd"]])
+@pytest.mark.parametrize("arguments", [["frobnicate"], ["bench", "--groups", "odd"]])
 def test_mistakes_are_told_without_jax(arguments):
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stdout == "imported:\n"
-    assert done.stderr.startswith(" ".join(["usage: jgg", *arguments[:1]])) and "Traceback" not in done.stderr
+    assert done.stderr.startswith("usage: jgg ") and "Traceback" not in done.stderr
 
 
 def test_each_command_has_a_module():
@@ -80,26 +80,16 @@ def test_each_command_has_a_module():
 def test_options_offer_what_jgg_has():
     dtypes = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
     gemm_in_fp8 = workloads.gemm(num_rows=1, in_features=1, out_features=1, num_experts=1, dtype=E4M3)
-    assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, options.FP8)
+    assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, workloads.FP8)
     assert option("scale", "--dtype").choices == tuple(scale.MAX_ERROR)
     assert option("bench", "--w-layout").choices == W_LAYOUTS
     assert option("bench", "--implementation").choices == choice.NAMES
     assert option("bench", "--groups").choices == workloads.GROUPS
-    assert option("bench", "--op").default == ",".join(bench.OPS)
+    assert option("bench", "--op").default == ",".join(bench_settings.OPS)
     assert f"({','.join(workloads.OPS)}; in fp8 {','.join(tuning.ops_of(gemm_in_fp8))} " in option("tune", "--op").help
     assert tuple(peers.PEERS) == parser.PEERS
-    assert cost_model.FAMILIES == parser.FAMILIES
+    assert strategies.FAMILIES == parser.FAMILIES
     assert f"a multiple of {demo.HEAD_DIM} " in option("demo", "--hidden").help
-
-
-def test_plan_is_for_the_cost_model_s_cluster():
-    cluster = cost_model.Cluster(1)
-    args = parser.make_parser("").parse_args(["plan"])
-    assert args.node_size == cluster.node_size
-    assert (args.link_gbps, args.network_gbps, args.memory_gb) == (
-        cluster.link / 1e9, cluster.network / 1e9, cluster.memory / 1e9,
-    )  # fmt: skip
-    assert args.tflops == cluster.flops / 1e12
 
 
 def options_of(kind):
@@ -123,8 +113,8 @@ def refused(capsys, *arguments):
 def test_every_number_has_a_type_that_says_its_bounds():
     kinds = {kind for kind in ("int", "float") if options_of(kind)}
     assert not kinds
-    counts = options_of("positive_int") + options_of("_powers_of_two")
-    assert ("demo", "--steps") in counts and ("tune", "--workers") in counts and ("plan", "--devices") in counts
+    counts = options_of("positive_int")
+    assert ("demo", "--steps") in counts and ("tune", "--workers") in counts and ("scale", "--devices") in counts
     assert options_of("_seed") == [("demo", "--seed"), ("bench", "--seed")]
 
 
@@ -132,7 +122,6 @@ def test_every_number_has_a_type_that_says_its_bounds():
     ("kind", "value", "message"),
     [
         *(("positive_int", value, "must be 2147483647 or less, got") for value in ("2147483648", "9" * 20)),
-        ("_powers_of_two", f"8,{2**70}", "must be 2147483647 or less, got"),
         *(("_seed", value, "must be 4294967295 or less, got") for value in ("4294967296", "9" * 20)),
         ("_seed", "-1", "must be 0 or more, got -1"),
         ("_seed", "1.5", "must be a whole number, got '1.5'"),
@@ -149,7 +138,7 @@ def test_numbers_that_nothing_computes_with_are_refused(kind, value, message, ca
 def test_out_is_no_folder(name, tmp_path, capsys):
     name = name.format(folder=tmp_path)
     commands = [command for command, own in subparsers().items() if "--out" in own._option_string_actions]
-    assert commands == ["demo", "bench", "tune", "scale", "plan"]
+    assert commands == ["demo", "bench", "tune", "scale"]
     for command in commands:
         message = f"argument --out: must end in the name of a file, not of a folder, got {name!r}"
         assert message in refused(capsys, command, "--out", name)
@@ -160,4 +149,4 @@ def test_out_is_no_folder(name, tmp_path, capsys):
 def test_out_is_a_prefix(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = name.format(folder=tmp_path)
-    assert parser.make_parser("").parse_args(["plan", "--out", name]).out == name
+    assert parser.make_parser("").parse_args(["scale", "--out", name]).out == name

@@ -161,7 +161,7 @@ def test_without_a_gpu_make_leaves_nothing_that_looks_for_one(target):
 
 
 def test_jax_starts_quietly_where_no_gpu_is():
-    """As it does for a user of the environment that `make test` made."""
+    """JAX starts quietly for a user of the environment that `make test` made, too."""
     installed = [name for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt") if versions.installed(name)]
     if installed or info.has_nvidia_gpu():
         pytest.skip(f"JAX looks for a GPU here, with {installed}; `jgg info` says what to do if there is none")
@@ -173,13 +173,14 @@ def test_citation_names_this_version():
     assert f"\nversion: {jgg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_import_starts_no_backend_and_loads_no_triton():
+def test_import_starts_no_backend_and_loads_neither_triton_nor_what_measures():
     program = """
 import sys
 import jgg
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 assert not {"triton", "jax_triton", "flax"} & sys.modules.keys()
+assert not [name for name in sys.modules if name.startswith(("jgg.measuring", "jgg.tuning"))]
 import jax
 jax.devices()
 assert xla_bridge.backends_are_initialized()  # else the check above would prove nothing

@@ -9,7 +9,7 @@ import pytest
 
 from jgg.cli import main, scale
 from jgg.cli.console import progress
-from jgg.measuring.cost_model import Strategy
+from jgg.measuring.strategies import Strategy
 from jgg.measuring.workloads import Layer
 from tests.support import processes
 from tests.support.processes import ROOT
@@ -24,18 +24,6 @@ def run(*arguments, prelude="", **options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, **options)
 
 
-def test_plan_prints_json_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--json", "--devices", "2,8", "--top", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["layer"]["name"] == "qwen3-30b-a3b"
-    assert [each["devices"] for each in found["strategies"]] == [2, 8]
-    best = found["strategies"][0]
-    assert best["name"] == "expert 2 by all_gather" and best["strategy"]["exchange"] == "all_gather"
-    assert best["cost"]["exchange"] > 1e6 and 0.9 < best["cost"]["efficiency"] < 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_bench_prints_json_as_it_writes_it(tmp_path, capsys):
     out = tmp_path / "bench"
     options = ["--op", "forward", "--peers", "none", "--json", "--quiet"]
@@ -46,7 +34,7 @@ def test_bench_prints_json_as_it_writes_it(tmp_path, capsys):
 
 
 def test_scale_prints_json_as_it_writes_it(tmp_path, monkeypatch, capsys):
-    row = scale.StrategyRow(Strategy(), 0.5, 8, 0.0, 0.0, 0, 1.0, 0.0)
+    row = scale.StrategyRow(Strategy(), 0.5, 8, 0.0, 0, 1.0, 0.0)
     monkeypatch.setattr(scale, "measure", lambda *_: row)
     layer, path = Layer("small", 8, 16, 16, 4, 2), tmp_path / "scale.json"
     assert scale.run_all(layer, [Strategy()], "float32", 1, path, as_json=True) == 0
@@ -92,9 +80,9 @@ def test_progress_shows_its_counts_beside_a_long_text(monkeypatch, capsys):
 
 
 MISTAKES = {
-    "folder": (["plan", "--out", "/proc/plan"], "--out: /proc/plan is in /proc, which takes no files"),
-    "word": (["plan", "--top", "many"], "--top: must be a whole number, got 'many'"),
-    "fraction": (["plan", "--tflops", "fast"], "--tflops: must be a number, got 'fast'"),
+    "folder": (["scale", "--out", "/proc/scale"], "--out: /proc/scale is in /proc, which takes no files"),
+    "word": (["scale", "--steps", "many"], "--steps: must be a whole number, got 'many'"),
+    "fraction": (["scale", "--buffer-factor", "big"], "--buffer-factor: must be a number, got 'big'"),
     "file": (["tune", *SIZES, "--interpret", "--out", "pyproject.toml"], "--out: pyproject.toml is no file of tuned"),
 }
 
@@ -140,7 +128,7 @@ def test_other_errors_keep_their_traceback(monkeypatch):
 
 
 def test_a_reader_may_stop_early():
-    with processes.start("-m", "jgg", "plan", "--json", "--devices", "2,4,8,16,32,64", "--top", "50") as process:
+    with processes.start("-m", "jgg", "completion", "bash") as process:
         process.stdout.close()
         errors = process.stderr.read()
     assert "Traceback" not in errors and "BrokenPipeError" not in errors

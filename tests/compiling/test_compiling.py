@@ -19,7 +19,9 @@ from jax_triton import triton_lib  # noqa: E402
 
 from jgg.core.versions import WARP_SPECIALIZED, unlike  # noqa: E402
 from jgg.launching import compile_ahead  # noqa: E402
+from jgg.launching.compile_ahead import AheadCompiler, Noted  # noqa: E402
 from jgg.launching.interpret import InterpreterLock  # noqa: E402
+from jgg.primitives.product import Product  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
 needs_gluon = pytest.mark.skipif(not HAS_GLUON_KERNEL, reason=f"{unlike(WARP_SPECIALIZED)}")
@@ -180,7 +182,7 @@ def on_one_device(function):
 @pytest.fixture
 def with_threads(monkeypatch):
     """A function that lets so many threads compile beside the program's own, and forgets what was noted before."""
-    return lambda count: monkeypatch.setattr(compile_ahead, "COMPILER", compile_ahead.AheadCompiler(count))
+    return lambda count: monkeypatch.setattr(Product, "ahead", AheadCompiler(count))
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, on_one_device], ids=["jit", "shard_map"])
@@ -209,8 +211,17 @@ def test_what_is_only_traced_is_not_compiled(compiled, with_threads):
     jax.clear_caches()
     with jgg.target(90):
         jax.eval_shape(products, [operands(**PLAIN), operands(**LARGER)])
-    assert compile_ahead.COMPILER.noted
+    assert Product.ahead.noted
     assert not compiled
+
+
+def test_only_so_many_operations_are_remembered(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "MOST_NOTED", 2)
+    compiler = AheadCompiler(1)
+    operations = [Noted(False, (((size,), jnp.dtype("float32")),), frozenset()) for size in range(3)]
+    for operation in (*operations, operations[1]):
+        compiler.note(operation)
+    assert list(compiler.noted) == operations[1:]
 
 
 def test_an_error_of_a_thread_comes_from_the_program(folder, with_threads, monkeypatch):

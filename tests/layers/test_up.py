@@ -13,9 +13,11 @@ from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import check_problem
+from jgg.core.quantized import Format
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
-from jgg.products.forward import Forward
+from jgg.products.activate import ACTIVATE, Activate
+from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 
 TOKENS, TOPK, SIZES = 700, 2, (300, 0, 1, 640, 190, 129)  # of 1400 rows 140 are of no group
@@ -107,3 +109,28 @@ def test_one_kernel_where_it_spills_no_registers():
     assert not is_one("swiglu", keeps=False, w_layout="ekn")
     assert not is_one("swiglu", keeps=False, hidden=1028)
     assert not is_one("swiglu", keeps=False, compute_capability=80)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("stored_as", [None, Format()])
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_operands_and_results_are_quantized_apart(is_quantized, stored_as, keeps):
+    """UP is FORWARD and ACTIVATE, by names, whichever of its operands and results are quantized."""
+    activation, how = ACTIVATIONS["swiglu"], How(None, current_target())
+    arrays = operands(activation, hidden=136)
+    names = ("x", "w", "bias", "group_sizes", "gather_indices")
+    problem = check_problem(**{key: arrays[key] for key in names}, topk=TOPK, permute_x=True)
+    if is_quantized:
+        problem = problem.quantized
+        arrays |= {"x": jgg.quantize_tokens(arrays["x"]), "w": jgg.quantize_weights(arrays["w"])}
+    bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
+    of_up = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"])
+    options = {"activation": activation, "interleaved": False, "stored_as": stored_as}
+    got = UP(how, of_up, problem=problem, keeps=keeps, **options)
+    pre = FORWARD(how, of_up, problem=problem)
+    want = ACTIVATE(how, Activate(pre), keeps=keeps, **options)
+    if keeps and stored_as is None:
+        want = want._replace(kept=pre)
+    assert isinstance(got.hidden, jgg.QuantizedArray) == (stored_as is not None)
+    assert (got.kept is not None) == keeps
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -20,8 +20,9 @@ from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.configs.requirements import shared_memory
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import current_target
-from jgg.launching import compile_ahead, jax_triton_fixes
+from jgg.launching import jax_triton_fixes
 from jgg.measuring.workloads import gemm, load_layers, operands
+from jgg.primitives.product import Product
 from jgg.products import dw, dx, forward
 from tests.programs.lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
@@ -84,7 +85,7 @@ def print_kernels():
     forward.choose_config = dx.choose_config = dw.choose_config = choose
     jax_triton_fixes.check_fits = note
     # what is compiled is of the product that was chosen for last
-    compile_ahead.COMPILER = compile_ahead.AheadCompiler(0)
+    Product.ahead.num_threads = 0
 
 
 def main():

@@ -12,6 +12,7 @@ from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
+from jgg.fp8 import Fp8
 
 HEAD_DIM = 64
 
@@ -49,6 +50,16 @@ class Settings:
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
         return cls(**values)
+
+    @property
+    def quantization(self) -> Fp8 | None:
+        """The recipe by which the experts are multiplied, if any."""
+        return Fp8() if self.fp8 else None
+
+    @property
+    def arithmetic(self) -> str:
+        """The words that say in which dtypes is computed."""
+        return f"{self.dtype} with experts in FP8" if self.fp8 else self.dtype
 
 
 def run(args) -> int:

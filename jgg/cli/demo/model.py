@@ -56,7 +56,7 @@ class Block(nnx.Module):
         self.moe_norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
         self.moe = jgg.nnx.MoE(
             hidden, hidden, num_experts=settings.experts, topk=settings.topk, dtype=dtype,
-            implementation=settings.implementation, quantization=jgg.Fp8() if settings.fp8 else None, rngs=rngs,
+            implementation=settings.implementation, quantization=settings.quantization, rngs=rngs,
         )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -16,13 +16,12 @@ from jgg.core.files import replacing
 def header(result: Result) -> str:
     """What is going to be trained, on what and how."""
     settings = result.settings
-    dtype = f"{settings.dtype} with experts in FP8" if settings.fp8 else settings.dtype
     return (
         f"Text: Python's language reference, {result.train_bytes:,} bytes to train on and"
         f" {result.held_out_bytes:,} held out\n"
         f"Model: {settings.layers} layers, top {settings.topk} of {settings.experts} experts;"
         f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
-        f"Grouped GEMM: implementation {result.implementation}, {dtype}, on {devices()[0].kind}"
+        f"Grouped GEMM: implementation {result.implementation}, {settings.arithmetic}, on {devices()[0].kind}"
     )
 
 

@@ -137,7 +137,7 @@ def _compute_row_dots(operands, *, transpose_w, precision):
 
 
 def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
-    """Of sum scales[i] * left[i] . (right[i] @ w[g]), in the one array that is undefined."""
+    """The derivative of sum scales[i] * left[i] . (right[i] @ w[g]) in the one array that is undefined."""
     if ad.is_undefined_primal(w):
         pair = (left, right) if transpose_w else (right, left)
         return outer_dot(*pair, bounds, scales=scales, precision=precision, out_dtype=w.aval.dtype)
@@ -173,7 +173,7 @@ def _transpose_row_dots(ct, operands, **params):
 
 
 def _dependent_part(operands, changed, **params):
-    """What of `rows_dot` depends on one of its operands, by name, in a form linear in that operand."""
+    """The part of `rows_dot` that depends on the operand of that name, in a form linear in it."""
     if changed == "bias":
         operands = operands._replace(rows=row_blocks.ones(operands.rows), w=operands.bias[:, None], bias=None)
         return operands, params | {"transpose_w": False}

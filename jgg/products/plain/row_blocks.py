@@ -103,7 +103,7 @@ def zeros(shape, dtype, rows: Rows):
 
 
 def ones(rows: Rows):
-    """As many rows of a single 1."""
+    """Rows of a single 1, as many as those given."""
     return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 

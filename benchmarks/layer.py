@@ -56,7 +56,7 @@ class LayerProblem:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of x, y's cotangent and the weights."""
+        """The shapes of x, y's cotangent and the weights."""
         tokens, (up, down) = (self.layer.tokens, self.layer.hidden), self.gemms
         router = self.layer.hidden, self.layer.experts
         return {"x": tokens, "dy": tokens, "w_router": router, "w_gate_up": up.w_shape, "w_down": down.w_shape}
@@ -195,7 +195,7 @@ def _expected(problem, which, precision):
 
 @jax.jit
 def _choice_error(logits, topk_indices):
-    """By how much an expert left out beats one chosen, relative to the largest logit; infinite for a wrong index.
+    """The most by which an expert left out beats one chosen, relative to the largest logit; inf for a wrong index.
 
     It is negative where every choice is right, and about the logits' rounding where they are equal but for that.
     """

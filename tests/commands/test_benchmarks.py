@@ -1,7 +1,8 @@
-"""The command `jgg bench --op layer`: what it measures of whole layers, how it judges them, and what it refuses."""
+"""The benchmarks of a checkout: whole layers, how they are judged, other libraries, and pictures."""
 
 import dataclasses
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.cli import bench_run, main
+import jgg
+from benchmarks import gemms, layers, peers, plots
+from benchmarks import layer as measuring
 from jgg.cli.console import number
-from jgg.measuring import layer as measuring
-from jgg.measuring import peers
+from jgg.measuring import ways
 from jgg.measuring.timing import Timing
 from jgg.measuring.workloads import Layer, load_layers
 
@@ -39,30 +41,29 @@ class CachedReference:
 
 
 @pytest.fixture
-def run_bench(tmp_path, monkeypatch, capsys):
-    """Runs `jgg bench --op layer` without timing anything; returns the exit code, what it printed and its JSON."""
+def run_layers(tmp_path, monkeypatch, capsys):
+    """Measures a layer without timing anything; returns the exit code, what it printed and its JSON."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
+    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     dense = SimpleNamespace(measure=lambda: Timing(1e-4, None))
-    monkeypatch.setitem(peers.PEERS, peers.DENSE, peers.Peer(lambda: None, lambda *_: [dense]))
-    monkeypatch.setattr(bench_run, "measure_memory", memory_of)
-    monkeypatch.setattr(bench_run, "LayerReference", CachedReference)
+    monkeypatch.setitem(layers.PEERS, "dense", peers.Peer(lambda *_: [dense]))
+    monkeypatch.setattr(layers, "measure_memory", memory_of)
+    monkeypatch.setattr(layers, "LayerReference", CachedReference)
 
-    def run(*arguments):
+    def run():
         out = tmp_path / "result"
-        code = main(["bench", "--quiet", "--op=layer", "--out", str(out), *OWN, *arguments])
+        code = layers.main(["--quiet", "--out", str(out), *OWN])
+        plots.main([f"{out}.json"])
         assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return code, capsys.readouterr().out, json.loads(out.with_suffix(".json").read_text())
 
     return run
 
 
-def test_a_layer_is_right_and_its_numbers_agree(run_bench):
-    code, output, result = run_bench("--peers=dense")
+def test_a_layer_is_right_and_its_numbers_agree(run_layers):
+    code, output, result = run_layers()
     assert code == 0
     (row,) = result["layers"]
-    assert result["rows"] == []
     assert row["problem"]["layer"] == dataclasses.asdict(TINY) | {"name": "own"}
     assert row["flops"] == {"forward": 6 * 24 * 16 * 8, "forward + backward": 18 * 24 * 16 * 8}
     for which, measurement in row["passes"].items():
@@ -78,8 +79,8 @@ def test_a_layer_is_right_and_its_numbers_agree(run_bench):
         assert text in output
 
 
-def test_memory_is_the_compilers(run_bench):
-    _, output, result = run_bench("--peers=none")
+def test_memory_is_the_compilers(run_layers):
+    _, output, result = run_layers()
     memory = result["layers"][0]["memory"]
     arguments = 4 * (2 * 12 * 16 + 16 * 4 + 4 * 3 * 8 * 16)  # x, dy, the router, gate, up and down
     assert memory["arguments"] == arguments
@@ -110,10 +111,10 @@ def changed(name, change):
 
 
 @pytest.mark.parametrize("name", ["d w_router", pytest.param("y", marks=pytest.mark.thorough)])
-def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
+def test_a_wrong_result_is_reported_and_not_timed(name, run_layers, monkeypatch):
     wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
-    monkeypatch.setattr(bench_run, "layer_function", wrong_function)
-    code, output, result = run_bench("--peers=none")
+    monkeypatch.setattr(layers, "layer_function", wrong_function)
+    code, output, result = run_layers()
     assert code == 1
     passes = result["layers"][0]["passes"]
     wrong = passes["forward + backward"]
@@ -122,21 +123,21 @@ def test_a_wrong_result_is_reported_and_not_timed(name, run_bench, monkeypatch):
     assert f"own forward + backward: WRONG: error {wrong['error']:.3g}" in output
 
 
-def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_bench, monkeypatch):
-    monkeypatch.setattr(peers, "measure", lambda function, arrays, *_, **__: Timing(
+def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_layers, monkeypatch):
+    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(
         1e-3, jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, jax.jit(function)(arrays))
     ))  # fmt: skip
-    code, _, result = run_bench("--peers=none")
+    code, _, result = run_layers()
     assert code == 1
     assert {m["status"] for m in result["layers"][0]["passes"].values()} == {"WRONG"}
 
 
-def test_what_raises_is_a_failure_and_ends_nothing(run_bench, monkeypatch):
+def test_what_raises_is_a_failure_and_ends_nothing(run_layers, monkeypatch):
     def too_much(*_):
         raise RuntimeError("out of memory\nwith a long trace")
 
-    monkeypatch.setattr(bench_run, "measure_memory", too_much)
-    code, output, result = run_bench("--peers=none")
+    monkeypatch.setattr(layers, "measure_memory", too_much)
+    code, output, result = run_layers()
     assert code == 1
     assert result["layers"][0]["failures"] == {"memory": "RuntimeError: out of memory"}
     assert "own memory: failed: RuntimeError: out of memory" in output
@@ -153,9 +154,9 @@ def test_wrong_choices_are_told_from_close_ones():
 
 
 @pytest.mark.thorough
-def test_a_wrong_choice_is_reported(run_bench, monkeypatch):
-    monkeypatch.setattr(bench_run, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
-    code, output, _ = run_bench("--peers=none")
+def test_a_wrong_choice_is_reported(run_layers, monkeypatch):
+    monkeypatch.setattr(layers, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
+    code, output, _ = run_layers()
     assert code == 1
     assert "WRONG: an expert left out beats one chosen by" in output
 
@@ -174,9 +175,51 @@ def test_bfloat16_stays_within_the_bounds():
 def test_odd_features_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "--op=layer", *OWN, "--n=7"])
+        layers.main([*OWN, "--n=7"])
     assert exit_info.value.code == 2
-    assert "--n must be even with --op layer: gate and up, got 7" in capsys.readouterr().err
+    assert "--n must be even: gate and up, got 7" in capsys.readouterr().err
+
+
+def test_layers_in_fp8_are_quantized():
+    args = layers.make_parser().parse_args(["--dtype=fp8", "--layer=olmoe-1b-7b"])
+    (problem,) = layers.problems_of(args)
+    assert (problem.dtype, problem.quantization) == ("bfloat16", jgg.Fp8())
+
+
+def test_layers_are_scaled_down_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    measured = []
+    monkeypatch.setattr(layers, "measure_layer", lambda row, *_: measured.append(row.problem.layer))
+    monkeypatch.setattr(layers.layers_report, "as_json", lambda *_: "{}")
+    monkeypatch.setattr(layers.Output, "write", lambda *_: None)
+    assert layers.main(["--quiet"]) == 0
+    assert [layer.tokens for layer in measured] == [256, 256]
+    assert capsys.readouterr().out.startswith("scaled down: no GPU")
+
+
+def test_other_libraries_are_beside_jgg(tmp_path, monkeypatch, capsys):
+    def measure(function, arrays, *_, **__):
+        return Timing(1e-3, jax.jit(function)(arrays))
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(ways, "measure", measure)
+    monkeypatch.setattr("jgg.cli.bench_run.measure", measure)
+    monkeypatch.setitem(peers.PEERS, "tokamax", dataclasses.replace(peers.PEERS["tokamax"], unavailable=lambda: "away"))
+    out = tmp_path / "gemms"
+    assert gemms.main(["--quiet", *OWN, "--op=forward", "--peers=dense,tokamax", f"--out={out}"]) == 0
+    assert "Skipped tokamax: away" in capsys.readouterr().out
+    plots.main([f"{out}.json"])
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_package_that_is_missing_or_broken_is_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "tokamax.py").write_text("raise OSError('libcudart.so.99: not found\\nand more')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers.PEERS["tokamax"].unavailable() == "OSError: libcudart.so.99: not found"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert peers.PEERS["torch"].unavailable() == "torch is not installed"
+    assert peers.PEERS["quack"].unavailable() == "torch is not installed"
 
 
 def gpu_layer(name, **changes):

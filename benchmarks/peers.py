@@ -1,0 +1,179 @@
+"""Other libraries' grouped GEMMs, where those are installed, beside what `jgg bench` measures jgg against."""
+
+import dataclasses
+import functools
+import importlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgg.measuring import peers, timing
+from jgg.measuring.peers import Peer
+from jgg.measuring.timing import Timing, first_line
+from jgg.measuring.ways import Way
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchProduct(Way):
+    """A product computed by torch on the GPU that JAX uses.
+
+    Attributes:
+      call: starts it and returns its tensor.
+      bytes_accessed: of a call.
+      out: the tensor that every call writes, where it is always the same one.
+    """
+
+    call: Callable[[], Any]
+    bytes_accessed: int
+    out: Any = None
+
+    def compute(self) -> jax.Array:
+        """The product."""
+        if self.out is not None:
+            self.out.fill_(float("nan"))  # lest an earlier call's result be taken for this one's
+        return _to_jax(self.call())
+
+    def measure(self) -> Timing:
+        """Times the product."""
+        seconds = _torch_seconds(self.call, flushes=timing.stays_in_l2(self.bytes_accessed))
+        return Timing(seconds, self.compute())
+
+
+def _torch_operands(op, problem, arrays):
+    """A, B, the first row of each group and the token of each row, or None where x is in expert order.
+
+    The product is D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T.
+    """
+    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
+    w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
+    starts = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
+    if op == "dw":
+        a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
+        return a.t(), b.t(), starts, None
+    if op == "dx":
+        return dy, w_enk.transpose(1, 2), starts, None
+    return x, w_enk, starts, _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
+
+
+def _grouped_mm(op, problem, arrays):
+    """torch._grouped_mm (CUTLASS), after index_select where x is in token order."""
+    torch = importlib.import_module("torch")
+    a, b, starts, tokens = _torch_operands(op, problem, arrays)
+    ends = starts[1:].clone()  # aligned
+
+    def call():
+        rows = a if tokens is None else a.index_select(0, tokens)
+        return torch._grouped_mm(rows, b.transpose(-2, -1), offs=ends)
+
+    return [TorchProduct(call, problem.bytes_accessed)]
+
+
+_QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # the last: ping-pong
+
+
+def _quack(op, problem, arrays):
+    """QuACK's GEMM of variable lengths (CuTe DSL) by several tiles and clusters; it gathers rows in the kernel."""
+    torch = importlib.import_module("torch")
+    gemm = importlib.import_module("quack.gemm").gemm
+    a, b, starts, tokens = _torch_operands(op, problem, arrays)
+    lengths = {"cu_seqlens_k" if op == "dw" else "cu_seqlens_m": starts}
+    if tokens is not None:
+        lengths["A_idx"] = tokens
+    shape = {"forward": problem.y_shape, "dx": problem.x_shape, "dw": problem.w_shape}[op]
+    out = torch.empty(shape, dtype=a.dtype, device=a.device)
+
+    def product(tile_m, tile_n, pingpong, cluster_m):
+        sizes = {"tile_M": tile_m, "tile_N": tile_n, "cluster_M": cluster_m, "cluster_N": 1}
+
+        def call():
+            gemm(a, b, out, None, None, **sizes, pingpong=pingpong, persistent=True, **lengths)
+            return out
+
+        variant = f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1"
+        return TorchProduct(call, problem.bytes_accessed, out, variant=variant)
+
+    return [product(*tile, cluster_m) for tile in _QUACK_TILES for cluster_m in (2, 1)]
+
+
+def _tokens(problem, arrays):
+    return arrays["gather_indices"] // problem.topk
+
+
+def _why_not(*modules) -> str | None:
+    """Why modules cannot be imported, or torch, if it is one of them, cannot run on the GPU that JAX uses."""
+    try:
+        list(map(importlib.import_module, modules))
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except Exception as error:  # whatever another library raises
+        return first_line(error)
+    if "torch" not in modules:
+        return None
+    if jax.default_backend() != "gpu":
+        return "JAX has no GPU"
+    return None if importlib.import_module("torch").cuda.is_available() else "torch has no CUDA device"
+
+
+def _to_torch(array):
+    """The array as a tensor on the GPU, without a copy where DLPack allows."""
+    torch = importlib.import_module("torch")
+    array = jax.block_until_ready(array)
+    try:
+        return torch.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        integers = np.array(array).view(f"int{8 * array.dtype.itemsize}")  # NumPy's bfloat16 is not torch's
+        return torch.from_numpy(integers).cuda().view(getattr(torch, array.dtype.name))
+
+
+def _to_jax(tensor):
+    """The tensor as an array, without a copy where DLPack allows."""
+    torch = importlib.import_module("torch")
+    tensor = tensor.contiguous()
+    torch.cuda.synchronize()
+    try:
+        return jax.dlpack.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError):
+        integers = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).cpu().numpy()
+        return jnp.asarray(integers.view(jnp.dtype(str(tensor.dtype).removeprefix("torch."))))
+
+
+def _torch_seconds(call, flushes) -> float:
+    """Seconds of a call on the device, taken as by `timing.measure`."""
+    torch = importlib.import_module("torch")
+    filler = torch.zeros(timing.LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
+
+    def flush_and_call():
+        if flushes:
+            filler.max()
+        call()
+
+    calls = timing.calls_of_repeat(_event_seconds(flush_and_call, 3) / 3)
+    seconds = statistics.median(_event_seconds(flush_and_call, calls) for _ in range(timing.REPEATS))
+    if flushes:
+        seconds -= statistics.median(_event_seconds(filler.max, calls) for _ in range(timing.REPEATS))
+    torch.cuda.empty_cache()  # JAX needs the memory
+    return max(seconds, 1e-9) / calls
+
+
+def _event_seconds(call, calls):
+    """Seconds of that many calls on the device."""
+    torch = importlib.import_module("torch")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()  # while it runs, the host gets ahead of the device
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+PEERS = peers.PEERS | {
+    "tokamax": Peer(functools.partial(peers.ragged_dot, "tokamax"), unavailable=lambda: _why_not("tokamax")),
+    "torch": Peer(_grouped_mm, ("bfloat16",), lambda: _why_not("torch")),
+    "quack": Peer(_quack, ("float16", "bfloat16"), lambda: _why_not("torch", "quack.gemm")),
+}
