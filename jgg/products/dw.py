@@ -52,13 +52,15 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
     copies_x = problem.permute_x and not config.fuse_gather
     if copies_x:
         problem = dataclasses.replace(problem, permute_x=False)
-    gathers_dy = config.fuse_gather and not (config.warp_specialized and problem.permute_x)  # which gathers one of them
+    gathers_dy = config.fuse_gather and not (
+        config.kernel == "hopper" and problem.permute_x
+    )  # which gathers one of them
     if scales is not None or (problem.permute_y and not gathers_dy):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(launcher, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
     terms = Terms.of(dy, problem.dtype)
-    if config.warp_specialized:
+    if config.kernel == "hopper":
         multiply = _multiply_copies if copies_x else hopper.multiply_row_blocks
         return multiply(launcher, problem, x, terms, bounds, gather_indices)
     if copies_x:

@@ -95,7 +95,7 @@ def _multiply_rows(
     """dx [M, K] of dy's terms, the part of the product whose problem is given, and the row sums."""
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
-    if config.warp_specialized:
+    if config.kernel == "hopper":
         dx = hopper.multiply_rows(
             launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part
         )["y"]  # fmt: skip

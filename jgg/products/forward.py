@@ -101,11 +101,11 @@ def _multiply_rows(
 ):  # fmt: skip
     """y [M, N], the part of the product whose problem is given."""
     config = launcher.config
-    scatter_after = problem.permute_y and (config.warp_specialized or not config.fuse_scatter)
+    scatter_after = problem.permute_y and (config.kernel == "hopper" or not config.fuse_scatter)
     if scatter_after:
         problem = dataclasses.replace(problem, permute_y=False)
     operands = operands._replace(topk_weights=flat(operands.topk_weights))
-    if not config.warp_specialized:
+    if config.kernel != "hopper":
         y = _multiply_on_every_gpu(launcher, operands, problem, part)
     elif problem.is_quantized:
         y = hopper_quantized.multiply_rows(launcher, problem, *operands, part=part)

@@ -72,7 +72,7 @@ def _launch(
 
 def _is_one_kernel(config, problem, target, hidden: Hidden):
     """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
-    if not config.warp_specialized or hidden.activation.curve is None:
+    if config.kernel != "hopper" or hidden.activation.curve is None:
         return False
     if problem.is_quantized != (hidden.stored_as is not None):
         return False  # the kernels quantize the results of quantized operands, and of no others
