@@ -10,7 +10,7 @@ import triton.language as tl
 # TMA descriptors are made on the host (`jgg.launching.launch`). One descriptor of rows serves all groups, although each
 # access must end with its group: before the axes of rows and columns come two axes, where an access has the coordinates
 # ROW_LIMIT and rows_end. On the axis of rows it has row - rows_end + ROW_LIMIT, and the hardware leaves out rows that
-# reach ROW_LIMIT there. Modulo 2**64 bytes, the offsets of the three coordinates add up to that of `row`.
+# reach ROW_LIMIT there. Modulo 2**64 bytes, the offsets of the three coordinates add up to the offset of `row`.
 # Source: the ragged descriptors of Triton's own kernels, triton.tools.ragged_tma.
 ROW_LIMIT = tl.constexpr(2**30)
 
