@@ -1,11 +1,11 @@
-"""The kernels, without an import of JAX: which one runs where.
+"""The kernels, which do not import JAX, and where each of them runs.
 
-Plain Triton, on every GPU and, by Triton's interpreter, on a CPU: `forward`, `dx` and `dw` the three products, the
-first also of FP8 operands, with what they share in `tiles`; `combine`, `group_sums`, `activation` and `routing` what a
-layer needs around them, `quantize` and `activation_fp8` the same in FP8, from 8.9 on.
+Kernels in plain Triton run on every GPU and, in Triton's interpreter, on a CPU. `forward`, `dx` and `dw` are the three
+products (`forward` also takes FP8 operands) and share the helpers in `tiles`. `combine`, `group_sums`, `activation` and
+`routing` are the rest of a layer. `quantize` and `activation_fp8` are for FP8, from compute capability 8.9 on.
 
-Gluon, on compute capability 9.0 alone (H100, H200), with Triton 3.9 and jax-triton 0.4.1: `hopper`, the same three
-products of 16-bit operands, warp-specialized, and `hopper_results`, what it does with a finished tile; `hopper_fp8` and
-`hopper_fp8_results`, forward and dX of FP8 operands; `hopper_blocks`, what both share. `jgg.configs.requirements` says
-where they can take the others' place.
+Kernels in Gluon run only on compute capability 9.0 (H100, H200), with Triton 3.9 and jax-triton 0.4.1. `hopper` is the
+three products of 16-bit operands, warp-specialized; `hopper_results` stores its finished tiles. `hopper_fp8` and
+`hopper_fp8_results` do so for forward and dX of FP8 operands. Both share `hopper_blocks`. `jgg.configs.requirements`
+says where the Gluon kernels can replace the plain ones.
 """

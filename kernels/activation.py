@@ -1,4 +1,4 @@
-"""The activation between an expert's two products, and one pass that has all the backward pass needs of it."""
+"""The activation between an expert's two products, and one pass that computes all that its backward pass needs."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def sigmoid(x):
 
 @triton.jit
 def curve_and_slope(gate, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """f(gate) and its derivative; a NaN stays one."""
+    """f(gate) and its derivative; both are NaN if gate is NaN."""
     if CURVE == "silu":
         s = sigmoid(gate)
         value = gate * s
@@ -44,7 +44,7 @@ def curve_and_slope(gate, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.co
 
 @triton.jit
 def factor_and_slope(up, CURVE: tl.constexpr, LIMIT: tl.constexpr):
-    """What a gated activation multiplies f(gate) by, and its derivative by up."""
+    """The factor by which a gated activation multiplies f(gate), and its derivative with respect to up."""
     if CURVE == "clamped_silu":
         factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
         slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
@@ -82,16 +82,16 @@ def activate_backward(
 
 @triton.jit
 def as_pairs(pre):
-    """A pointer to the neighbours of an INTERLEAVED row, gate and up, as one integer of twice the bits.
+    """A pointer to an INTERLEAVED row as integers of twice the bits: each holds a feature's gate and up.
 
-    A thread then holds the gates and ups of the features of which it holds z and hidden: no exchange between threads.
+    A thread then holds gate, up, z and hidden of the same features, so that threads exchange nothing.
     """
     return pre.to(tl.pointer_type(tl.int64 if pre.dtype.element_ty == tl.float32 else tl.int32))
 
 
 @triton.jit
 def split_pairs(pairs, dtype: tl.constexpr):
-    """Gate and up of integers that `as_pairs` points to, float32."""
+    """The gate and up, in float32, of integers loaded through `as_pairs`."""
     BITS: tl.constexpr = dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
     gate = pairs.to(integer).to(dtype, bitcast=True)
@@ -101,7 +101,7 @@ def split_pairs(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def join_pairs(gate, up):
-    """The reverse of `split_pairs`, of gate and up in their dtype."""
+    """Reverses `split_pairs`, for gate and up in the dtype of the row."""
     BITS: tl.constexpr = gate.dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int32 if gate.dtype == tl.float32 else tl.int16
     pair: tl.constexpr = tl.int64 if gate.dtype == tl.float32 else tl.int32
@@ -114,7 +114,7 @@ def load_gate_and_up(
     pre, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up [BLOCK_ROWS, BLOCK_COLUMNS], float32; twice the same where there is only one."""
+    """Gate and up, float32 [BLOCK_ROWS, BLOCK_COLUMNS]; where it is not GATED, up is gate again."""
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
     if not GATED:
@@ -134,7 +134,7 @@ def store_gate_and_up(
     pre, gate, up, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of `load_gate_and_up`."""
+    """Stores gate and up to pre, where `load_gate_and_up` finds them."""
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
     if not GATED:
@@ -175,11 +175,11 @@ def activate_backward_kernel(
     CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows whose d hidden is weights[i] * z[i]: d pre, hidden, and the sums over columns of hidden * z.
+    """Computes d pre, hidden, and row_sums, each row's sum of hidden * z, where d hidden[i] is weights[i] * z[i].
 
-    Arrays: as in `activate_kernel`, with z like hidden, weights and row_sums float32 [num_rows] and in_group int8
-    [num_rows]: rows where it is 0 get the sum 0 and are else left as they are. d pre is written over pre, and hidden
-    over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums are without it. The grid is
+    Arrays: pre as in `activate_kernel`; z like hidden; weights and row_sums float32 [num_rows]; in_group int8
+    [num_rows], where rows with 0 get a row sum of 0 and are otherwise left as they are. d pre is written over pre, and
+    hidden over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums never include the weight. The grid is
     (num_rows / BLOCK_ROWS,), rounded up.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -1,4 +1,4 @@
-"""The activation between an expert's two products in FP8, and its backward pass: what they store is quantized."""
+"""The activation between an expert's two products in FP8, and its backward pass; both quantize what they store."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def _store_quantized(
     values, scales, value, rows, exists, column, half, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
     LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes [rows, columns] of one of HALVES halves of COLUMNS each, whose blocks are counted apart, and stores."""
+    """Quantizes and stores part of one half; rows have HALVES halves, each of COLUMNS columns with their own scales."""
     SCALES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     value, scale = quantize_row_blocks(value, LARGEST, POWER_OF_2)
     store_row_blocks(
@@ -27,7 +27,7 @@ def _load_kept(
     values, scales, rows, exists, column, half, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of `_store_quantized`, float32."""
+    """The values, in float32, that `_store_quantized` stored."""
     SCALES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
@@ -50,8 +50,8 @@ def activate_fp8_kernel(
 ):  # fmt: skip
     """hidden = f(gate) * up, or f(pre) where it is not GATED, quantized; and pre, quantized.
 
-    Arrays: pre as in `activate_kernel`; hidden's values [num_rows, COLUMNS] and scales [num_rows, COLUMNS / BLOCK],
-    rounded up; of pre the same [num_rows, halves, ...], gate and up apart, or None where it is not kept. The grid is
+    Arrays: pre as in `activate_kernel`; hidden_values [num_rows, COLUMNS]; hidden_scales [num_rows, COLUMNS / BLOCK],
+    rounded up; kept_values and kept_scales the same for gate and for up, [num_rows, halves, ...], or None. The grid is
     (num_rows / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -77,10 +77,11 @@ def activate_backward_fp8_kernel(
     LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As `activate_backward_kernel`, of a pre-activation that `activate_fp8_kernel` kept.
+    """Computes the same as `activate_backward_kernel`, from a pre-activation that `activate_fp8_kernel` kept.
 
-    Arrays: d_pre [num_rows, halves * COLUMNS], as pre was; d_values and d_scales the same quantized, for gate and up
-    side by side with COLUMNS a multiple of BLOCK, or None; from d_pre as it is rounded. hidden is written over z.
+    Arrays: d_pre [num_rows, halves * COLUMNS], laid out as pre was; d_values and d_scales, d_pre quantized after it was
+    rounded to its dtype, or None. They need gate and up side by side, and COLUMNS a multiple of BLOCK where it is
+    GATED. hidden is written over z.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

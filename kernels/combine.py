@@ -15,14 +15,14 @@ def combine_kernel(
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
     Arrays: rows [num_rows, ROWS_COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens,
-    Y_COLUMNS]. COLUMNS of them are read and written, from first_of_rows and first_of_y on, which are multiples of 16.
+    Y_COLUMNS]. COLUMNS columns are read from first_of_rows on and written from first_of_y on, both multiples of 16.
     The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     in_columns = (columns < COLUMNS)[None, :]
-    # the compiler is told, else it loads and stores one element at a time
+    # says that these are multiples of 16; else the compiler loads and stores one element at a time
     rows_columns = tl.multiple_of(first_of_rows + column, 16) + tl.arange(0, BLOCK_COLUMNS)
     y_columns = tl.multiple_of(first_of_y + column, 16) + tl.arange(0, BLOCK_COLUMNS)
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)

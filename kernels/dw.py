@@ -1,4 +1,4 @@
-"""Ragged-K main loop, the dW kernel: dw[group] = (left rows)^T @ (right rows)."""
+"""The dW kernel and its ragged-K main loop: dw[group] = (left rows)^T @ (right rows)."""
 
 import triton
 import triton.language as tl
@@ -19,9 +19,9 @@ def load_block(
     COLUMNS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on; rows count from first_row.
+    """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on.
 
-    GATHER is 0 for rows start, start + 1, ... and d > 0 for rows positions // d.
+    GATHER is 0 for rows start, start + 1, ... and d > 0 for rows positions // d, all counted from first_row.
     """
     if TMA:
         block = load_rows(matrix, first_row + start, first_row + group_end, column, BLOCK_ROWS, BLOCK_COLUMNS)
@@ -49,10 +49,10 @@ def dw_kernel(
 ):  # fmt: skip
     """dw[g] = sum over the rows i of group g of left[i] (outer) right[i].
 
-    Arrays: left [rows, LEFT], right [rows, RIGHT], gather_indices, which are bad outside [0, num_positions), or None,
-    group_starts and group_ends [num_groups], dw [num_groups, LEFT, RIGHT]; one of left and right is dy, the other x.
-    dy may be num_terms [1] matrices of num_rows rows, one after the other, whose sum times scale, float32 [1] or None,
-    is meant.
+    Arrays: left [rows, LEFT]; right [rows, RIGHT]; gather_indices [num_rows], bad outside [0, num_positions), or None;
+    group_starts and group_ends [num_groups]; dw [num_groups, LEFT, RIGHT]. One of left and right is dy, the other x.
+    With num_terms [1], dy is the sum of that many matrices of num_rows rows, stored one after the other. scale, float32
+    [1] or None, multiplies dy.
     With TMA_LEFT and TMA_RIGHT, left and right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT

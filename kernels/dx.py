@@ -1,4 +1,4 @@
-"""The dX kernel: forward's main loop on dy and w with the reduced axis N, the top-k weight gradient in its epilogue."""
+"""The dX kernel: forward's main loop on dy and w, reducing over N; the epilogue adds the top-k weight gradient."""
 
 import triton
 import triton.language as tl
@@ -19,11 +19,11 @@ def dx_kernel(
 ):  # fmt: skip
     """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
 
-    Arrays as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. dy may be num_terms [1] such
-    matrices, one after the other, whose sum times scale, float32 [1] or None, is meant. GATHER_DY reads row i of dy
-    from dy[gather_indices[i]], which undoes forward's scatter. With row_sums [column tiles, num_rows] float32, the
-    sums over each tile's columns of (dy[i] @ w) * x[i] are written there; their sum over the tiles is the gradient
-    of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
+    Arrays are as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. With num_terms [1], dy is
+    the sum of that many such matrices, stored one after the other. scale, float32 [1] or None, multiplies dy. GATHER_DY
+    reads row i of dy from dy[gather_indices[i]], which undoes forward's scatter. row_sums, float32 [column tiles,
+    num_rows] or None, gets the sum of (dy[i] @ w) * x[i] over each tile's columns; summed over the column tiles, it is
+    the gradient of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tiles = tl.load(tiles_through + num_groups - 1)

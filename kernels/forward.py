@@ -1,8 +1,8 @@
 """Ragged-M main loop and the forward kernel: y rows = x rows @ w[group]^T, scaled, biased, gathered and scattered.
 
-In FP8 x and w come with scales, as `jgg.core.quantized` explains: a step is of BLOCK features, so that a row of x has
-one scale in it and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step's begins
-anew, and is scaled and added up in float32.
+In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
+has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
+product, which is scaled and added in float32.
 """
 
 import triton
@@ -41,7 +41,7 @@ def load_scales(
     x_scales, w_scales, group, k, rows, exists, column,
     REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK features from k on: [rows, 1] and [1, BLOCK_COLUMNS]; zero for what does not exist."""
+    """The scales for BLOCK features from k on: x's [rows, 1] and w's [1, BLOCK_COLUMNS]; zero past the edges."""
     SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
     W_BLOCKS: tl.constexpr = (W_COLUMNS + BLOCK - 1) // BLOCK
     of_rows = tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)
@@ -61,9 +61,9 @@ def multiply_rows(
 ):  # fmt: skip
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
-    By TMA the rows are start, start + 1, ...; those past the group's end belong to others and are not stored. By
-    pointers they are `rows`, zero where they do not exist. With num_terms [1], x is the sum of as many matrices of
-    num_rows rows, one after the other, whose products are added up. x_scales and w_scales are for FP8, else None.
+    With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
+    Without TMA_X they are `rows`, and a row that does not exist is zero. With num_terms [1], x is the sum of that many
+    matrices of num_rows rows, stored one after the other. x_scales and w_scales are None except in FP8.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
@@ -99,16 +99,16 @@ def forward_kernel(
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i], by tiles of one group's rows.
+    """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i]; a tile has rows of one group.
 
-    Arrays: x [num_rows or tokens, REDUCED], w [groups, W_COLUMNS, REDUCED] or with the last two axes exchanged, of
-    which COLUMNS from first_column on, a multiple of 16, are multiplied, bias [groups, COLUMNS], topk_weights
-    [num_positions], gather_indices [num_rows], each in [0, num_positions) or bad, y [num_rows, COLUMNS]; group_starts
-    and group_ends [groups], the schedule's tile_group, tile_start, tile_end and tiles_through. bias, topk_weights and
-    gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. Of x and w in FP8, x_scales [rows of
-    x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up, else None.
+    Arrays: x [num_rows or tokens, REDUCED]; w [groups, W_COLUMNS, REDUCED] or with the last two axes exchanged; bias
+    [groups, COLUMNS]; topk_weights [num_positions]; gather_indices [num_rows], bad outside [0, num_positions); y
+    [num_rows, COLUMNS]; group_starts and group_ends [groups]; the tile schedule's tile_group, tile_start, tile_end and
+    tiles_through. Only COLUMNS columns of w are multiplied, from first_column on, a multiple of 16. bias, topk_weights
+    and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. FP8 operands have x_scales [rows
+    of x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up; others have None.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
-    Rows that are of no group become zeros, after the last group those up to zeros_end.
+    Rows of y without a group become zeros; after the last group, only those before zeros_end.
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tiles = tl.load(tiles_through + num_groups - 1)

@@ -1,4 +1,4 @@
-"""Sums of each group's rows, which are the gradient of a bias."""
+"""The sum of each group's rows, which is the gradient of a bias."""
 
 import triton
 import triton.language as tl

@@ -1,33 +1,33 @@
 """The kernel of forward, dX and dW for sm_90, in Gluon: warp-specialized, in clusters of two multiprocessors.
 
-It computes left @ right. With RAGGED_M (forward, dX), left is rows of x or dy and right the weights of their group;
-without (dW), left and right are columns of x and dy, whose rows of one group are the reduced axis. Each of a cluster's
-two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS]. The two tiles have the same columns; where they
-are of one group too, which is always so without RAGGED_M, a block of right is loaded once for both.
+It computes left @ right. With RAGGED_M (forward, dX), left has rows of x or dy, and right the weights of their group.
+Without RAGGED_M (dW), left and right have columns of x and dy, and the rows of a group are the reduced axis. Each of a
+cluster's two multiprocessors (CTAs) computes an output tile [128, BLOCK_COLUMNS]. The two tiles have the same columns;
+if they also have the same group, as they always do without RAGGED_M, a block of right is loaded once for both.
 
 Roles. A CTA has three warpgroups, of 128 threads:
 
     multiply_tiles, twice   each multiplies 64 rows of the tile and has TMA store them
-    load_blocks             one warp loads blocks by TMA; four do where rows of left have to be gathered, which TMA
-                            cannot: those come by cp.async
+    load_blocks             one warp loads blocks by TMA; where rows of left have to be gathered, which TMA cannot do,
+                            four warps load, and the gathered rows come by cp.async
 
 A warpgroup whose rows all lie past the end (of the group, or of left's columns) skips the tile: it only hands back the
 blocks.
 
-Pipelines. Between them lies a ring of STAGES stages in shared memory (`Ring`). A stage holds the blocks of one step of
-BLOCK_REDUCED along the reduced axis: one of left for each multiplying warpgroup, and one of right for both. It has
-three barriers:
+Pipelines. Between the loading warps and the multiplying warpgroups lies a ring of STAGES stages in shared memory
+(`Ring`). A stage holds the blocks of one step of BLOCK_REDUCED along the reduced axis: one of left for each multiplying
+warpgroup, and one of right for both. It has three barriers:
 
-    barrier      arrivals     of whom                                                   who waits
+    barrier      arrivals     who arrives                                               who waits
     full         2, or 3      the CTA's loading warp, which says how many bytes TMA     the multiplying warpgroups
                  if GATHERS   will bring; CTA 0's loading warp; if the kernel
                               GATHERS, the CTA's loading warps when the rows are there
     empty        2            the CTA's multiplying warpgroups, done with the stage     the CTA's loading warps
-    both_empty   2 a CTA      those of both CTAs, at one barrier that lies in CTA 0     CTA 0's loading warps
+    both_empty   2 a CTA      both CTAs' multiplying warpgroups, at a barrier in CTA 0  CTA 0's loading warps
 
-CTA 0 waits for both CTAs because it loads the shared block of right into the memory of both. It arrives at full of both
-because CTA 1 must not run ahead of that wait: while their tiles are of two groups, CTA 1 loads all it needs by itself,
-and could get a ring's length ahead and arrive at both_empty twice for one turn of CTA 0.
+CTA 0 waits for both CTAs because it loads the shared block of right into the memory of both. It arrives at both CTAs'
+full barriers because CTA 1 must not run ahead of that wait: while their tiles are of two groups, CTA 1 loads all it
+needs by itself, and could get a ring's length ahead and arrive at both_empty twice for one turn of CTA 0.
 
 Timeline of a tile with 8 steps and 4 stages, from left to right; ' marks the next tile:
 
@@ -40,25 +40,25 @@ Timeline of a tile with 8 steps and 4 stages, from left to right; ' marks the ne
 
 When a product begins, the one before it may still run, and the one before that is done, so that its stage is handed
 back. A finished tile stays in registers; its four parts are stored at even distances in the course of the next tile, so
-that the tensor cores do not wait for stores. Loading warps that gather ask for the rows of a step, then wait for those
-of LAG steps before and announce them at full.
+that the tensor cores do not wait for stores. Loading warps that gather ask for the rows of a step, then wait for the
+rows of LAG steps before and announce those at the full barrier.
 
-Registers. The three warpgroups begin with 168 a thread, 64,512 of the multiprocessor's 65,536, and then exchange them
-in eights: 8 less for each of the two that multiply is 16 more for the one that loads. A thread that multiplies holds
-128 of the float32 sums of a [64, 256] half tile and 64 of the finished one in 16 bits, 192 together (64 and 64 with 128
-columns and a result in float32). What the loading warps have to hold decides the rest:
+Registers. Each thread of the three warpgroups begins with 168 registers, 64,512 of the multiprocessor's 65,536. The
+warpgroups then exchange them in eights: 8 less for each of the two that multiply is 16 more for the one that loads. A
+thread that multiplies holds 192: 128 for the float32 sums of a [64, 256] half tile, and 64 for the finished half tile
+in 16 bits (64 and 64 with 128 columns and a float32 result). What the loading warps must hold decides the rest:
 
     multiply   load
     240        24     coordinates of blocks, for TMA
-    232        40     the rows to gather for a tile and their addresses; or which term of an operand a step is of
-    224        56     both; or gathers of dW, of other rows at each step, with the next step's indices read ahead
+    232        40     the rows to gather for a tile and their addresses; or the term of an operand that a step takes
+    224        56     both; or, to gather for dW, other rows at each step and the next step's indices, read ahead
 
-No register of a loading warp that gathers may spill: it would come back behind all the rows that were asked for.
+No register of a loading warp that gathers may spill: to read it back would wait for all rows that were asked for.
 
 Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
-KB in 4 stages, and as much in 6 stages with 128 columns. From there a part is stored too, 8 KB of each warpgroup, and
-as much at most of the hidden features made of it. With the barriers that is 213,288 bytes, or up to 229,672, of the
-232,448 that a multiprocessor lets a CTA have.
+KB in 4 stages, and as much in 6 stages with 128 columns. Each warpgroup also has a block of 8 KB to store a part from,
+and one of at most 8 KB for that part's hidden features. With the barriers that is 213,288 bytes, or up to 229,672 with
+hidden features, of the 232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
 between the two. What was tried with this kernel, and how fast each was, is in kernels/trials.md.
@@ -77,14 +77,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
 from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result
 
-LOOKUP_PART = gl.constexpr(1)  # with which the warpgroups look the next one up while they multiply
+LOOKUP_PART = gl.constexpr(1)  # after storing this part, the warpgroups look up the next tile
 
 
 @gluon.jit
 def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
     """The ring with its blocks as the matrices [TILE_ROWS, BLOCK_REDUCED] and [BLOCK_REDUCED, BLOCK_COLUMNS].
 
-    Of all at once, as Triton takes seconds to analyse a view of each block where it is multiplied.
+    All blocks are viewed at once: Triton takes seconds to analyse a view of each block where it is multiplied.
     """
     STAGES: gl.constexpr = ring.STAGES
     left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]], transposed=not work.RAGGED_M)
@@ -96,7 +96,7 @@ def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
 
 @gluon.jit
 def multiply_steps(ring, acc, first, end, stage, phase, WARPGROUP: gl.constexpr):
-    """Begins acc + left @ right of a tile's steps; two may be on their way when it returns."""
+    """Begins acc + left @ right for steps first to end - 1; two products may still run when it returns."""
     for step in range(first, end):
         acc = warpgroup_mma_wait(1, deps=[acc])
         ring.hand_back(ring.before(stage, 2), step >= 2)
@@ -110,7 +110,7 @@ def multiply_steps(ring, acc, first, end, stage, phase, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_index, WARPGROUP: gl.constexpr):
-    """The product of a half tile, float32, and the tile after it; the one before is stored meanwhile.
+    """The product of a half tile, float32, and the next tile; the tile before is stored meanwhile.
 
     The first step writes over acc: products with zeros in its 128 registers took some 1.5% longer.
     """
@@ -121,7 +121,7 @@ def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_i
         )
         pending.store(results, WARPGROUP, part)
         if part == LOOKUP_PART:
-            next_tile = work.at(next_index)  # here, as loads and divisions take longer than a warpgroup may rest
+            next_tile = work.at(next_index)  # here, as its loads and divisions take longer than a warpgroup may pause
     acc = warpgroup_mma_wait(0, deps=[acc])
     ring.hand_back(ring.before(stage, 2), steps > 1)
     ring.hand_back(ring.before(stage, 1))
@@ -130,7 +130,7 @@ def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_i
 
 @gluon.jit
 def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
-    """(acc * scale + bias) * topk_weights of rows start, start + 1, ... of a group."""
+    """(acc * scale + bias) * topk_weights for rows start, start + 1, ... of a group."""
     layout: gl.constexpr = acc.type.layout
     if scale is not None:
         acc *= gl.load(scale)
@@ -150,7 +150,7 @@ def multiply_tiles(
     WARPGROUP: gl.constexpr, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions,
     RIGHT_IS_TURNED: gl.constexpr,
 ):  # fmt: skip
-    """One of the two warpgroups of a CTA."""
+    """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
     nothing = gl.to_tensor(0)  # a tile that ends before it begins
@@ -201,18 +201,18 @@ def hopper_kernel(
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
-    Arrays: with RAGGED_M, left [num_rows, REDUCED], right [groups, REDUCED, columns] or with the last two exchanged
-    (RIGHT_IS_TURNED), of which COLUMNS from first_column on are multiplied, all others as in `forward_kernel`, with
-    zeros in rows of y that are of no group. Otherwise left [rows, LEFT], right [rows, COLUMNS], tile_group [num_groups]
-    the groups in the order to take them, tile_start and tile_end their rows, and the result is stored from row y_row
-    and column y_column of y[g] on, a matrix of Y_GROUP_ROWS rows; turned, [COLUMNS, LEFT], if Y_IS_TURNED. left, right,
-    y and hidden are TMA descriptors, with rows of a multiple of 16 bytes; left and right of 16-bit floats. Where the
-    kernel GATHERS, left is a pointer instead, to rows of which row gather_indices[i] // TOPK is left's row i. The
-    operand that HAS_TERMS is num_terms [1] matrices of num_rows rows, one after the other, whose sum times scale,
-    float32 [1] or None, is meant.
+    Arrays with RAGGED_M: left [num_rows, REDUCED]; right [groups, REDUCED, columns] or with the last two axes exchanged
+    (RIGHT_IS_TURNED), whose COLUMNS columns from first_column on are multiplied; others as in `forward_kernel`. Rows of
+    y without a group become zeros. Arrays without RAGGED_M: left [rows, LEFT]; right [rows, COLUMNS]; tile_group
+    [num_groups], the groups in the order to take them; tile_start and tile_end, where their rows begin and end. Then
+    y[g] has Y_GROUP_ROWS rows, and the result [LEFT, COLUMNS], or transposed if Y_IS_TURNED, is stored in it from row
+    y_row and column y_column on. left and right are 16-bit floats. left, right, y and hidden are TMA descriptors, whose
+    rows are multiples of 16 bytes. Where the kernel GATHERS, left is a pointer instead, and row gather_indices[i] //
+    TOPK there is left's row i. With num_terms [1], the operand that HAS_TERMS names is the sum of that many matrices of
+    num_rows rows, stored one after the other. scale, float32 [1] or None, multiplies the product.
 
     With ACTIVATES, which needs RAGGED_M, y is the pre-activation, or None where it is not kept, and hidden [num_rows,
-    hidden features] is stored too: `hopper_results`.
+    hidden features] is stored too, as `hopper_results` explains.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
     terms = gl.to_tensor(1) if num_terms is None else gl.load(num_terms)

@@ -1,6 +1,6 @@
-"""Where the tiles of the kernels for sm_90 are, the ring of blocks that they are multiplied from, and who fills it.
+"""The tiles of the sm_90 kernels, the ring of blocks that they are multiplied from, and the warps that fill it.
 
-`hopper` explains all of it; `hopper_fp8` multiplies the same blocks in FP8.
+The docstring of `hopper` explains how they work together; `hopper_fp8` multiplies the same blocks in FP8.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from . import tiles
 from .hopper_results import TILE_ROWS
 from .tiles import ROW_LIMIT
 
-WARPGROUP_ROWS = gl.constexpr(64)  # of a tile
+WARPGROUP_ROWS = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies
 LAG = gl.constexpr(2)  # steps whose gathered rows are on their way while the next step's are asked for
 tile_coordinates = gluon.jit(tiles.tile_coordinates.fn)
 
@@ -22,8 +22,9 @@ class Tile:
     """Where an output tile of a CTA is.
 
     Attributes:
-      item: its row tile or group. left_tile: its place among left's columns, 0 with RAGGED_M. column: its first.
-      start, end: its row tile's or group's first row and one past its group's last; zeros for a tile past the last.
+      item: the row tile or, without RAGGED_M, the group. left_tile: which tile of left's columns; 0 with RAGGED_M.
+      column: the tile's first column. start, end: the first row of the row tile or group, and one past the last row of
+        the group; zeros for a tile past the last.
     """
 
     item: gl.tensor
@@ -37,19 +38,19 @@ class Tile:
 class Work:
     """The tiles to multiply, in the order in which clusters take them.
 
-    With RAGGED_M there are `count` row tiles, of which a cluster takes two that are neighbours, left are their rows and
-    right is a group's weights; otherwise there are `count` groups, whose rows are the reduced axis, and LEFT is the
-    number of left's columns. Their tiles take as long as they have rows; clusters take turns forwards and backwards, so
-    that all end at about the same time if the largest groups come first.
+    With RAGGED_M there are `count` row tiles, and a cluster takes two neighbours at a time; left has their rows, and
+    right the weights of their groups. Without RAGGED_M there are `count` groups, whose rows are the reduced axis, and
+    LEFT is the number of left's columns. The time of such a tile grows with its group's rows; clusters take turns
+    forwards and backwards, so that all end at about the same time if the largest groups come first.
 
     Attributes:
-      groups, starts, ends: of each row tile its group, its first row and one past its group's last; or, without
-        RAGGED_M, the same of each group in the order in which they are taken.
-      cta: which of the cluster's two this is.
-      y_row, y_column: where in y's first matrix the result begins, without RAGGED_M; Y_GROUP_ROWS: of each matrix.
-      terms: how many matrices one after the other, each of num_rows rows, add up to the operand that HAS_TERMS, "left"
-        or "right" (only without RAGGED_M); "" for neither. The steps of a tile run over the terms, one after the other.
-      HALVES: 2 where a tile's columns are of both halves of right's, gate and up, from column // 2 of each on; else 1.
+      groups, starts, ends: the group of each row tile, its first row, and one past the last row of its group; without
+        RAGGED_M, the same for each group in the order in which groups are taken.
+      cta: which of the cluster's two CTAs this is, 0 or 1.
+      y_row, y_column: without RAGGED_M, where the result begins in each matrix of y, which has Y_GROUP_ROWS rows.
+      terms: how many matrices of num_rows rows, stored one after the other, add up to the operand that HAS_TERMS names:
+        "left", "right" (only without RAGGED_M) or "" for neither. A tile's steps run over one term after the other.
+      HALVES: 2 where half of a tile's columns are gate's and half are up's, each from column // 2 on; else 1.
     """
 
     groups: gl.tensor
@@ -75,14 +76,14 @@ class Work:
 
     @gluon.jit
     def num_tiles(self):
-        """Of a cluster: two output tiles each."""
+        """The number of pairs of output tiles; a cluster computes one pair at a time."""
         column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
         left_tiles: gl.constexpr = (self.LEFT + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
         return self.row_tile_pairs() * column_tiles if self.RAGGED_M else self.count * left_tiles * column_tiles
 
     @gluon.jit
     def num_places(self):
-        """Of tiles in their order; those past the last tile complete the last turn of all clusters."""
+        """The number of places in the order of pairs; places past the last pair complete the clusters' last turn."""
         clusters = gl.num_programs(0)
         return self.num_tiles() if self.RAGGED_M else (self.num_tiles() + clusters - 1) // clusters * clusters
 
@@ -92,7 +93,7 @@ class Work:
 
     @gluon.jit
     def at(self, place):
-        """This CTA's of a cluster's tiles; one without rows past the last."""
+        """This CTA's tile of the pair at `place`; a tile without rows if there is none."""
         column_tiles: gl.constexpr = (self.COLUMNS + self.BLOCK_COLUMNS - 1) // self.BLOCK_COLUMNS
         if self.RAGGED_M:
             pair, column_tile = tile_coordinates(place, self.row_tile_pairs(), column_tiles, self.BAND)
@@ -117,7 +118,7 @@ class Work:
 
     @gluon.jit
     def left_range(self, tile):
-        """The tile's first row of the output, and one past the last there is."""
+        """The tile's first output row, and one past its group's last row or, without RAGGED_M, left's last column."""
         if self.RAGGED_M:
             return tile.start, tile.end
         else:
@@ -125,17 +126,17 @@ class Work:
 
     @gluon.jit
     def group(self, row_tile):
-        """Of a row tile; of one past the last, the last's."""
+        """The group of a row tile; past the last row tile, the group of the last."""
         return gl.load(self.groups + gl.minimum(row_tile, self.count - 1))
 
     @gluon.jit
     def row_of_tensor(self, row):
-        """The row of left or y at which a tensor must begin for this CTA's part of it to begin at `row`."""
+        """The row of left or y at which a cluster's tensor must begin so that this CTA's half begins at `row`."""
         return row - self.cta * WARPGROUP_ROWS
 
     @gluon.jit
     def place_of_result(self, item, first, last, column, TURNED: gl.constexpr):
-        """y's row and column of a tile's first row and column, and one past y's last row for the tile's group."""
+        """Where a tile is stored in y: its first row, one past the last row of its group in y, and its first column."""
         if self.RAGGED_M:
             return first, last, column
         row = self.y_row + item * self.Y_GROUP_ROWS
@@ -172,9 +173,9 @@ class Ring:
     """Buffers between the loading warps and the warpgroups, STAGES steps deep.
 
     Attributes:
-      left: two blocks a stage, one for each warpgroup. right: one, the same in both CTAs.
-      full: barriers of loaded stages. empty: of stages that this CTA's warpgroups have multiplied; both_empty: that
-        both CTAs' have. The module's docstring says who arrives and who waits.
+      left: two blocks a stage, one for each warpgroup. right: one block a stage, in each CTA.
+      full, empty, both_empty: a barrier a stage. A stage is full once it is loaded, empty once this CTA's warpgroups
+        have multiplied it, both_empty once both CTAs' have. The docstring of `hopper` says who arrives and who waits.
     """
 
     left: gl.shared_memory_descriptor
@@ -192,12 +193,12 @@ class Ring:
 
     @gluon.jit
     def before(self, stage, STEPS: gl.constexpr):
-        """The stage of so many steps earlier."""
+        """The stage that was used STEPS steps earlier."""
         return gl.where(stage < STEPS, stage + self.STAGES - STEPS, stage - STEPS)
 
     @gluon.jit
     def await_empty(self, stage, phase):
-        """At the second barrier only CTA 0 waits."""
+        """Waits until a stage may be filled; only CTA 0 waits at both_empty."""
         mbarrier.wait(self.empty.index(stage), phase)
         mbarrier.wait(self.both_empty.index(stage), phase)
 
@@ -208,10 +209,10 @@ class Ring:
 
     @gluon.jit
     def begin(self, stage, phase, LEFT_BYTES: gl.constexpr, RIGHT_BYTES: gl.constexpr, has_second):
-        """Waits until a stage is empty, tells its full barrier the bytes that TMA will bring, and returns that."""
+        """Waits until a stage is empty, tells its full barrier the bytes TMA will bring, and returns the barrier."""
         self.await_empty(stage, phase)
         full = self.full.index(stage)
-        # CTA 0 waited for both CTAs' warpgroups: without its arrival those of CTA 1 could get a ring's length ahead
+        # CTA 0 waited for both CTAs' warpgroups: without its arrival, CTA 1 could get a ring's length ahead of that
         mbarrier.arrive(full, from_cta=0)
         mbarrier.expect(full, RIGHT_BYTES + 2 * LEFT_BYTES, pred=has_second)
         mbarrier.expect(full, RIGHT_BYTES + LEFT_BYTES, pred=has_second == 0)
@@ -225,14 +226,14 @@ class Ring:
 
     @gluon.jit
     def announce_earlier(self, stage, begun):
-        """Closes the gathers of this step, before which so many have begun, and announces those of LAG steps before."""
+        """Ends this step's group of gathers and announces the group LAG steps before; `begun` counts earlier steps."""
         async_copy.commit_group()
         async_copy.wait_group(LAG)
         self.announce(self.before(stage, LAG), begun >= LAG)
 
     @gluon.jit
     def announce_last(self, stage, begun):
-        """Announces the gathers of the last LAG steps, once all have begun; the stage is the one after them."""
+        """Waits for the gathers of the last LAG of `begun` steps and announces them; `stage` follows the last one's."""
         async_copy.wait_group(0)
         for earlier in gl.static_range(LAG):
             self.announce(self.before(stage, LAG - earlier), begun >= LAG - earlier)
@@ -268,7 +269,7 @@ def make_ring(work, left, right, STAGES: gl.constexpr):
 
 @gluon.aggregate
 class Gather:
-    """left, whose row i is row indices[i] // TOPK of the matrix [any, WIDTH] at `pointer`; zeros for a bad index."""
+    """Copies row i of left from row indices[i] // TOPK of a matrix [any, WIDTH] at `pointer`; zeros for a bad index."""
 
     pointer: gl.tensor
     indices: gl.tensor
@@ -285,12 +286,12 @@ class Gather:
 
     @gluon.jit
     def sources(self, indices):
-        """The matrix's rows that rows of those indices are; -1 for a bad index."""
+        """The rows of the matrix that `indices` refer to; -1 for a bad index."""
         return gl.where((indices >= 0) & (indices < self.num_positions), indices // self.TOPK, -1)
 
     @gluon.jit
     def load(self, block, sources, first_row, column):
-        """Begins to copy columns column, column + 1, ... of those rows, counted from first_row, to a shared block."""
+        """Begins to copy rows first_row + sources, from `column` on, to a shared block; zeros where sources is -1."""
         columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, self.layout))
         mask = (sources >= 0)[:, None] & (columns < self.WIDTH)[None, :]
         offsets = ((first_row + sources).to(gl.int64) * self.WIDTH)[:, None] + columns[None, :]
@@ -312,7 +313,7 @@ def load_for_rows(
     work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
     TOPK: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks of all tiles, with RAGGED_M: of the tile's rows, and of its group's matrix."""
+    """Loads the blocks of all tiles with RAGGED_M: left's from the tile's rows, right's from its group's matrix."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
     LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
     stage = 0
@@ -323,7 +324,7 @@ def load_for_rows(
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         tile = work.at(index)
         group = work.group(tile.item)
-        is_shared = group == work.group(tile.item ^ 1)  # the right operand's, with the cluster's other tile
+        is_shared = group == work.group(tile.item ^ 1)  # both tiles of the cluster multiply the same block of right
         first, last = work.left_range(tile)
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
@@ -360,7 +361,7 @@ def load_for_rows(
 
 @gluon.jit
 def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK: gl.constexpr):
-    """Loads the blocks of all tiles, without RAGGED_M: both of the rows of the tile's group."""
+    """Loads the blocks of all tiles without RAGGED_M: left's and right's come from the rows of the tile's group."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
     LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
     stage = 0
@@ -391,7 +392,7 @@ def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK
             tma.async_load(right, [ROW_LIMIT, end + right_term, row, tile.column], full, right_block, multicast=True)
             if work.GATHERS:
                 sources = gather.sources(indices)
-                # the next step's, before this step's rows are asked for
+                # read the next step's indices before this step's rows are asked for
                 is_last = step == steps - 1
                 next_reduced, _ = work.at_step(tile, step + 1)
                 next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
@@ -415,7 +416,7 @@ def load_blocks(
     work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
     TOPK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp or, where the kernel GATHERS, which TMA cannot do for rows, the four loading warps."""
+    """Runs on the loading warp or, where the kernel GATHERS rows, which TMA cannot do, on four loading warps."""
     if work.RAGGED_M:
         load_for_rows(work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK)
     else:
@@ -434,7 +435,7 @@ def skip_tile(ring, steps, stage, phase):
 
 @gluon.jit
 def scale_rows(acc, topk_weights, gather_indices, start, end, num_positions):
-    """acc times the weights of rows start, start + 1, ..., which gather_indices or None find; zero for a bad index."""
+    """acc with row i times topk_weights[p], where p is start + i or gather_indices[start + i]; zero for a bad index."""
     positions = start + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, acc.type.layout))
     exists = positions < end
     if gather_indices is not None:

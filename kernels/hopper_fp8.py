@@ -1,23 +1,24 @@
 """The kernel of x @ w in FP8 with block scales for sm_90, in Gluon; with turned weights it is dX.
 
-Clusters, roles, ring and barriers are those of `hopper` with RAGGED_M, whose docstring explains them; the loading warps
-are the same code (`hopper_blocks`). What differs:
+Clusters, roles, ring and barriers are as in `hopper` with RAGGED_M, whose docstring explains them. The loading warps
+run the same code (`hopper_blocks`). The differences:
 
-Steps. A step is of 128 features, so that each row of left and each 128 x 128 block of right has one scale in it. A tile
-is 128 rows by 256 columns, which a warpgroup multiplies as two blocks of 64 x 128. FP8 products keep few bits of their
-sum, so each begins anew in 64 registers, and is scaled and added to the block's own 64 in float32:
+Steps. A step covers 128 features: within it, a row of left and a 128 x 128 block of right have one scale each. A tile
+is 128 rows by 256 columns; each warpgroup multiplies 64 rows of it as two blocks of 64 x 128. FP8 products keep few
+bits of their sum, so each step begins a new product in 64 registers, scales it, and adds it to the block's own 64
+registers of float32 sums:
 
-    multiply_tile, of each step    block 0 @ , scale and add , block 1 @ , hand back, scale and add
+    multiply_tile, in each step    block 0 @ , scale and add , block 1 @ , hand back, scale and add
 
 While a warpgroup scales and adds, the other one multiplies. Scales do not go through the ring: the warpgroups load them
-a step ahead, those of a row from wherever a gather finds it.
+a step ahead, and look up where a gathered row's scales are.
 
 Stores. 128 registers of sums, 64 of a product and scales leave no room for a finished tile, so a tile is stored as soon
-as it is done, 128 columns at a time (`hopper_fp8_results`). The loading warps fill the ring meanwhile. Where the next
-tile's rows are is looked up just before.
+as it is done, 128 columns at a time (`hopper_fp8_results`). The loading warps fill the ring meanwhile. Just before it
+stores the tile, a warpgroup looks up where the next tile's rows are.
 
 Shared memory. A stage has 16 KB of left and 32 KB of right, as many bytes as in 16 bits and twice the features: 192 KB
-in 4 stages, and 16 KB of each warpgroup from where it stores; 229,752 bytes with barriers, at most, of 232,448.
+in 4 stages. Each warpgroup has another 16 KB to store from. With the barriers that is at most 229,752 bytes of 232,448.
 
 Registers of a thread that multiplies and of one that loads: 240 and 24; 232 and 40 with gathers; 224 and 56 where an
 activation follows too.
@@ -55,7 +56,7 @@ def as_matrices(ring):
 def finish(
     acc, HALF: gl.constexpr, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions
 ):  # fmt: skip
-    """(acc + bias) * topk_weights of rows, of the first or second block of a tile's columns."""
+    """(acc + bias) * topk_weights for rows of the first or second block (HALF is 0 or 1) of a tile's columns."""
     if bias is not None:
         # up's columns follow all of gate's
         column = HALF * (work.COLUMNS // 2) + column // 2 if work.HALVES == 2 else column + HALF * BLOCK
@@ -69,10 +70,10 @@ def finish(
 
 @gluon.aggregate
 class Scales:
-    """What a warpgroup's rows and a tile's two blocks of columns are scaled by.
+    """The scales of a warpgroup's rows, and of a tile's two blocks of columns.
 
     Attributes:
-      of_rows: pointers to the first scale of each row that exists. of_columns0, of_columns1: to those of the blocks.
+      of_rows: pointers to each row's first scale, if the row exists. of_columns0, of_columns1: to each block's first.
     """
 
     of_rows: gl.tensor
@@ -82,7 +83,7 @@ class Scales:
 
     @gluon.jit
     def load(self, step):
-        """Of a step; zero for a row that does not exist."""
+        """The scales for one step; zero for a row that does not exist."""
         row = gl.load(self.of_rows + step, mask=self.exists, other=0.0)
         return row, gl.load(self.of_columns0 + step), gl.load(self.of_columns1 + step)
 
@@ -91,7 +92,7 @@ class Scales:
 def find_rows(
     work, tile, gather_indices, num_positions, WARPGROUP: gl.constexpr, TOPK: gl.constexpr, layout: gl.constexpr
 ):
-    """A tile's group, and for each row of a warpgroup's half its row of left; -1 for one that does not exist."""
+    """A tile's group, and the row of left for each row of a warpgroup's half; -1 for a row that does not exist."""
     first, last = work.left_range(tile)
     rows = work.row_of_tensor(first + WARPGROUP * WARPGROUP_ROWS) + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
     exists = rows < last
@@ -104,7 +105,7 @@ def find_rows(
 
 @gluon.jit
 def find_scales(work, left_scales, right_scales, group, rows, column, RIGHT_SCALES: gl.constexpr):
-    """Of rows of left, and of the two blocks of a group's columns from `column` on."""
+    """The scales of rows of left, and of the two blocks of a group's columns from `column` on."""
     SCALES: gl.constexpr = (work.REDUCED + BLOCK - 1) // BLOCK  # of a row
     block = column // work.HALVES // BLOCK
     # the second block may lie past the last
@@ -116,14 +117,14 @@ def find_scales(work, left_scales, right_scales, group, rows, column, RIGHT_SCAL
 
 @gluon.jit
 def multiply_block(left, right, product):
-    """left @ right of a step, over what `product` held."""
+    """Begins left @ right of one step, and overwrites `product` with it."""
     product = warpgroup_mma_init(product)
     return warpgroup_mma(left, right, product, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.constexpr):
-    """A half tile's two blocks of 128 columns, float32, and the registers that products went through."""
+    """The two blocks of 128 columns of a half tile, float32, and the registers `product`, for the next tile."""
     row_scale, scale0, scale1 = scales.load(0)
     acc0 = gl.zeros(product.shape, gl.float32, product.type.layout)
     acc1 = acc0
@@ -150,7 +151,7 @@ def multiply_tiles(
     WARPGROUP: gl.constexpr, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
     num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
-    """One of the two warpgroups of a CTA."""
+    """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
     ring = as_matrices(ring)
     product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
@@ -167,7 +168,7 @@ def multiply_tiles(
             column = tile.column
             scales = find_scales(work, left_scales, right_scales, group, rows, first_column + column, RIGHT_SCALES)
             acc0, acc1, product, stage, phase = multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP)
-            # here, as these loads take about as long as it takes to store the tile
+            # here, because these loads take about as long as storing the tile does
             next_tile = work.at(index + gl.num_programs(0))
             next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
             first = work.row_of_tensor(first)
@@ -191,12 +192,13 @@ def hopper_fp8_kernel(
     ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
     LARGEST: gl.constexpr, POWER_OF_2: gl.constexpr,
 ):  # fmt: skip
-    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights, or with ACTIVATES what an activation makes of that.
+    """y[i] = (left[i] @ right[group of i] + bias) * topk_weights; with ACTIVATES, hidden = activation(y) instead.
 
-    Arrays: left [num_rows, REDUCED] and right [groups, columns, REDUCED] in FP8, TMA descriptors but for a left that is
-    gathered, with float32 scales [num_rows, REDUCED / BLOCK] and [groups, RIGHT_SCALES, REDUCED / BLOCK], rounded up;
-    others as in `hopper_kernel`. hidden [num_rows, hidden features] and kept [num_rows, COLUMNS] are in FP8, with
-    scales for BLOCK features, of which those of rows of no group are not written.
+    Arrays: left [num_rows, REDUCED] and right [groups, columns, REDUCED] are FP8; both are TMA descriptors, but left is
+    a pointer where the kernel GATHERS. left_scales [num_rows, REDUCED / BLOCK] and right_scales [groups, RIGHT_SCALES,
+    REDUCED / BLOCK], rounded up, are float32. hidden [num_rows, hidden features] and kept [num_rows, COLUMNS], the
+    pre-activation or None, are FP8, with a scale for each BLOCK features of a row; scales of rows without a group are
+    not written. Others are as in `hopper_kernel`.
     """
     count = gl.load(tiles_through + num_groups - 1)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)

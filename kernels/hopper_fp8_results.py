@@ -1,11 +1,12 @@
-"""What the kernel of `hopper_fp8` does with a finished half tile: it stores it, or what an activation makes of it.
+"""Stores the finished half tiles of the kernel of `hopper_fp8` or, if it has an activation, the hidden features.
 
 A half tile is two blocks of 128 columns, which a warpgroup stores one after the other as soon as it has multiplied
-them: beside sums and products there are no registers to keep them in. Each goes through the warpgroup's block of shared
-memory, from which TMA stores it; what is past the end of a group or of a row, TMA leaves out.
+them: sums and products leave no registers to keep them in. The warpgroup writes each block to its own block in shared
+memory, and TMA stores it from there; TMA leaves out what lies past the end of a group or of a row.
 
-With ACTIVATES the tile is of the pre-activation, and stored are the hidden features in FP8 and, if it KEEPS that, the
-pre-activation in FP8. Where it is GATED, one block is of gate and the other of up; else each makes hidden features.
+With ACTIVATES the tile is of the pre-activation. The kernel stores the hidden features in FP8 and, if it KEEPS the
+pre-activation, that too in FP8. Where it is GATED, one block is gate's and the other up's; else each makes its own
+hidden features.
 """
 
 from triton.experimental import gluon
@@ -21,10 +22,10 @@ _highest_or_nan = gluon.jit(quantize.highest_or_nan.fn)
 
 @gluon.aggregate
 class Quantized:
-    """What is stored in FP8.
+    """An array that is stored in FP8.
 
     Attributes:
-      values: of COLUMNS columns. scales: pointer to its scales [rows, COLUMNS / BLOCK].
+      values: the values, of COLUMNS columns. scales: a pointer to their scales [rows, COLUMNS / BLOCK].
       LARGEST, POWER_OF_2: as in `kernels.quantize`.
     """
 
@@ -59,23 +60,23 @@ def store_block(result, value, warpgroup, row, end, column):
 
 @gluon.aggregate
 class Stored:
-    """A tile as it is."""
+    """Stores tiles as they are, to y."""
 
     y: Result
 
     @gluon.jit
     def store(self, acc0, acc1, warpgroup, row, end, column):
-        """Of the two blocks of a half tile, from `column` on."""
+        """Stores the two blocks of a half tile, from `column` on."""
         store_block(self.y, acc0.to(self.y.descriptor.dtype), warpgroup, row, end, column)
         store_block(self.y, acc1.to(self.y.descriptor.dtype), warpgroup, row, end, column + BLOCK)
 
 
 @gluon.aggregate
 class Activated:
-    """What an activation makes of a tile.
+    """Stores the hidden features of tiles of the pre-activation and, if it KEEPS them, the tiles themselves.
 
     Attributes:
-      hidden: the hidden features. kept: the pre-activation, gate before up, or hidden again where it is not kept.
+      hidden: the hidden features. kept: the pre-activation, gate before up, or hidden again if it is not kept.
       GATED, CURVE, LIMIT, ALPHA: as in `kernels.activation`.
     """
 
@@ -89,9 +90,9 @@ class Activated:
 
     @gluon.jit
     def store(self, acc0, acc1, warpgroup, row, end, column):
-        """Of the two blocks of a half tile, from `column` on."""
+        """Stores the two blocks of a half tile, from `column` on."""
         if self.GATED:
-            column = column // 2  # of gate, of up and of hidden
+            column = column // 2  # the first column in gate, in up and in hidden
             self.hidden.store(self.activate(acc0, acc1), warpgroup, row, end, column)
             if self.KEEPS:
                 self.kept.store(acc0, warpgroup, row, end, column)

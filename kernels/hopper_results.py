@@ -1,11 +1,11 @@
-"""What the kernel of `hopper` does with a finished tile: it stores it, and what an activation makes of it.
+"""Stores the finished tiles of the kernel of `hopper` and, if it has an activation, the hidden features.
 
-A warpgroup keeps a finished half tile in registers, in 16 bits, in quarters of its columns, and stores one after the
-other in the course of the next tile (`Pending`): it writes the quarter to a block of its own in shared memory, from
-which TMA stores it while the warpgroup goes on. What is past the end of a group or of a row, TMA leaves out.
+A warpgroup keeps a finished half tile in registers, in 16 bits, as four quarters of its columns. It stores one quarter
+after the other in the course of the next tile (`Pending`): it writes the quarter to its own block in shared memory, and
+TMA stores that block while the warpgroup goes on. TMA leaves out what lies past the end of a group or of a row.
 
-With ACTIVATES the tile is of the pre-activation, and what hidden features a quarter makes are stored with it, so that
-an activation needs no pass over memory. Gate and up of a hidden feature are in the same quarter and thread:
+With ACTIVATES the tile is of the pre-activation. The hidden features of each quarter are computed and stored with it,
+so that the activation needs no pass over memory. Gate and up of a hidden feature are in the same quarter and thread:
 
     GATED    INTERLEAVED    a tile of 256 columns                         a quarter
     no                      256 columns of w                              64 of them
@@ -22,18 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from . import activation
 from .tiles import ROW_LIMIT
 
-TILE_ROWS = gl.constexpr(128)  # of a CTA's output tile; also rows of a tensor, of which each CTA has half
-PARTS = gl.constexpr(4)  # of a finished tile, stored at even distances in the course of the next
+TILE_ROWS = gl.constexpr(128)  # rows of a CTA's output tile; also rows of a tensor, half of them in each CTA
+PARTS = gl.constexpr(4)  # parts of a finished tile, stored at even distances in the course of the next tile
 
 
 @gluon.aggregate
 class Result:
-    """What is stored by TMA.
+    """An array that TMA stores to.
 
     Attributes:
-      descriptor: of rows up to an end that each access names, `products.launch.bounded_rows`; of both halves of a row
-        at once, gate and up, if it has five axes.
-      blocks: one of each warpgroup, in shared memory.
+      descriptor: a descriptor by `jgg.launching.launch.bounded_rows`, whose accesses each name the row at which they
+        end. If it has five axes, an access stores to both halves of a row, gate and up.
+      blocks: a block in shared memory for each warpgroup.
       TURNED: whether rows of a tile are columns of the result.
     """
 
@@ -45,7 +45,7 @@ class Result:
     def fill(self, warpgroup, value):
         """Writes a part of a tile to the warpgroup's block."""
         layout: gl.constexpr = matrix_layout(self.descriptor.layout, self.TURNED)
-        # if halves of a row lie one after the other, they are rows of a matrix
+        # where a block holds both halves of a row, they are two rows of its matrix
         columns: gl.constexpr = value.shape[1] if self.TURNED else self.descriptor.block_shape[-1]
         shape: gl.constexpr = [value.shape[0] * value.shape[1] // columns, columns]
         block = self.blocks.index(warpgroup).reinterpret(self.descriptor.dtype, shape, layout)
@@ -53,7 +53,7 @@ class Result:
 
     @gluon.jit
     def store(self, warpgroup, row, end, column):
-        """Begins to store the block from a row and a column on, up to the row `end`."""
+        """Begins to store the warpgroup's block at a row and a column of the array, leaving out rows from `end` on."""
         if len(self.descriptor.block_shape) == 5:
             place = [ROW_LIMIT, end, row - end + ROW_LIMIT, 0, column]
         else:
@@ -81,7 +81,7 @@ class Result:
 
 @gluon.constexpr_function
 def row_size(block_shape):
-    """Elements of a row of a block."""
+    """The number of elements in a row of a block."""
     return math.prod(block_shape[3:])
 
 
@@ -93,7 +93,7 @@ def make_result(descriptor, TURNED: gl.constexpr):
 
 @gluon.constexpr_function
 def matrix_layout(layout, turned):
-    """The layout of a descriptor's block as a matrix."""
+    """The layout of a descriptor's block, seen as a matrix."""
     return gl.NVMMASharedLayout(
         layout.swizzle_byte_width, layout.element_bitwidth, 2, transposed=turned, cga_layout=[[1, 0]]
     )
@@ -101,10 +101,10 @@ def matrix_layout(layout, turned):
 
 @gluon.aggregate
 class Results:
-    """All that is stored.
+    """The arrays that a kernel stores.
 
     Attributes:
-      y, hidden: the other where there is none, which HAS_Y and ACTIVATES say.
+      y, hidden: y is stored if HAS_Y, and hidden if ACTIVATES; the one that is not stored is the other again.
       GATED, INTERLEAVED, CURVE, LIMIT, ALPHA: as in `kernels.activation`.
     """
 
@@ -120,10 +120,10 @@ class Results:
 
     @gluon.jit
     def fill(self, warpgroup, value):
-        """Writes a part of a tile, and what is made of it, to the warpgroup's blocks once TMA has read them."""
+        """Writes a part of a tile and its hidden features to the warpgroup's blocks once TMA has read them."""
         tma.store_wait(0)
         gl.barrier()
-        if self.ACTIVATES:  # first, as otherwise registers spill
+        if self.ACTIVATES:  # the hidden features first: in the other order registers spill
             self.hidden.fill(warpgroup, self.activate(value))
         if self.HAS_Y:
             self.y.fill(warpgroup, value)
@@ -132,7 +132,7 @@ class Results:
 
     @gluon.jit
     def store(self, warpgroup, row, end, column):
-        """Begins to store the blocks; `column` is the first of a tile's."""
+        """Begins to store the blocks; `column` is the part's first column, counted over gate's and up's."""
         PAIR: gl.constexpr = 2 if self.GATED else 1
         if self.HAS_Y:
             self.y.store(warpgroup, row, end, column if self.INTERLEAVED else column // PAIR)
@@ -159,8 +159,8 @@ class Pending:
     """A finished half tile in four parts.
 
     Attributes:
-      row, column: of y, where it begins; `column` is the tile's where y has gate and up in halves. end: y's row past
-        its last.
+      row, column: where it begins in y; where y has gate and up in halves, gate's and up's columns both count.
+      end: one past the last row of y that may be stored.
     """
 
     part0: gl.tensor
@@ -182,7 +182,7 @@ class Pending:
         else:
             value = self.part3
         results.fill(warpgroup, value)
-        FIRST: gl.constexpr = PART * value.shape[1]  # of the tile's columns
+        FIRST: gl.constexpr = PART * value.shape[1]  # the part's first among the tile's columns
         row, column = self.row, self.column
         if results.y.TURNED:
             results.store(warpgroup, row + FIRST, self.end, column)
@@ -191,7 +191,7 @@ class Pending:
 
     @gluon.jit
     def store_all(self, results, warpgroup):
-        """The same of all parts, and waits until they are read from shared memory."""
+        """Stores all parts, and waits until TMA has read them from shared memory."""
         for part in gl.static_range(PARTS):
             self.store(results, warpgroup, part)
         tma.store_wait(0)
@@ -199,8 +199,8 @@ class Pending:
 
 @gluon.jit
 def make_pending(value, row, end, column, HALVES: gl.constexpr):
-    """Of a tile, whose columns are of gate and of up if it has HALVES."""
-    if HALVES == 2:  # a part has columns of both
+    """Splits a finished half tile into parts; with 2 HALVES, its columns are gate's and then up's."""
+    if HALVES == 2:  # give each part columns of both
         width: gl.constexpr = value.shape[1] // (2 * PARTS)
         value = value.reshape([TILE_ROWS, 2, PARTS, width]).permute((0, 2, 1, 3))
         value = value.reshape([TILE_ROWS, 2 * PARTS * width])

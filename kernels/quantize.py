@@ -1,4 +1,4 @@
-"""Quantization to FP8 with a scale for each block of 128 features or of 128 x 128 weights.
+"""Quantization to FP8, with one scale for each block of 128 features of a row, or of 128 x 128 weights.
 
 Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.2.
 """
@@ -19,7 +19,7 @@ def highest_or_nan(left, right):
 
 @triton.jit
 def scale_of(highest, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """The scale of a block whose largest magnitude is `highest`, for values of up to LARGEST; NaN of a NaN."""
+    """The scale of a block whose largest magnitude is `highest`, for values of up to LARGEST; NaN if that is NaN."""
     scale = tl.maximum(highest * (1.0 / LARGEST), _LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     if POWER_OF_2:  # rounded up: a carry into the exponent where the fraction is not zero
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -29,13 +29,13 @@ def scale_of(highest, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def scaled(value, scale, LARGEST: tl.constexpr):
-    """value / scale within what FP8 holds."""
+    """value / scale, clamped to the range of FP8, [-LARGEST, LARGEST]."""
     return tl.clamp(value * (1.0 / scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def quantize_row_blocks(value, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """The values of [rows, n * BLOCK], float32 within what FP8 holds, and the scales [rows, n]."""
+    """The scaled values [rows, n * BLOCK], float32 within the range of FP8, and the scales [rows, n]."""
     rows: tl.constexpr = value.shape[0]
     count: tl.constexpr = value.shape[1] // BLOCK
     blocks = tl.reshape(value, (rows, count, BLOCK))
@@ -48,7 +48,10 @@ def store_row_blocks(
     values, scales, value, scale, rows, exists, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Stores them from a column on, a multiple of BLOCK, up to COLUMNS, where rows are STRIDE and SCALES apart."""
+    """Stores the results of `quantize_row_blocks` from `column` on, a multiple of BLOCK, and before column COLUMNS.
+
+    A row of `values` has STRIDE elements, and a row of `scales` SCALES.
+    """
     columns = column + tl.arange(0, value.shape[1])
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
     tl.store(row_pointers(values, rows, columns, STRIDE), value.to(values.dtype.element_ty), mask=mask)
@@ -63,7 +66,7 @@ def quantize_rows_kernel(
     COLUMNS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, COLUMNS] as values of its shape and scales [num_rows, COLUMNS / BLOCK], rounded up.
+    """Quantizes x [num_rows, COLUMNS] to values of its shape and scales [num_rows, COLUMNS / BLOCK], rounded up.
 
     The grid is (num_rows / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up; BLOCK_COLUMNS is a multiple of BLOCK.
     """
@@ -83,10 +86,11 @@ def quantize_weights_kernel(
     w, values, scales, turned,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
-    """w [matrices, ROWS, COLUMNS] as values of its shape, or None, the same turned, or None, and scales of blocks.
+    """Quantizes w [matrices, ROWS, COLUMNS] in blocks of BLOCK x BLOCK.
 
-    Arrays: scales [matrices, ROWS / BLOCK, COLUMNS / BLOCK], rounded up; turned [matrices, COLUMNS, ROWS]. The grid is
-    (COLUMNS / BLOCK, ROWS / BLOCK, matrices), rounded up.
+    Arrays: values, of w's shape, or None; turned, the same transposed, [matrices, COLUMNS, ROWS], or None; scales
+    [matrices, ROWS / BLOCK, COLUMNS / BLOCK], rounded up. The grid is (COLUMNS / BLOCK, ROWS / BLOCK, matrices),
+    rounded up.
     """
     matrix = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

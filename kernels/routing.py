@@ -1,4 +1,4 @@
-"""From scores to rows sorted by expert: top-k of each row, and a stable counting sort in three launches."""
+"""Routes rows to experts: top-k of each row's scores, and a stable counting sort by expert in three launches."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .tiles import add, highest
 
 @triton.jit
 def ascending_key(scores):
-    """int32 in the order of float32 scores: -0.0 equals 0.0, and a NaN equals infinity."""
+    """An int32 key that orders like the float32 score: -0.0 equals 0.0, and a NaN equals infinity."""
     bits = scores.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(bits < 0, -magnitude, magnitude)
@@ -20,7 +20,7 @@ def top_k_kernel(
     scores, indices, num_rows,
     COLUMNS: tl.constexpr, TOPK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The columns of each row's TOPK highest scores, highest first and of equals the lower column.
+    """The columns of each row's TOPK highest scores, highest first; of equal scores, the lower column first.
 
     Arrays: scores float32 [num_rows, COLUMNS], indices int32 [num_rows, TOPK]; BLOCK_COLUMNS is COLUMNS or more.
     """
@@ -42,7 +42,7 @@ def top_k_kernel(
 
 @triton.jit
 def load_experts(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The experts of rows row, row + 1, ...; NUM_EXPERTS for one that there is not."""
+    """The experts of rows row, row + 1, ...; NUM_EXPERTS for a row or an expert that does not exist."""
     rows = row + tl.arange(0, BLOCK_ROWS)
     expert = tl.load(experts + rows, mask=rows < num_rows, other=-1)
     return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
@@ -53,7 +53,7 @@ def count_experts_kernel(
     experts, counts, num_rows,
     NUM_EXPERTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """counts[p, e]: how many of program p's STEPS * BLOCK_ROWS rows are expert e's.
+    """counts[p, e]: how many of program p's STEPS * BLOCK_ROWS rows belong to expert e.
 
     Arrays: experts int32 [num_rows], counts int32 [programs, NUM_EXPERTS].
     """
@@ -71,7 +71,7 @@ def sum_counts_kernel(
     counts, rows_before, group_sizes, num_programs,
     NUM_EXPERTS: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """rows_before[p, e]: how many rows of expert e the programs before p have; group_sizes[e]: how many all have."""
+    """rows_before[p, e]: how many rows of expert e the programs before p counted; group_sizes[e]: all its rows."""
     ids = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     programs = tl.arange(0, BLOCK_PROGRAMS)
     at = programs[:, None] * NUM_EXPERTS + ids[None, :]
@@ -88,13 +88,13 @@ def place_rows_kernel(
 ):  # fmt: skip
     """gather_indices[position in expert order] = row, for the rows that this program counted.
 
-    Rows of no expert go past all others, in their order.
+    Rows without an expert come after all others, in their order.
     """
     first = tl.program_id(0) * (STEPS * BLOCK_ROWS)
     ids = tl.arange(0, BLOCK_EXPERTS)
     sizes = tl.load(group_sizes + ids, mask=ids < NUM_EXPERTS, other=0)
     before = tl.load(rows_before + tl.program_id(0) * NUM_EXPERTS + ids, mask=ids < NUM_EXPERTS, other=0)
-    # where the next row of each expert goes, and the next of none
+    # where each expert's next row goes, and where the next row without an expert goes
     next_own = tl.associative_scan(sizes, 0, add) - sizes + before
     next_stray = tl.reduce(sizes, 0, add) + first - tl.reduce(before, 0, add)
     block = tl.arange(0, BLOCK_ROWS)

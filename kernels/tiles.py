@@ -1,4 +1,4 @@
-"""What the kernels share: tile order, rows of a group, bounded loads and stores, zero fill.
+"""Helpers that the kernels share: tile order, rows of a group, bounded loads and stores, zero fill.
 
 Only `tl` builtins are used (`tl.full`, not `tl.zeros`; `tl.reduce`, not `tl.sum`): the rest of `triton.language` is
 itself made of jitted functions, which Triton's interpreter cannot call once Triton was imported to compile.
@@ -7,9 +7,10 @@ itself made of jitted functions, which Triton's interpreter cannot call once Tri
 import triton
 import triton.language as tl
 
-# TMA descriptors are made on the host (`products.launch`). That of rows bounded by their group has two leading
-# axes whose offsets cancel modulo 2**64 bytes and carry the row at which an access must end, so that one descriptor
-# serves every group: hardware checks coordinates on the third axis against ROW_LIMIT.
+# TMA descriptors are made on the host (`jgg.launching.launch`). One descriptor of rows serves all groups, although each
+# access must end with its group: before the axes of rows and columns come two axes, where an access has the coordinates
+# ROW_LIMIT and rows_end. On the axis of rows it has row - rows_end + ROW_LIMIT, and the hardware leaves out rows that
+# reach ROW_LIMIT there. Modulo 2**64 bytes, the offsets of the three coordinates add up to the offset of `row`.
 # Source: the ragged descriptors of Triton's own kernels, triton.tools.ragged_tma.
 ROW_LIMIT = tl.constexpr(2**30)
 
@@ -31,8 +32,11 @@ def highest(left, right):
 
 @triton.jit
 def tile_coordinates(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """Row and column of a tile; tiles run down a band of BAND row tiles, column after column, so that the L2 cache
-    serves the band's rows and a column's weights more than once."""
+    """The row tile and column tile of a tile.
+
+    Tiles run down a band of BAND row tiles, column after column, so that the L2 cache serves the band's rows and a
+    column's weights more than once.
+    """
     band = tile // (BAND * column_tiles)
     within = tile - band * BAND * column_tiles
     height = tl.minimum(row_tiles - band * BAND, BAND)
@@ -41,7 +45,7 @@ def tile_coordinates(tile, row_tiles, column_tiles, BAND: tl.constexpr):
 
 @triton.jit
 def token_positions(gather_indices, rows, rows_end, num_positions):
-    """Position of each row in token order and whether it exists; a row past rows_end or a bad index does not."""
+    """Each row's position in token order, and whether it exists: not from rows_end on, and not with a bad index."""
     exists = rows < rows_end
     positions = rows
     if gather_indices is not None:
