@@ -40,7 +40,7 @@ class Launcher(NamedTuple):
     Attributes:
       run: (kernel, Launch) -> the outputs by name.
       target: the GPU that launches are chosen for.
-      config: as in How.
+      config: the configuration of the product's kernels; with None one is chosen.
     """
 
     run: Callable[[Any, Launch], dict[str, jax.Array]]
@@ -56,7 +56,7 @@ class Launcher(NamedTuple):
 
 
 def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
-    """How to compute a problem: the implementation asked for, and the GPU of this machine or that `jgg.target` names.
+    """How to compute a problem: the implementation asked for, and the GPU that is here or that `jgg.target` names.
 
     Symbolic shapes are computed by "xla".
 

@@ -120,9 +120,9 @@ def _lower(ctx, *arrays, backend_options, **params):
 
 
 class _Outputs(list):
-    """The types of a call's outputs, in which an output with a TMA descriptor is found by its number as a descriptor.
+    """The types of a call's outputs; an index gives an output's TMA descriptor, if it has one, instead of its type.
 
-    jax-triton takes an output by its number to pass it to the kernel, but goes over all of them to lower the call.
+    jax-triton indexes the outputs to pass them to the kernel, but iterates over their types to lower the call.
 
     Args:
       described: what the TMA descriptor of an output needs, by the output's number.
@@ -203,7 +203,7 @@ def dumps_kernels() -> bool:
 
 
 def interpreted_reductions() -> dict[str, triton.JITFunction]:
-    """The functions of Triton that its interpreter runs in place of `add` and `highest` of `kernels.tiles`, by name."""
+    """Triton's functions to interpret in place of `add` and `highest` of `kernels.tiles`, where Triton has them."""
     names = {"add": "_sum_combine", "highest": "_elementwise_max"}
     standard = vars(triton.language.standard)
     return {own: standard[name] for own, name in names.items() if name in standard}

@@ -12,7 +12,7 @@ STEP = 256  # a part begins at a multiple of this, the width of the widest tiles
 # A part has at least so many columns, so that it costs little that each part loads the same rows again, and so many
 # tiles for each multiprocessor, so that few multiprocessors are idle during the last tiles.
 _MIN_WIDTH = 512
-_MIN_TILES = 10  # of 128 rows and 256 columns
+_MIN_TILES = 10  # tiles of 128 rows and 256 columns
 
 Compute = Callable[[jax.Array, range, jax.Array | None], jax.Array]
 
@@ -23,7 +23,7 @@ def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: 
     Args:
       rows: the array that each part is computed from.
       width: the number of columns of a part.
-      compute: (rows, columns, result) -> the result with that range of columns added; `result` is None at first.
+      compute: (rows, columns, result) -> the result with that range of columns filled in; `result` is None at first.
     """
     result = compute(rows, range(min(width, num_columns)), None)
     for first in range(width, num_columns, width):

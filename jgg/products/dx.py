@@ -172,4 +172,4 @@ DX: Product[DxResults] = Product(
     merge_batch=_merge_batch,
     config_type=KernelConfigDX,
 )
-"""DxResults; the parameter is the problem."""
+"""The gradient of x and the row sums, as DxResults; the parameter is the problem."""

@@ -186,7 +186,7 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
     Args:
       out_type: (operands, **parameters) -> shape and dtype of the result.
       compute: (operands, **parameters) -> the result.
-      transpose: (cotangent, operands of which one array is undefined, **parameters) -> cotangent of that array.
+      transpose: (cotangent, operands with one array undefined, **parameters) -> cotangent of that array.
       letters: (**parameters) -> Letters, which say how it is split over devices.
       dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) without constant
         terms; needed where the result is not linear because of such terms.
