@@ -1,1 +1,1 @@
-"""How one launch of a kernel runs: chosen, compiled, kept, on a GPU or interpreted."""
+"""Runs one launch of a kernel: chooses how, compiles the kernel and keeps it, launches it on a GPU or interprets it."""

@@ -1,7 +1,8 @@
 """The ways to compute a product, and the choice between them.
 
 "triton" launches the kernels on a CUDA GPU, "xla" is plain differentiable JAX for any platform, "interpret" runs the
-kernels on the CPU. None stages both of the first two and leaves the choice to the platform that is compiled for.
+kernels on the CPU. With None a traced program holds both "triton" and "xla", and the platform that it is compiled for
+decides between them.
 """
 
 import functools
@@ -25,7 +26,7 @@ class How(NamedTuple):
     Attributes:
       implementation: one of NAMES or None.
       target: the GPU that "triton" is for.
-      config: of the product's kernels, or None for one to be chosen.
+      config: the configuration of the product's kernels; with None one is chosen.
     """
 
     implementation: str | None
@@ -34,12 +35,12 @@ class How(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """What a product launches its kernels by.
+    """Runs a product's kernels, either on a GPU or in Triton's interpreter.
 
     Attributes:
       run: (kernel, Launch) -> the outputs by name.
       target: the GPU that launches are chosen for.
-      config: as in How.
+      config: the configuration of the product's kernels; with None one is chosen.
     """
 
     run: Callable[[Any, Launch], dict[str, jax.Array]]
@@ -48,18 +49,19 @@ class Launcher(NamedTuple):
 
     @classmethod
     def of(cls, how: How) -> "Launcher":
-        """The launcher of "triton" or "interpret"."""
+        """The launcher for the implementation "triton" or "interpret" that `how` names."""
         if how.implementation == "interpret":
             return cls(interpret.call, interpret.TARGET, how.config)
         return cls(functools.partial(triton.call, how.target.compute_capability), how.target, how.config)
 
 
 def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
-    """How to compute a problem: by the implementation asked for, on the GPU that is here or named by `jgg.target`.
+    """How to compute a problem: the implementation asked for, and the GPU that is here or that `jgg.target` names.
 
     Symbolic shapes are computed by "xla".
 
-    Raises: ValueError: there is no such implementation, or none for such shapes. ImportError: it is not installed.
+    Raises: ValueError: no implementation has that name, or it cannot compute such shapes. ImportError: a package that
+      it needs is not installed.
     """
     check_implementation(implementation)
     if problem.is_symbolic:
@@ -73,7 +75,7 @@ def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
 
 
 def check_implementation(implementation: str | None):
-    """Raises ValueError for a name that is none of NAMES or a GPU too old, ImportError for packages not installed."""
+    """Raises ValueError if the name is not one of NAMES or the GPU is too old, ImportError if a package is missing."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")
     if implementation in ("triton", "interpret") and not has_triton():
@@ -89,7 +91,7 @@ def check_implementation(implementation: str | None):
 
 
 def is_plain_jax(implementation: str | None) -> bool:
-    """Whether a choice can only lead to the xla implementation, so that it needs no custom derivative."""
+    """Whether a choice always leads to the xla implementation, which needs no custom derivative."""
     if implementation is not None:
         return implementation == "xla"
     return not has_triton() or _is_too_old(device_target())

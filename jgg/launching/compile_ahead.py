@@ -1,9 +1,9 @@
-"""Compiles the kernels of a program side by side, where the versions are those that `jax_triton_fixes` is for.
+"""Compiles the kernels of a program side by side, if the installed versions are in `jgg.core.versions.FIXED`.
 
-A kernel takes seconds to compile, and a program is lowered one operation after the other. So operations are noted as
-they are traced, and when the first of them is lowered, threads lower the others too. What comes of it is thrown away,
-but for the compiled kernels: jax-triton keeps them, and the program waits for those that are not yet ready. A process
-that ends meanwhile waits for the threads too; what they compile is on disk for the next.
+A kernel takes seconds to compile, and JAX lowers a program one operation after the other. So operations are noted as
+they are traced, and when the first of them is lowered, threads lower the others too. Only the compiled kernels of the
+threads are used: jax-triton keeps them, and the program waits for those that are not yet ready. A process that ends
+meanwhile waits for the threads too; the kernels that they compile are on disk for the next process.
 """
 
 import functools
@@ -26,8 +26,9 @@ class Noted(NamedTuple):
     """An operation as it is traced.
 
     Attributes:
-      is_local: whether it is of each device's own arrays, as in `jax.shard_map`.
-      shapes: shape and dtype of each operand. params: those of the primitive.
+      is_local: whether each device computes it on its own arrays, as in `jax.shard_map`.
+      shapes: shape and dtype of each operand.
+      params: the parameters of the primitive.
     """
 
     is_local: bool
@@ -41,11 +42,11 @@ class Noted(NamedTuple):
 
 
 class AheadCompiler:
-    """Compiles in threads what was traced, as the program that it is a part of is lowered.
+    """Remembers traced operations, and compiles them in threads when the program that they are part of is lowered.
 
     Attributes:
       num_threads: how many threads compile beside the program's own; with 0 nothing is noted.
-      noted: the last MOST_NOTED operations, and whether each is yet to be lowered.
+      noted: the last MOST_NOTED operations, each with whether it still has to be lowered.
     """
 
     def __init__(self, num_threads: int | None = None):
@@ -54,7 +55,7 @@ class AheadCompiler:
         self._lock = threading.Lock()
 
     def note(self, operation: Noted) -> None:
-        """Remembers an operation of a program that may be lowered, and forgets the oldest of too many."""
+        """Remembers an operation that may be lowered later; if there are too many, forgets the oldest."""
         if self.num_threads == 0:
             return
         with self._lock:
@@ -63,9 +64,9 @@ class AheadCompiler:
                 del self.noted[next(iter(self.noted))]
 
     def compile_others(self, operation: Noted, lower: Callable[[Noted], object]) -> None:
-        """Begins to lower all operations noted, each once, as `operation` of the same program is being lowered.
+        """Begins to lower all other noted operations, each once, while the program itself lowers `operation`.
 
-        An error is ignored: it comes again where the program lowers that operation itself.
+        An error in a thread is ignored: it comes again when the program lowers that operation itself.
         """
         with self._lock:
             if operation in self.noted:
@@ -75,7 +76,7 @@ class AheadCompiler:
             if not others or not self._can_compile():
                 return
             self.noted.update(dict.fromkeys(others, False))
-        for other in reversed(others):  # the program itself begins at the other end
+        for other in reversed(others):  # from the last on, as the program itself begins with the first
             self._threads.submit(lower, other)
 
     def _can_compile(self):

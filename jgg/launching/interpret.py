@@ -1,4 +1,4 @@
-"""Runs the same kernels on the CPU by Triton's interpreter, under `jax.jit`, to check them where there is no GPU."""
+"""Runs the kernels on the CPU in Triton's interpreter, under `jax.jit`, to check them where there is no GPU."""
 
 import contextlib
 import functools
@@ -18,15 +18,17 @@ from jgg.core.quantized import DTYPES
 from jgg.core.versions import check_kernels_can_run
 from jgg.launching.launch import Launch
 
-# Few programs, each of many tiles: the persistent loops are exercised, and the interpreter runs one after the other.
+# Few programs with many tiles each, so that the loop of a persistent kernel takes several steps even in small tests.
+# The interpreter runs one program after the other, so that more of them would not be faster.
 TARGET = Target(compute_capability=90, num_sms=3, name="Triton interpreter", is_interpreted=True)
 _PACKAGE = "jgg.interpreted_kernels"
 
 
 class InterpreterLock:
-    """Triton's language, parts of which its interpreter replaces while it runs, for every thread.
+    """Keeps kernels from being compiled while one is interpreted.
 
-    So several threads may compile, or one may interpret and nothing may be compiled meanwhile.
+    While Triton's interpreter runs, it replaces parts of Triton's language for every thread. So either several threads
+    compile, or one thread interprets and none compiles.
     """
 
     def __init__(self):
@@ -92,7 +94,7 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
 
 
 def _interpreted_dtype(dtype):
-    """float16 for FP8, of which it holds every number: Triton's interpreter takes NaN in FP8 for a number."""
+    """float16 in place of FP8: it holds every FP8 number, and Triton's interpreter takes a NaN in FP8 for a number."""
     return np.dtype(np.float16) if dtype in DTYPES else dtype
 
 
@@ -101,13 +103,13 @@ def _as_interpreted(array):
 
 
 def _unwritten(dtype):
-    """NaN or the lowest integer: an element that the kernel fails to write shows."""
+    """The value that outputs are filled with first, NaN or the lowest integer; it shows what a kernel did not write."""
     return np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
 @functools.cache
 def _interpreted(kernel):
-    """The function of that name in a second copy of the kernels, whose `triton.jit` makes interpreted functions."""
+    """The same kernel from a second copy of the package `jgg.kernels`, in which `triton.jit` makes it interpreted."""
     import triton
 
     module = f"{_package().__name__}.{kernel.__module__.rpartition('.')[2]}"

@@ -1,26 +1,27 @@
-"""All that jgg changes in jax-triton and takes from inside it and Triton; other modules use what these offer.
+"""Changes jax-triton and uses private parts of it and of Triton; the other modules use only their public parts.
 
-Changes, for the versions in `jgg.core.versions.FIXED`, of how jgg's kernels alone are compiled, but for dead code, which
-concerns everyone's; with other versions, jax-triton does as it does. None is known to have been reported upstream.
+The changes are made only with the versions in `jgg.core.versions.FIXED`; any other jax-triton is left as it is. They
+concern only how jgg's kernels are compiled, except dead code elimination, which changes for every kernel of jax-triton.
+None is known to have been reported upstream.
 
 | what | why | without it |
 | --- | --- | --- |
-| kernels are kept and compiled once by all threads | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
-| the threads of a launch are those that the PTX names | jax-triton 0.4.1 launches the warps of the first partition | warp-specialized kernels fail at launch |
-| Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | they are right, but each product waits for the one before |
+| compiled kernels are kept on disk, and all threads share one compilation | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
+| a launch has as many threads as the PTX says | jax-triton 0.4.1 launches only the warps of the first partition | warp-specialized kernels fail at launch |
+| Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | results are right, but each matrix product waits for the one before |
 | dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
-| descriptors say that they are not im2col | jax-triton 0.4.1 asks for that, which Triton 3.7 does not tell | no kernel with TMA compiles: sm_90 and later fail |
-| an output of a kernel can be a TMA descriptor | jax-triton 0.4.1 makes them of operands alone | warp-specialized kernels do not lower |
-| a kernel with more shared memory than there is is refused | jax-triton 0.4.1 leaves it to the launch | the program fails when it runs, without a name |
-| Gluon's modules live to the end | Triton 3.9's C++ keeps some of its classes | 20 lines about leaks as a process ends |
+| TMA descriptors say that they are not im2col | jax-triton 0.4.1 reads that field, which Triton 3.7 does not set | no kernel with TMA compiles: sm_90 and later fail |
+| an output of a kernel can be a TMA descriptor | jax-triton 0.4.1 makes descriptors of operands only | warp-specialized kernels do not lower |
+| a kernel that needs more shared memory than the GPU has is refused as it is compiled | jax-triton 0.4.1 leaves that to the launch | the program fails when it runs, and does not name the kernel |
+| Gluon's modules live until the process ends | Triton 3.9's C++ keeps some of Gluon's classes | a process prints 20 lines about leaks as it ends |
 
-Taken:
+The private parts that are used:
 
 | what | for | without it |
 | --- | --- | --- |
-| where jax-triton 0.4.1 dumps kernels | not compiling ahead into the same folder | two threads would make one folder |
-| `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter knows them as NumPy's sum and maximum | right, but element after element: routing 20 tokens takes 4 s, not 1 |
-| `host_tensor` | Triton 3.7 to 3.9's interpreter asks a torch tensor for these methods | it needs torch |
+| the folder to which jax-triton 0.4.1 dumps kernels | while it dumps, nothing is compiled ahead | two threads would make the same folder |
+| `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter computes them as NumPy's sum and maximum | results are right, but computed element by element: routing 20 tokens takes 4 s, not 1 |
+| the methods of torch's tensor that `_HostTensor` has | the interpreter of Triton 3.7 to 3.9 calls them | the interpreter needs torch |
 """  # noqa: E501
 
 import dataclasses
@@ -44,12 +45,12 @@ from triton.experimental.gluon.language import AutoLayout
 from jgg.core.gpu_target import Target
 from jgg.launching.kernel_cache import kept
 
-_FORMAT = 3  # of what is kept, and of what is compiled from the same kernel; raise it where either changes
+_FORMAT = 3  # raise it when the format of kept kernels changes, or the way in which the same kernel is compiled
 _lock = threading.Lock()
 
 
 class _Backend(CUDABackend):
-    """Triton's CUDA backend, telling jax-triton what it asks of descriptors."""
+    """Triton's CUDA backend, which also sets the field of TMA descriptors that jax-triton reads."""
 
     def make_ptx(self, src, metadata, *arguments):
         for descriptor in metadata["tensordesc_meta"]:
@@ -58,7 +59,7 @@ class _Backend(CUDABackend):
 
 
 class _GluonBackend(_Backend):
-    """The same with Gluon's passes in place of Triton's."""
+    """The CUDA backend with Gluon's passes in place of Triton's."""
 
     @staticmethod
     def make_ttir(mod, metadata, options, capability):
@@ -69,7 +70,7 @@ class _GluonBackend(_Backend):
 
 
 def correct_jax_triton() -> None:
-    """Makes jax-triton compile the kernels of this package as said above; those of others are not touched."""
+    """Makes the changes to jax-triton that this module's docstring lists, once for the process."""
     with _lock:
         _correct_jax_triton()
 
@@ -94,7 +95,7 @@ def _correct_jax_triton():
         if triton.knobs.compilation.always_compile or dumps_kernels():
             kernel = compile_it()
         else:
-            # the stages between are for dumps alone
+            # the intermediate stages are needed only for dumps
             kernel = kept(_name(self.fn, spec, gpu_target, parsed), lambda: _without_stages(compile_it()))
         compiled = triton_lib.CompilationResult(**kernel["compiled"])
         check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
@@ -107,7 +108,7 @@ def _correct_jax_triton():
 
 
 def _lower(ctx, *arrays, backend_options, **params):
-    """Lowers a call as jax-triton does, whose outputs may have descriptors."""
+    """Lowers a call as jax-triton does, but lets its outputs have TMA descriptors."""
     options = dict(backend_options)
     described = options.pop("output_descriptors", None)
     if described is not None:
@@ -119,10 +120,12 @@ def _lower(ctx, *arrays, backend_options, **params):
 
 
 class _Outputs(list):
-    """Types of outputs, of which jax-triton takes one by its number to pass it to the kernel, but all to lower a call.
+    """The types of a call's outputs; an index gives an output's TMA descriptor, if it has one, instead of its type.
+
+    jax-triton indexes the outputs to pass them to the kernel, but iterates over their types to lower the call.
 
     Args:
-      described: by an output's number, what its TMA descriptor needs.
+      described: what the TMA descriptor of an output needs, by the output's number.
     """
 
     def __init__(self, avals, described):
@@ -146,7 +149,10 @@ def _without_stages(kernel):
 
 
 def check_fits(kernel, needed, compute_capability):
-    """Raises ValueError for a kernel that would fail at its launch, as only one of a given configuration can."""
+    """Raises ValueError for a kernel that needs more shared memory than the GPU has, so that its launch would fail.
+
+    Only a configuration that a user gives can lead to such a kernel.
+    """
     available = Target(compute_capability, num_sms=0).shared_memory
     if needed > available:
         raise ValueError(
@@ -172,17 +178,17 @@ def _launchable(ttir, compiled, gpu_target, num_ctas):
 
 
 def _let_gluon_be_cleared():
-    """Spares a process the 20 lines in which it would report, as it ends, that Gluon's types were leaked.
+    """Keeps a process from printing, as it ends, 20 lines about leaked types of Gluon.
 
-    Triton's C++ keeps some classes of Gluon for good. Through their methods they keep what Gluon's modules hold, but
-    not the modules, and Python clears only a module that is still there at the end. So one of them gets to keep those.
+    Triton's C++ keeps some classes of Gluon for good, and their methods keep the contents of Gluon's modules alive, but
+    not the modules. Python clears only modules that still exist at the end, so one of those classes keeps them too.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("triton.experimental.gluon.")]
     AutoLayout._modules_until_the_end = modules
 
 
 def _name(kernel, spec, gpu_target, options):
-    """The name of the file of a compiled kernel, with the hash of all that the kernel depends on."""
+    """The name of a compiled kernel's file, with a hash of everything that the compiled kernel depends on."""
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
     environment = sorted(get_cache_invalidating_env_vars().items())
@@ -197,19 +203,19 @@ def dumps_kernels() -> bool:
 
 
 def interpreted_reductions() -> dict[str, triton.JITFunction]:
-    """What to put in the place of `add` and `highest` of `kernels.tiles` for Triton's interpreter, where it has it."""
+    """Triton's functions to interpret in place of `add` and `highest` of `kernels.tiles`, where Triton has them."""
     names = {"add": "_sum_combine", "highest": "_elementwise_max"}
     standard = vars(triton.language.standard)
     return {own: standard[name] for own, name in names.items() if name in standard}
 
 
 def host_tensor(array: np.ndarray) -> "_HostTensor":
-    """An array as an operand of an interpreted kernel, which writes to it where it stores."""
+    """An array as an operand of an interpreted kernel; what the kernel stores is written to the array itself."""
     return _HostTensor(array)
 
 
 class _HostTensor:
-    """The part of torch's tensor that Triton's interpreter uses, around a NumPy array that it may write."""
+    """A NumPy array with the methods of torch's tensor that Triton's interpreter uses; it may write to the array."""
 
     def __init__(self, array=None):
         self.array = array
@@ -243,4 +249,4 @@ class _HostTensor:
         self.array = storage.array
 
     def copy_(self, storage):
-        pass  # the interpreter worked on this very memory
+        pass  # nothing to copy: the interpreter worked on this very memory

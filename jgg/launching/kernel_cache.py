@@ -1,8 +1,8 @@
-"""Compiled kernels, kept in the platform's folder for caches; what several threads need is compiled by one of them.
+"""Compiled kernels, kept in the platform's cache folder; if several threads need the same one, one of them compiles it.
 
-A kept kernel is machine code, so it is taken only from a file that no other user can have written and whose content has
-the digest that it begins with. (Triton's own cache reads whatever it finds, fails where it cannot write, and assembles
-each kernel, which XLA does once more: 1.1 s of 9.6 for a warp-specialized one.)
+A kept kernel is machine code, so it is loaded only from a file that no other user can have written and whose content
+matches the digest at its beginning. Triton's own cache is not used: it reads whatever it finds, fails where it cannot
+write, and assembles each kernel, which XLA does again (1.1 s of 9.6 for a warp-specialized one).
 """
 
 import hashlib
@@ -22,7 +22,11 @@ _lock = threading.Lock()
 
 
 def kept(name: str, compile_it: Callable[[], dict]) -> dict:
-    """What `compile_it` returned in this or an earlier process, for a name that says all that it depends on."""
+    """The compiled kernel of that name: the kept one or, if there is none, what `compile_it` returns, which is kept.
+
+    Args:
+      name: tells kernels apart that differ in anything that a compiled kernel depends on.
+    """
 
     def load_or_compile():
         folder = cache_folder()
@@ -37,7 +41,7 @@ def kept(name: str, compile_it: Callable[[], dict]) -> dict:
 
 
 def _once_at_a_time(name, compute):
-    """compute(), or what another thread computes for that kernel right now."""
+    """The result of compute(); if another thread is computing it for that name, waits for that thread's result."""
     with _lock:
         is_first = name not in _running
         future = _running.setdefault(name, Future())
@@ -53,7 +57,7 @@ def _once_at_a_time(name, compute):
 
 
 def _digest(path, text):
-    """The digest of the text and the name, so that no kernel passes for another."""
+    """The digest of the text and of the file's name, so that no kernel can be taken for another."""
     return hashlib.sha256(f"{path.name}\n{text}".encode()).hexdigest()
 
 

@@ -10,13 +10,13 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, TileSchedule
 
-PRECISIONS = {  # of float32, by what Triton calls them
+PRECISIONS = {  # of float32 products, with Triton's names for them
     jax.lax.Precision.DEFAULT: "tf32",
     jax.lax.Precision.HIGH: "tf32x3",
     jax.lax.Precision.HIGHEST: "ieee",
 }
 
-MAX_EXPERTS = 1024  # of a row that a program of the router's kernels holds at once
+MAX_EXPERTS = 1024  # a program of the router's kernels holds a row of so many scores at once
 
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 
@@ -25,7 +25,8 @@ _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 class Tma:
     """A TMA descriptor, made on the host: shape and strides in elements, and the block of an access.
 
-    For a kernel that runs in clusters, the two CTAs of one share a block along cta_axis; with None each has it all.
+    In a kernel that runs in clusters, the two CTAs of a cluster split the block along cta_axis; with None each has the
+    whole block.
     (Descriptors made inside a kernel need scratch memory, whose allocation XLA cannot record into a CUDA graph.)
     """
 
@@ -40,13 +41,13 @@ class Launch:
     """One kernel launch; the dictionaries' keys are the kernel's parameters.
 
     Attributes:
-      operands: arrays and ints; None for an optional array, input or output, that this launch is without.
+      operands: arrays and ints; None for an optional array, input or output, that this launch does not have.
       outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA copies one
         first that is needed later.)
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
       descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
-      num_warps, num_stages: of each program.
+      num_warps, num_stages: warps of each program, and stages of its pipelined loads.
       num_ctas: multiprocessors (CTAs) that run one program as a cluster.
       flops, bytes_accessed: the cost that XLA and its profiler are told.
     """
@@ -64,12 +65,12 @@ class Launch:
 
     @property
     def updated(self) -> dict[str, jax.Array]:
-        """The outputs that the kernel writes over arrays."""
+        """The outputs that are existing arrays, which the kernel writes over."""
         return {key: output for key, output in self.outputs.items() if isinstance(output, jax.Array)}
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """All that go into the kernel."""
+        """All arrays that the kernel is given: its operands and the outputs that it writes over."""
         return {key: value for key, value in self.operands.items() if isinstance(value, jax.Array)} | self.updated
 
     @property
@@ -79,7 +80,7 @@ class Launch:
 
 
 def tile_operands(bounds: GroupBounds, schedule: TileSchedule | None = None) -> dict[str, jax.Array | int | None]:
-    """What tells a kernel its groups' rows and, with a schedule, their tiles."""
+    """The operands that tell a kernel the rows of each group and, with a schedule, the tiles of those rows."""
     group, start, end, tiles_through = schedule or (None,) * 4
     return {
         "group_starts": bounds.starts,
@@ -104,14 +105,14 @@ def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
 
 
 def halves(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
-    """Descriptor of row-major matrices, accessed at the same place in the upper and the lower half of one's rows."""
+    """Descriptor of row-major matrices; an access takes the same place in the upper and lower half of one matrix."""
     count, rows, columns = shape
     strides = rows * columns, rows // 2 * columns, columns, 1
     return Tma((count, 2, rows // 2, columns), strides, (1, 2, *block))
 
 
 def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = None) -> Tma:
-    """Descriptor of rows, for accesses that each end at a row of their own.
+    """Descriptor of rows, where each access has its own last row: nothing past that row is read or written.
 
     `kernels.tiles` explains the two leading axes.
 
@@ -125,7 +126,7 @@ def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = No
 
 
 def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
-    """The fields of a `Launch` whose persistent programs share so many tiles."""
+    """The fields of a `Launch` whose persistent programs share `tiles` tiles: grid, warps, stages and cost."""
     return {
         "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
         "num_warps": config.num_warps,
@@ -136,7 +137,7 @@ def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: i
 
 
 def _tma_can(target, dtype, row_length):
-    """Whether TMA can reach rows of that many elements: their stride must be a multiple of 16 bytes."""
+    """Whether TMA can access rows of `row_length` elements: their stride must be a multiple of 16 bytes."""
     return target.has_tma and row_length * dtype.itemsize % 16 == 0
 
 

@@ -8,19 +8,19 @@ from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.versions import FIXED, check_kernels_can_run, unlike
 from jgg.launching.launch import Launch
 
-# The oldest PTX that has the GPU, but none older than 8.6, which drivers for CUDA 12.6 and later assemble. Triton's own
-# default can be newer than the driver's assembler.
+# The oldest PTX version that supports the GPU, but at least 8.6, which the drivers of CUDA 12.6 and later assemble.
+# Triton's own default can be too new for the driver's assembler.
 _PTX_VERSIONS = dict.fromkeys((80, 86, 87, 89, 90, 100), 86) | {103: 88, 110: 90, 120: 87, 121: 88}
-_TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # of dtypes that JAX names otherwise
+_TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # dtypes for which JAX has another name
 
 
 def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
     check_kernels_can_run()
     jax_triton = _jax_triton()
-    # Where an array that a kernel writes over is a slice of another, or its result goes into one, as in a scan, XLA
-    # would let the kernel read or write that slice itself and forget that it writes over what it reads. Barriers keep
-    # the slices apart.
+    # An array that a kernel writes over can be a slice of a larger array, or its result can go into such a slice, as in
+    # a scan. XLA would then let the kernel work on the slice in place, and forget that it writes over what it reads.
+    # Barriers keep the kernel's array apart from the slice.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
     new = [key for key in launch.outputs if key not in refs]
@@ -48,7 +48,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
 
 
 def _jax_triton():
-    """The module, corrected where its version is one that `jax_triton_fixes` is for."""
+    """The module jax_triton, changed by `jax_triton_fixes` if the installed versions are in FIXED."""
     try:
         import jax_triton
     except (ImportError, AttributeError) as error:
@@ -72,7 +72,7 @@ def _descriptions(kernel, launch):
 
 
 def _options(compute_capability, described_outputs):
-    """Options of the compiler; jax_triton_fixes takes the descriptions of outputs, by their number, from them."""
+    """Options of the compiler, and the descriptions of outputs by their number, which jax_triton_fixes takes out."""
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if compute_capability in _PTX_VERSIONS:
         options["ptx_version"] = _PTX_VERSIONS[compute_capability]
@@ -82,7 +82,7 @@ def _options(compute_capability, described_outputs):
 
 
 def _shared_layout(kernel, tma, dtype):
-    """The layout in shared memory of a descriptor's blocks, in a cluster of two; only Gluon kernels are told one."""
+    """The layout in shared memory of a descriptor's blocks in a cluster of two; None for kernels not in Gluon."""
     if not kernel.is_gluon():
         return None
     from triton.experimental.gluon import language

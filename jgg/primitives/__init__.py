@@ -1,1 +1,1 @@
-"""What JAX must know of a product: its primitive, how it is split over devices, what vmap makes of it."""
+"""Makes products known to JAX: their primitives, how they are split over devices, and how vmap batches them."""

@@ -1,10 +1,10 @@
-"""Primitives on arrays that plain `jax.jit` splits over devices: local where they can be, refused where they cannot.
+"""Primitives on arrays that plain `jax.jit` splits over devices: each device computes its part, or they are refused.
 
 Every axis of an operand or result has a letter. Axes of features and experts may be split: each device then computes
-its part, and what is summed over such an axis is summed over the devices. Weights decide which: they stay where they
-are, and features of rows and of a bias are sent to where they are needed. Rows may not be split, since which expert a
-row belongs to depends on all of them: to compute anyway, XLA would gather the rows on every device, and on a mesh with
-FSDP the weights too.
+its part, and a sum over such an axis is completed by a sum over the devices. The weights decide which axes are split:
+they stay where they are, and features of rows and of a bias are sent to the devices that need them. Rows may not be
+split, since which expert a row belongs to depends on all of them: to compute anyway, XLA would gather the rows on every
+device, and on a mesh with FSDP the weights too.
 """
 
 import functools
@@ -30,16 +30,17 @@ WAY_OUT = (
 
 
 class Axes(NamedTuple):
-    """The letters of a primitive's axes, ROWS for those of rows, WHOLE for those that each device has whole.
+    """The letters of a primitive's axes: ROWS for an axis of rows, WHOLE for an axis that every device has whole.
 
     Attributes:
-      operands: of each operand, such as ".k" for x and "enk" for w.
-      results: of each result that there may be; the first are those that there are.
+      operands: the letters of each operand, such as ".k" for x and "enk" for w.
+      results: the letters of each result, optional ones last; a call may have fewer results than that.
       summed: for each result the letters that it is a sum over.
-      localize: (parameters, devices by letter) -> parameters of the part of a device.
-      added: index of an operand that is added to a product, and so only once when that is summed over devices.
-      by_callback: whether a host callback computes it, which JAX does not find in a part of a program that
-        custom_partitioning lowers. Then what must not be split is refused, and XLA gathers the rest for the callback.
+      localize: (parameters, number of devices by letter) -> parameters of one device's part.
+      added: index of an operand that is added to a product; where devices sum the product, only one adds it.
+      by_callback: whether a host callback computes the primitive. JAX does not find callbacks in what
+        custom_partitioning lowers, so XLA gathers the operands for the callback; those that must not be split are
+        refused.
     """
 
     operands: tuple[str, ...]
@@ -54,7 +55,7 @@ class Letters(NamedTuple):
     """The letters of the axes of a NamedTuple of operands, each an array, GroupBounds, Rows or None.
 
     Attributes:
-      operands: by name, those of an array or of the array of Rows; None for an array whose axes are all of rows.
+      operands: by name, the letters of an array or of the array in Rows; None for an array that has only axes of rows.
       results, summed: as in Axes.
     """
 
@@ -63,7 +64,7 @@ class Letters(NamedTuple):
     summed: tuple[str, ...]
 
     def axes(self, operands: NamedTuple, localize: Callable, by_callback: bool = False) -> Axes:
-        """The Axes of the arrays in those operands, of which one named bias is added to a product."""
+        """The Axes of the arrays in `operands`; an operand named bias is taken to be added to a product."""
         letters: list[str] = []
         added = None
         for name, part in operands._asdict().items():
@@ -79,7 +80,7 @@ def _letters_of(part, letters) -> list[str]:
         return []
     if isinstance(part, GroupBounds):
         return ["e"] * len(part)
-    if is_quantized(part):  # several devices split what it dequantizes to
+    if is_quantized(part):  # it is not split: several devices dequantize it and split the result
         return [WHOLE * array.ndim for array in jax.tree.leaves(part)]
     if isinstance(part, Rows):
         return [*_letters_of(part.array, letters), *([] if part.at is None else [ROWS])]
@@ -97,7 +98,7 @@ def define_partitioned(
     merge_batch: Callable | None = None,
     several: Callable | None = None,
 ):
-    """A primitive of one device, and a function that binds it or one of any number of devices.
+    """A primitive for one device, and a function that binds it or, outside shard_map, one for any number of devices.
 
         bind --- inside shard_map ----------------------------------> {name}_on_device
           `----- {name}, which is lowered:
@@ -148,7 +149,7 @@ def define_partitioned(
 
     def bind(*operands, **params):
         if jax.sharding.get_abstract_mesh().manual_axes:
-            # inside shard_map a device computes what it is given; such a program may be lowered without devices
+            # inside shard_map each device computes with its own arrays; such a program may be lowered without devices
             return bind_on_device(*operands, **params)
         for operand in operands:
             spec = jax.typeof(operand).sharding.spec
@@ -163,16 +164,16 @@ def define_partitioned(
 
 @functools.cache
 def _needs_devices():
-    """A parameter that has JAX lower a primitive for certain devices: a program with custom_partitioning in it.
+    """A parameter that makes JAX lower a primitive for given devices: a program that uses custom_partitioning.
 
-    The primitive's own lowering calls that too, but JAX looks for it before, in the parameters.
+    The lowering of the primitive uses custom_partitioning too, but JAX decides before that, from the parameters.
     """
     identity = _partitioned(lambda x: (x,), {}, Axes(("",), ("",), ("",), lambda params, devices: params))
     return jax.make_jaxpr(identity)(jnp.float32(0))
 
 
 def _partitioned(bind, params, axes):
-    """bind(*operands, **parameters) by each device for its part."""
+    """A function of operands with which each device computes bind(*operands, **parameters) for its part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
     call.def_partition(partition, decode_shardings=True, sharding_rule=_sharding_rule(axes))
@@ -180,13 +181,13 @@ def _partitioned(bind, params, axes):
 
 
 def _refuse_or_pass(axes, operands):
-    """The operands, unless they are split as they must not be."""
+    """The operands unchanged; raises ValueError if they are split in a way that is refused."""
     axes = Axes(axes.operands, axes.operands, ("",) * len(operands), lambda params, devices: params)
     return _partitioned(lambda *operands: operands, {}, axes)(*operands)
 
 
 def _sharding_rule(axes):
-    """The rule by which Shardy spreads shardings: letters are alike everywhere, axes of rows only like themselves."""
+    """Shardy's rule for spreading shardings: axes with the same letter are split alike, axes of rows independently."""
     count = itertools.count()
 
     def side(arrays):
@@ -196,7 +197,7 @@ def _sharding_rule(axes):
 
 
 def _partition(bind, params, axes, mesh, operands, results):
-    """The computation of one device, and how results and operands are split for it, as custom_partitioning asks."""
+    """The mesh, one device's computation, and the shardings of results and operands, as custom_partitioning wants."""
     split = split_letters(axes, operands, results)
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)
@@ -219,10 +220,10 @@ def _partition(bind, params, axes, mesh, operands, results):
 
 
 def _without_explicit_axes(function):
-    """function(*arrays), as traced where the mesh in context has no Explicit axes.
+    """The function, traced as if the mesh in context had no Explicit axes.
 
-    Where it has, types say how arrays are split, and JAX lowers that to annotations which nothing reads in the
-    computation of one device.
+    With Explicit axes, types say how arrays are split, and JAX would lower that to annotations that nothing reads in
+    the computation of one device.
     """
 
     def run(*arrays):
@@ -237,7 +238,7 @@ def _without_explicit_axes(function):
 
 
 def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which letters are split: as the weights are or, where there are none, as arrays are.
+    """The mesh axes over which each letter is split: as in the weights or, without weights, as in the other arrays.
 
     Raises: ValueError: an array of rows is split over its rows, or weights are split unevenly.
     """
@@ -255,7 +256,7 @@ def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
 
 
 def _check_is_local(letters, operand):
-    """Raises where an operand would have to be gathered that is too large for that."""
+    """Raises ValueError if an operand would have to be gathered although it is too large: rows or weights."""
     if letters[0] == ROWS and letters.strip(ROWS) and _names(operand, 0):
         raise ValueError(
             f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.sharding.spec}: "

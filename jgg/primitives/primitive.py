@@ -1,4 +1,4 @@
-"""How this package makes a JAX primitive; under `vmap` it runs once for all, or for one element after the other."""
+"""Makes JAX primitives; under `vmap` a primitive runs once for all elements or for one element after the other."""
 
 import functools
 from collections.abc import Callable
@@ -23,13 +23,13 @@ def define_primitive(
     """A primitive with several results, and the function that binds it.
 
     Args:
-      name: as it shows in a jaxpr.
+      name: the name that a jaxpr shows.
       out_types: (*operand types, **parameters) -> shape and dtype of each result; parameters are hashable.
       compute: (*operands, **parameters) -> results, on every platform that gets no lowering of its own.
       jvp: (operands, tangents, **parameters) -> results and their tangents.
-      transpose: (cotangents, *operands, **parameters) -> that of each operand, of those in which it is linear.
+      transpose: (cotangents, *operands, **parameters) -> the cotangent of each operand in which results are linear.
       merge_batch: (operands, which of them have a leading batch axis, **parameters) -> results with that axis, or None
-        for them to be computed in a loop.
+        if they must be computed in a loop.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -70,7 +70,7 @@ def define_primitive(
 
 
 def _on_each_device(function, operands, batched):
-    """function(*operands), by each device for its own part of the batch where explicit mesh axes split it."""
+    """The results of function(*operands); if explicit mesh axes split the batch, each device computes its own part."""
     splits = {jax.typeof(a).sharding.spec[0] for a, b in zip(operands, batched, strict=True) if b} - {None}
     if not splits:
         return function(*operands)

@@ -1,4 +1,4 @@
-"""A product: something that a kernel and plain JAX compute alike, as one operation of JAX."""
+"""A product: one operation of JAX that both kernels and plain JAX can compute."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +18,7 @@ from jgg.primitives.partitioning import Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of a result, which stands for the array in a product's `result_types`."""
+    """The type of a resulting array, as it stands in a product's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -27,23 +27,23 @@ class Product[Results]:
 
     Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
     arrays, as `result_types` says. It is a primitive, lowered to the implementation asked for or else to the platform's
-    own, so that a program traced once can be compiled for several platforms. Under `vmap` it runs once for all, or for
-    one element after the other; under plain `jit` on several devices each computes its part. Its derivative is that of
-    `plain`, but what is differentiated as a whole, such as `grouped_gemm`, has a rule of its own, whose products are
-    kernels too.
+    own, so that a program traced once can be compiled for several platforms. Under `vmap` it runs once for all elements
+    or for one element after the other; under plain `jit` on several devices each device computes its part. JAX
+    differentiates it by differentiating `plain`. Functions made of products, such as `grouped_gemm`, have derivative
+    rules of their own, which compute gradients by kernels.
 
     Attributes:
-      name: as it shows in a jaxpr and a profile.
+      name: the name that a jaxpr and a profile show.
       operands: the NamedTuple, whose docstring says what they are.
       result_types: (operands, **parameters) -> the results, an `array_type` in place of each array.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
       launch: (launcher, operands, **parameters) -> results, by kernels.
-      letters: (operands, **parameters) -> Letters, by which it is split over devices, or None for operands that several
-        devices compute by `several`; left out where that computes all.
+      letters: (operands, **parameters) -> Letters, which say how it is split over devices, or None if several devices
+        compute these operands by `several`; without this function they always do.
       merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
         None where that would copy an operand; without it, `vmap` is a loop.
-      config_type: of the kernels' configuration, or None for kernels that have none.
-      several: (how, operands, **parameters) -> results, by products that can be split, which several devices compute.
+      config_type: the type of the kernels' configuration, or None for kernels that have none.
+      several: (how, operands, **parameters) -> results, computed by products that can be split over several devices.
     """
 
     ahead = AheadCompiler()  # compiles the kernels of all products of a program side by side
@@ -91,7 +91,7 @@ class Product[Results]:
         return results.unflatten(arrays)
 
     def _note_and_type(self, *leaves, how, **params):
-        """The types that tracing asks for; by then vmap and grad have made of the operation what will be lowered."""
+        """The types of the results, for tracing. Notes the operation, which vmap and grad no longer change by then."""
         if how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
             self.ahead.note(self._noted(is_local, leaves, how=how, **params))
@@ -133,9 +133,9 @@ class Product[Results]:
         return jax.tree.leaves(several(how, structure.unflatten(leaves), **dict(parameters)))
 
     def _differentiate(self, leaves, tangents, **params):
-        """The results and their tangents, which are computed in plain JAX.
+        """The results, and their tangents, which are computed in plain JAX.
 
-        Raises: NotImplementedError: some of them would be in FP8, which rounds them to zero.
+        Raises: NotImplementedError: some tangents would be in FP8, which rounds them to zero.
         """
         varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
         arrays = [*self._result_types(*leaves, **params), *(leaves[index] for index in varied)]

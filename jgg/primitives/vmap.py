@@ -1,13 +1,14 @@
-"""A vmapped product as one product of more groups, more rows or more tokens, where that copies no weights.
+"""Computes a vmapped product as one product of more groups, more rows or more tokens, where that copies no weights.
 
-B problems of E groups and M rows become one:
+B problems of E groups and M rows become one problem:
 
-    each has its own rows and weights, or it is dW    B * E groups, whose rows lie as they are
+    each has its own rows and weights, or it is dW    B * E groups, whose rows stay where they are
     each has its own rows, and weights are shared     E groups of all problems' rows, read and written through indices
     no row depends on another, as in an activation    all problems' rows
 
-Anything else, such as own weights for shared rows, would repeat a large operand, and is left to a loop. Operands and
-`batched` are NamedTuples, of which the second says of each array whether it is one of a batch, [B, ...].
+In all other cases, such as own weights for shared rows, this would repeat a large operand, so they run in a loop.
+`operands` and `batched` are NamedTuples with the same fields; `batched` says of each array whether it has a leading
+batch axis, [B, ...].
 """
 
 import dataclasses
@@ -22,21 +23,21 @@ from jgg.launching.choice import How
 
 
 def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:
-    """B."""
+    """B, the number of problems in a batch."""
     return next(a.shape[0] for a, b in zip(jax.tree.leaves(operands), jax.tree.leaves(batched), strict=True) if b)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """B problems of equal shapes, of all their B * M rows one after the other.
+    """B problems of equal shapes, whose B * M rows lie one after the other.
 
     Attributes:
       problem: one of them.
       size: B.
-      bounds: of each problem's own rows, [B, E].
+      bounds: the bounds of the groups within each problem's own rows, [B, E].
       positions: int32 [B * M], the gather indices into all rows, -1 for one that is out of range; or None.
       topk_weights: [B * M] or None.
-      group: int32 [B * M], the group of each row in its problem, E for a row of none.
+      group: int32 [B * M], the group of each row in its problem, E for a row of no group.
     """
 
     problem: GroupedGemmProblem
@@ -48,7 +49,7 @@ class Batch:
 
     @classmethod
     def of(cls, problem: GroupedGemmProblem, operands, batched, *rows: str) -> "Batch | None":
-        """The batch of a product's operands; None where one product of all would be too large or copy one of `rows`."""
+        """The batch of a product's operands; None if one product for all would be too large or copy one of `rows`."""
         size = batch_size(operands, batched)
         if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
             return None
@@ -73,7 +74,7 @@ class Batch:
         return self.group < self.problem.num_experts
 
     def all_rows(self):
-        """The problem of as many rows."""
+        """A problem like `problem` with the rows of all B problems."""
         rows, expected = self.problem.num_rows, self.problem.expected_rows
         return dataclasses.replace(
             self.problem, num_rows=self.size * rows, expected_rows=None if expected is None else self.size * expected
@@ -81,19 +82,19 @@ class Batch:
 
     @property
     def rows(self):
-        """Their numbers, int32 [B * M]."""
+        """The numbers of all rows, int32 [B * M]."""
         return jnp.arange(self.size * self.problem.num_rows, dtype=jnp.int32)
 
     def offset_bounds(self):
-        """The bounds of B * E groups."""
+        """The bounds of all B * E groups within all rows."""
         first_row = jnp.arange(self.size, dtype=jnp.int32)[:, None] * self.problem.num_rows
         starts, ends, _ = self.bounds
         return GroupBounds(*(a.reshape(-1) for a in (starts + first_row, ends + first_row, ends - starts)))
 
     def merged_order(self):
-        """An order of all rows in which each group's are contiguous, whatever problem they are from.
+        """An order of all rows in which the rows of a group are contiguous, whatever problem they are from.
 
-        Returns: (GroupBounds of the E groups, the place of each row, the row at each place).
+        Returns: (GroupBounds of the E groups, the place of each row in that order, the row at each place).
         """
         num_rows, num_groups = self.problem.num_rows, self.problem.num_experts
         sizes = self.bounds.ends - self.bounds.starts
@@ -109,7 +110,7 @@ class Batch:
         return bounds, place, jnp.zeros_like(place).at[place].set(self.rows, unique_indices=True)
 
     def positions_in_groups(self):
-        """`positions`, -1 for a row of no group too; or None."""
+        """The `positions`, with -1 also for rows of no group; or None."""
         return None if self.positions is None else jnp.where(self.in_group, self.positions, -1)
 
     def row_weights(self):
@@ -120,13 +121,16 @@ class Batch:
         return self.topk_weights.at[at].get(mode="fill", fill_value=0)
 
     def read_in_order(self, reads_permuted, writes_permuted, row_at, rows, gather):
-        """Rows that one product reads and writes by the same indices: as they lie, or gathered in merged order.
+        """Rows for one product that reads and writes them through the same indices.
+
+        A product that is permuted on both sides or on neither takes the rows as they lie. For any other, the rows are
+        gathered in merged order.
 
         Args:
-          row_at: the row at each place of that order.
+          row_at: the row at each place of the merged order.
           gather: (rows, positions) -> rows.
 
-        Returns: (rows, the indices, whether they are as they lie).
+        Returns: (rows, the indices, whether the rows are as they lie).
         """
         positions = self.rows if self.positions is None else self.positions
         read, write = (positions if permuted else self.rows for permuted in (reads_permuted, writes_permuted))
@@ -134,17 +138,17 @@ class Batch:
         return rows if in_place else gather(rows, read[row_at]), write[row_at], in_place
 
     def split(self, results):
-        """Results of all problems as [B, ...]."""
+        """The results of one product for all problems, split into the problems' own: [B, ...]."""
         return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
 def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> Any:
-    """The results of one product of B * E groups, of all rows.
+    """The results of one product of B * E groups and all rows.
 
-    Between the groups of two problems lie rows of no group, which kernels leave alone.
+    Rows of no group may lie between the groups of two problems; kernels do not touch them.
 
     Args:
-      large: the operands that all problems have of their own.
+      large: the names of large operands, which each problem must have for itself.
     """
     problem = dataclasses.replace(batch.all_rows(), num_experts=batch.size * batch.problem.num_experts)
     merged = {name: flat(getattr(operands, name)) for name in large}
@@ -155,7 +159,7 @@ def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple
 
 
 def more_rows(product, how: How, operands, batched, **parameters) -> Any:
-    """The results of one product of all problems' rows, none of which depends on another; or None."""
+    """The results of one product of all problems' rows, if no row depends on another; None where it cannot be one."""
     size, num_rows = operands[0].shape[:2]
     if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
         return None
@@ -164,21 +168,21 @@ def more_rows(product, how: How, operands, batched, **parameters) -> Any:
 
 
 def for_each(arrays, batched, size):
-    """Arrays as [B, ...]; only for small ones, which are repeated where they are shared."""
+    """Arrays as [B, ...]; arrays that the problems share are repeated, so this is only for small ones."""
     return jax.tree.map(lambda a, b: a if b else jnp.broadcast_to(a[None], (size, *a.shape)), arrays, batched)
 
 
 def offset(indices, count):
-    """Indices [B, any] into B times `count` elements, as one array into all; -1 for those out of range."""
+    """Indices [B, any] into `count` elements each, as one array of indices into B * `count`; -1 if out of range."""
     first = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None] * count
     return jnp.where((indices >= 0) & (indices < count), indices + first, -1).reshape(-1)
 
 
 def flat(array: jax.Array | None) -> jax.Array | Any:
-    """[B, M, ...] as [B * M, ...]; None as it is."""
+    """An array [B, M, ...] as [B * M, ...]; None stays None."""
     return None if array is None else array.reshape(-1, *array.shape[2:])
 
 
 def where_rows(condition, array):
-    """Zero where the condition of a row does not hold."""
+    """The array with zeros in the rows for which the condition does not hold."""
     return jnp.where(condition.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros((), array.dtype))

@@ -1,6 +1,6 @@
 """The activation between the two products of an expert MLP, and its derivative; each makes one pass over memory.
 
-What they make is stored in the dtype of the arrays that they read or, by a Format, quantized.
+Their results are stored in the dtype of the arrays that they read or, if a Format is given, quantized.
 """
 
 import functools
@@ -20,11 +20,11 @@ from jgg.products import activation_launches as launches
 from jgg.products.activation_launches import Activated, ActivationGradients, can_launch
 from jgg.products.quantize import QUANTIZE_ROWS, ROW_BLOCK, Quantize
 
-_EACH = "t" + WHOLE  # of rows that do not depend on each other
+_EACH = "t" + WHOLE  # the letters of rows that do not depend on each other, so that they may be split
 
 
 class Activate(NamedTuple):
-    """[M, 2 * I], or [M, I] of an activation that is not gated."""
+    """The pre-activation, [M, 2 * I], or [M, I] for an activation that is not gated."""
 
     pre_activation: jax.Array
 
@@ -32,7 +32,7 @@ class Activate(NamedTuple):
 def activated_types(
     pre_activation: jax.Array, activation: Activation, stored_as: Format | None, keeps: bool
 ) -> Activated:
-    """The types of what ACTIVATE makes of a pre-activation, or of its type."""
+    """The types of ACTIVATE's results; `pre_activation` is an array or the type of one."""
     num_rows, width = pre_activation.shape
     halves = 2 if activation.is_gated else 1
     columns = width // halves
@@ -89,22 +89,22 @@ ACTIVATE: Product[Activated] = Product(
     several=lambda how, operands, **parameters: _activate_plainly(operands, **parameters),
     merge_batch=_merge_activate,
 )
-"""Activated; XLA computes an activation that the kernels do not know.
+"""The activation of a pre-activation, as Activated; XLA computes an activation that the kernels do not know.
 
-Its parameters are the activation, whether gate and up are interleaved, the Format to store by, or None, and whether a
-pre-activation that is stored quantized is a result too.
+Its parameters are the activation, whether gate and up are interleaved, the Format to quantize results by, or None, and
+whether it `keeps` the pre-activation: with a Format, the quantized pre-activation is then a result too.
 """
 
 
 class ActivateBackward(NamedTuple):
-    """Where d hidden is weights[:, None] * z.
+    """The operands of the activation's derivative; the gradient of hidden is weights[:, None] * z.
 
     Attributes:
-      pre_activation: as ACTIVATE takes it, or as it keeps it quantized.
-      z: [M, I] in the dtype of a pre_activation that is not quantized.
+      pre_activation: as ACTIVATE takes it, or quantized as ACTIVATE keeps it.
+      z: [M, I]; in the dtype of pre_activation unless that is quantized.
       weights: float32 [M].
-      in_group: bool [M]; in other rows the sum is 0, and the other results mean nothing. None for a quantized
-        pre_activation, which is zero in other rows.
+      in_group: bool [M], whether a row belongs to a group. In rows of no group row_sums are 0, and the other results
+        mean nothing. None with a quantized pre_activation, which is zero in those rows.
     """
 
     pre_activation: Any
@@ -187,8 +187,8 @@ ACTIVATE_BACKWARD: Product[ActivationGradients] = Product(
     several=lambda how, operands, **parameters: _backward_plainly(operands, **parameters),
     merge_batch=_merge_backward,
 )
-"""ActivationGradients, of which hidden is times its row's weight with scale_hidden.
+"""The gradients of ACTIVATE, as ActivationGradients.
 
-Its parameters are the activation, whether gate and up are interleaved, scale_hidden, and the Format of a quantized
-pre_activation's gradient, or None.
+Its parameters are the activation, whether gate and up are interleaved, whether hidden is multiplied by its row's weight
+(scale_hidden), and the Format to quantize the gradient of a quantized pre_activation by, or None.
 """

@@ -1,4 +1,4 @@
-"""Launches of the kernels of an activation and of its derivative, with results in the dtype of arrays or quantized."""
+"""Launches the kernels of an activation and of its derivative; their results are in a float dtype or quantized."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ class Activated(NamedTuple):
 
     Attributes:
       hidden: [M, I].
-      kept: the pre-activation or, quantized, the same as [M, 2, I] with gate before up, or [M, 1, I]; None where
-        nothing is kept.
+      kept: the pre-activation or, quantized, the pre-activation as [M, 2, I] with gate before up, or as [M, 1, I] if
+        the activation is not gated; None where nothing is kept.
     """
 
     hidden: jax.Array | QuantizedArray
@@ -30,8 +30,8 @@ class ActivationGradients(NamedTuple):
     """The results of the backward pass of an activation.
 
     Attributes:
-      d_pre_activation: [M, 2 * I], or [M, I] of an activation that is not gated.
-      quantized: the same quantized, or None where it is multiplied as it is.
+      d_pre_activation: [M, 2 * I], or [M, I] for an activation that is not gated.
+      quantized: d_pre_activation quantized, or None where products take it unquantized.
       hidden: [M, I].
       row_sums: float32 [M], for each row the sum of hidden * z.
     """
@@ -43,12 +43,12 @@ class ActivationGradients(NamedTuple):
 
     @property
     def rows_of_dx(self) -> jax.Array | QuantizedArray:
-        """What dX multiplies."""
+        """The gradient that dX multiplies: the quantized one where there is one."""
         return self.d_pre_activation if self.quantized is None else self.quantized
 
 
 def can_launch(launcher: Launcher, activation: Activation, stored_as: Format | None) -> bool:
-    """Whether there are kernels for an activation, with results in that format or, for None, in a dtype."""
+    """Whether kernels can compute an activation and store it in the format or, for None, unquantized."""
     return activation.curve is not None and (stored_as is None or can_quantize(launcher))
 
 
@@ -56,7 +56,7 @@ def activate(
     launcher: Launcher, pre: jax.Array, outputs: Activated, activation: Activation, interleaved: bool,
     stored_as: Format | None,
 ) -> Activated:  # fmt: skip
-    """The outputs, whose types are given."""
+    """Computes ACTIVATE by its kernel; `outputs` gives the types of the results."""
     from jgg.kernels.activation import activate_kernel
     from jgg.kernels.activation_fp8 import activate_fp8_kernel
 
@@ -108,7 +108,7 @@ def differentiate_and_quantize(
 
     num_rows, columns = z.shape
     constants = _constants(columns, activation, interleaved, stored_as)
-    # else blocks are of gate and up both, which the kernel has not side by side
+    # otherwise a block to quantize holds both gate and up, which the kernel does not have side by side
     quantizes = not activation.is_gated or not (interleaved or columns % BLOCK)
     d_pre, d = outputs.d_pre_activation, named(d=outputs.quantized)
     launch = Launch(
@@ -148,7 +148,7 @@ def written(results: dict[str, jax.Array], name: str) -> Any:
 
 
 def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
-    """The constants that tell kernels an activation whose curve they know."""
+    """The constants that tell kernels which activation to compute; its curve must be one that they know."""
     assert activation.curve is not None
     curve, limit, alpha = activation.curve
     return {
@@ -157,7 +157,7 @@ def activation_constants(activation: Activation, interleaved: bool) -> dict[str,
 
 
 def _constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format | None) -> dict[str, Any]:
-    """The constants that all of these kernels are compiled for, those of quantization only where they quantize."""
+    """The constants that all of these kernels are compiled for; with a Format also the constants of quantization."""
     block_columns = min(512, power_of_2(columns, least=16 if stored_as is None else BLOCK))
     return {
         "COLUMNS": columns,

@@ -9,10 +9,10 @@ from jgg.primitives.product import Product, array_type
 
 
 class Buffer(NamedTuple):
-    """How many rows will be written, int32 [1].
+    """The number of rows that will be written, int32 [1].
 
-    The array is the same whatever they are. But as it depends on them, it is made where it is needed: without, JAX and
-    XLA would make it before a loop over layers and copy it in every step.
+    The buffer is the same for any number. But since it depends on this operand, it is made where it is needed; without
+    an operand, JAX and XLA would make it before a loop over layers and copy it in every step.
     """
 
     num_written: jax.Array
@@ -27,8 +27,8 @@ BUFFER: Product[jax.Array] = Product(
     Buffer,
     result_types=lambda operands, shape, dtype: array_type(shape, dtype),
     plain=_plain,
-    # not by a kernel, whose result XLA would copy to where collectives may write
+    # not made by a kernel: XLA would copy a kernel's result to memory that collectives may write
     launch=lambda launcher, operands, shape, dtype: jax.lax.empty(shape, dtype),
     several=lambda how, operands, **parameters: _plain(operands, **parameters),
 )
-"""An array of `shape` and `dtype`, whatever it holds."""
+"""An array of `shape` and `dtype` with undefined contents."""

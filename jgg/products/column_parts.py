@@ -1,4 +1,4 @@
-"""Arrays of M rows in parts of their columns, one after the other, since whole they are large beside all others."""
+"""Computes with arrays of M rows one range of columns after the other, since whole they would take much memory."""
 
 import math
 from collections.abc import Callable
@@ -8,46 +8,47 @@ import jax
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 
-STEP = 256  # of a part's first column: a column of the widest tiles
-# A part has enough columns that what is loaded for each again costs little, and enough tiles for each multiprocessor
-# that the last ones leave few of them idle.
+STEP = 256  # a part begins at a multiple of this, the width of the widest tiles
+# A part has at least so many columns, so that it costs little that each part loads the same rows again, and so many
+# tiles for each multiprocessor, so that few multiprocessors are idle during the last tiles.
 _MIN_WIDTH = 512
-_MIN_TILES = 10  # of 128 rows and 256 columns
+_MIN_TILES = 10  # tiles of 128 rows and 256 columns
 
 Compute = Callable[[jax.Array, range, jax.Array | None], jax.Array]
 
 
 def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: Compute) -> jax.Array:
-    """The result of all parts.
+    """Computes the parts one after the other and returns the result of all.
 
     Args:
-      rows: what each is computed from.
-      width: columns of a part.
-      compute: (rows, columns, result) -> the result with what belongs to that range of columns, result None at first.
+      rows: the array that each part is computed from.
+      width: the number of columns of a part.
+      compute: (rows, columns, result) -> the result with that range of columns filled in; `result` is None at first.
     """
     result = compute(rows, range(min(width, num_columns)), None)
     for first in range(width, num_columns, width):
-        # else XLA might begin with all parts before it ends any
+        # without the barrier XLA might begin all parts before it ends the first
         rows, result = jax.lax.optimization_barrier((rows, result))
         result = compute(rows, range(first, min(first + width, num_columns)), result)
     return result
 
 
 def summed_width(target: Target, problem: GroupedGemmProblem, num_columns: int) -> int:
-    """Columns of a part of a product [M, num_columns] whose rows are added up by token.
+    """The number of columns of a part of a product [M, num_columns] whose rows are added up by token.
 
-    If that is enough columns it takes no more memory than w, as the gradient of w does anyway.
+    A part needs no more memory than w (the gradient of w needs that much anyway), unless a part with so few columns
+    would be too small.
     """
     fitting = max(1, math.prod(problem.w_shape) // problem.num_rows)
     least = max(_MIN_WIDTH, _MIN_TILES * target.num_sms * 128 * STEP // problem.rows_of_groups)
     most = min(math.ceil(num_columns / fitting), max(1, num_columns // least))
     tiles = math.ceil(num_columns / STEP)
-    equal = [count for count in range(2, most + 1) if tiles % count == 0]  # which share a kernel
+    equal = [count for count in range(2, most + 1) if tiles % count == 0]  # equal parts share a kernel
     return _whole_steps(math.ceil(num_columns / max(equal, default=most)))
 
 
 def copied_width(problem: GroupedGemmProblem) -> int:
-    """Features of a part of x that is copied for dW: if that is enough, it takes half as much memory as dy."""
+    """The number of features of a part of x that is copied for dW: half as many as dy has, but at least _MIN_WIDTH."""
     return _whole_steps(max(_MIN_WIDTH, problem.out_features // 2))
 
 

@@ -17,11 +17,12 @@ from jgg.products import column_parts
 
 
 class Combine(NamedTuple):
-    """Rows, and which of them are added up.
+    """Rows, and the positions that say which of them are added up for each token.
 
     Attributes:
       rows: [M, N].
-      positions: int32 [T * topk], a token's rows; one outside [0, M) adds nothing. With topk 1 this gathers rows.
+      positions: int32 [T * topk], the rows of each token; a position outside [0, M) adds nothing. With topk 1 the rows
+        are only gathered.
       scales: float [T * topk] in any shape, or None for 1.
     """
 
@@ -73,7 +74,7 @@ COMBINE: Product[jax.Array] = Product(
 
 
 def gather(how: How, topk: int):
-    """The function of rows and positions to the rows at positions // topk, by a kernel."""
+    """A function (rows, positions) -> the rows at positions // topk, gathered by a kernel."""
 
     def gathered(rows, positions):
         return COMBINE(how._replace(config=None), Combine(rows, positions // topk), topk=1)
@@ -85,12 +86,13 @@ def combine(
     launcher: Launcher, rows, positions, topk: int, scales=None, *, columns: range | None = None, y=None,
     first_column: int = 0, y_columns=None,
 ) -> jax.Array:  # fmt: skip
-    """COMBINE by its kernel.
+    """Launches COMBINE's kernel.
 
     Args:
-      columns: of rows, which are added up; by default all N.
-      y: what to write the sums into, from `first_column` on; or None for an array of y_columns, by default as many as
-        are added up, that has nothing but the sums.
+      columns: the columns of `rows` that are added up; by default all N.
+      y: an array to write the sums into, from `first_column` on; None for a new array.
+      y_columns: the number of columns of the new array, by default as many as are added up. Its other columns are not
+        written.
     """
     from jgg.kernels.combine import combine_kernel
 
@@ -129,24 +131,24 @@ def combine(
 def expert_order(
     launcher: Launcher, x: jax.Array, gather_indices, topk: int, columns: range | None = None
 ) -> jax.Array:
-    """Tokens x [T, K], or those of their columns, as rows in expert order, by a kernel."""
+    """Gathers tokens x [T, K], or a range of their columns, as rows in expert order, by a kernel."""
     return combine(launcher, x, gather_indices // topk, 1, columns=columns)
 
 
 def token_order(
     launcher: Launcher, rows: jax.Array, gather_indices, topk: int = 1, num_positions: int | None = None
 ) -> jax.Array:
-    """Rows [M, N] in expert order as rows in token order, each the sum of a token's topk, by a kernel."""
+    """Brings rows [M, N] from expert order to token order by a kernel, adding up the topk rows of each token."""
     return combine(launcher, rows, inverse_permutation(gather_indices, num_positions), topk)
 
 
 def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bounds, gather_indices, scales=None):
-    """The sums of each token's rows of a product, [T, columns], a part of the columns after the other.
+    """Multiplies rows and adds up the product by token, one range of columns after the other: [T, num_columns].
 
     Rows before the first group and past the last add nothing, whatever their scales are.
 
     Args:
-      multiply: (rows, columns) -> that range of the product's columns, [M, columns].
+      multiply: (rows, columns) -> the product's columns in that range, [M, len(columns)].
     """
     named = jnp.where(between_groups(bounds, len(gather_indices)), gather_indices, -1)
     positions = inverse_permutation(named, problem.num_positions)

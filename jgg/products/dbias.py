@@ -20,7 +20,7 @@ from jgg.products.plain.multilinear import outer_dot
 
 
 class Dbias(NamedTuple):
-    """Arrays as `grouped_gemm_dw` has them, and bounds: the rows of each group."""
+    """The arrays as `grouped_gemm_dw` takes them, and bounds, the rows of each group."""
 
     dy: jax.Array
     bounds: GroupBounds

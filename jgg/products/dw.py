@@ -24,9 +24,9 @@ from jgg.products.terms import Terms
 
 
 class Dw(NamedTuple):
-    """Arrays as `grouped_gemm_dw` has them, and bounds: the rows of each group.
+    """The arrays as `grouped_gemm_dw` takes them, and bounds, the rows of each group.
 
-    dy may be of another dtype than a 16-bit x, of which the kernels then multiply two terms.
+    With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two terms (see `products.terms`).
     """
 
     x: jax.Array
@@ -54,7 +54,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         problem = dataclasses.replace(problem, permute_x=False)
     gathers_dy = config.fuse_gather and not (
         config.kernel == "hopper" and problem.permute_x
-    )  # which gathers one of them
+    )  # the kernel for Hopper gathers only one operand
     if scales is not None or (problem.permute_y and not gathers_dy):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(launcher, dy, positions, 1, scales)
@@ -71,7 +71,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
 def _multiply_on_every_gpu(
     launcher: Launcher, problem: GroupedGemmProblem, x, terms: Terms, bounds: GroupBounds, gather_indices
 ):  # fmt: skip
-    """dW by `dw_kernel`, of x and of dy's terms."""
+    """Computes dW from x and the terms of dy by `dw_kernel`."""
     from jgg.kernels.dw import dw_kernel
 
     config, target = launcher.config, launcher.target
@@ -111,7 +111,7 @@ def _multiply_on_every_gpu(
 
 
 def _sides(problem, config, target):
-    """Columns, gathers, TMA and blocks of the operands that the kernel multiplies, by its names for the two."""
+    """The constants for the columns, gathers, TMA and block of each operand, by the kernel's names, LEFT and RIGHT."""
     x_side = {
         "": problem.in_features,
         "GATHER": problem.topk if problem.permute_x else 0,
@@ -129,7 +129,7 @@ def _sides(problem, config, target):
 
 
 def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
-    """dW of x in token order, which is copied in expert order a part of its features after the other."""
+    """Computes dW from x in token order, copying one range of features of x after the other to expert order."""
 
     def multiply(x, features, dw):
         rows = expert_order(launcher, x, gather_indices, problem.topk, features)
@@ -141,7 +141,7 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
 
 
 def row_scales(topk_weights, gather_indices):
-    """The weight of each row in expert order, zero for a bad index; or None."""
+    """The weight of each row in expert order, zero for a row whose index is out of range; None without weights."""
     weights = flat(topk_weights)
     if weights is None or gather_indices is None:
         return weights

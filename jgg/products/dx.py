@@ -1,4 +1,4 @@
-"""dX: dx[i] = (dy[i] @ w[e]^T) * topk_weights, and what the gradient of topk_weights is made of."""
+"""dX: dx[i] = (dy[i] @ w[e]^T) * topk_weights, and row sums, from which the gradient of topk_weights is made."""
 
 import dataclasses
 import math
@@ -25,9 +25,9 @@ from jgg.products.terms import Terms
 
 
 class Dx(NamedTuple):
-    """Arrays as `grouped_gemm_dx` has them, bounds: the rows of each group, and x where its row sums are asked for.
+    """The arrays as `grouped_gemm_dx` takes them, bounds, the rows of each group, and x if row sums are wanted.
 
-    dy may be of another dtype than 16-bit w and x, of which the kernels then multiply two terms.
+    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two terms (see `products.terms`).
     """
 
     dy: jax.Array
@@ -39,7 +39,7 @@ class Dx(NamedTuple):
 
 
 class DxResults(NamedTuple):
-    """The gradient of x and, where x is given, what the gradient of topk_weights is made of.
+    """The gradient of x and, where x is given, row sums, from which the gradient of topk_weights is made.
 
     Attributes:
       dx: in the shape of x.
@@ -67,7 +67,7 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
-    """Without row sums, dx of tokens is made a part of its columns after the other, each added up by token."""
+    """Launches dX; for tokens without row sums one range of columns after the other, each range added up by token."""
     dy, x, bounds, gather_indices = operands.dy, operands.x, operands.bounds, operands.gather_indices
     launcher = launcher._replace(config=choose_config(KernelConfigDX, problem, launcher.target, launcher.config))
     if problem.permute_y and not launcher.config.fuse_gather:
@@ -92,7 +92,7 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
 def _multiply_rows(
     launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
 ) -> DxResults:
-    """dx [M, K] of dy's terms, the part of the product whose problem is given, and the row sums."""
+    """Computes dx [M, K] from the terms of dy, and row sums; `problem` and `part` may describe a range of columns."""
     _, w, bounds, x, gather_indices, topk_weights = operands
     config, target = launcher.config, launcher.target
     if config.kernel == "hopper":
@@ -135,7 +135,7 @@ def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProble
 
 def _more_groups(how, batch, operands, batched):
     dx, row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
-    # with permute_x each token adds up its rows, among which indices of -1 leave those of no group out
+    # with permute_x the rows of each token are added up; indices of -1 leave out rows of no group
     if not batch.problem.permute_x:
         dx = vmap.where_rows(batch.in_group, dx)
     if row_sums is not None:
@@ -172,4 +172,4 @@ DX: Product[DxResults] = Product(
     merge_batch=_merge_batch,
     config_type=KernelConfigDX,
 )
-"""DxResults; the parameter is the problem."""
+"""The gradient of x and the row sums, as DxResults; the parameter is the problem."""

@@ -1,6 +1,6 @@
 """The forward product: y[i] = (x[i] @ w[e] + bias[e]) * topk_weights, for the rows i of each expert e.
 
-Of quantized operands too: where no kernel multiplies them, it is the product of what they dequantize to.
+Operands may be quantized; where no kernel multiplies quantized operands, they are dequantized first.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from jgg.products.terms import Terms
 
 
 class Forward(NamedTuple):
-    """Arrays as `grouped_gemm` has them, and bounds: the rows of each group.
+    """The arrays as `grouped_gemm` takes them, and bounds, the rows of each group.
 
-    x and w may both be QuantizedArrays, of a problem with w [E, N, K] and the dtype of the values: scales are for 128
-    features of x and for 128 x 128 of w. Such a w may be ToQuantize instead.
+    x and w may both be QuantizedArrays, with a scale for 128 features of a row of x and for each 128 x 128 block of w
+    [E, N, K]; the problem's dtype is then the dtype of their values. With a quantized x, w may also be ToQuantize.
     """
 
     x: Any
@@ -45,7 +45,7 @@ class Forward(NamedTuple):
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
-    if problem.is_quantized:  # in float32, so that only sums are rounded otherwise than the kernels'
+    if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
     return plain.grouped_gemm(problem, *operands)
 
@@ -53,13 +53,13 @@ def _plain(operands: Forward, problem: GroupedGemmProblem):
 def _dequantized(
     operands: Forward, problem: GroupedGemmProblem, dtype: Any
 ) -> tuple[Forward, GroupedGemmProblem]:  # fmt: skip
-    """Quantized operands in a dtype, and the problem of them."""
+    """Quantized operands dequantized to a dtype, and the problem with that dtype."""
     dense = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
     return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
 
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
-    """Launches the product; with combine_y a part of its columns after the other, each added up by token."""
+    """Launches the product; with combine_y one range of columns after the other, each range added up by token."""
     if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
         operands, problem = _dequantized(operands, problem, problem.out_dtype)
         launcher = launcher._replace(config=None)
@@ -87,7 +87,10 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
 def choose(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
 ) -> tuple[Launcher, Any, GroupedGemmProblem]:
-    """The launcher with a configuration, x, and the problem: with x in expert order if the kernel does not gather."""
+    """Chooses a configuration; if its kernel does not gather, copies x to expert order.
+
+    Returns: (the launcher with the configuration, x, the problem of that x).
+    """
     x = operands.x
     launcher = launcher._replace(config=choose_config(KernelConfigForward, problem, launcher.target, launcher.config))
     if problem.permute_x and not launcher.config.fuse_gather:
@@ -99,7 +102,7 @@ def choose(
 def _multiply_rows(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
 ):  # fmt: skip
-    """y [M, N], the part of the product whose problem is given."""
+    """Computes y [M, N]; `problem` and `part` may describe a range of a product's columns."""
     config = launcher.config
     scatter_after = problem.permute_y and (config.kernel == "hopper" or not config.fuse_scatter)
     if scatter_after:
@@ -119,7 +122,7 @@ def _multiply_rows(
 
 
 def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part):
-    """The same by `forward_kernel`."""
+    """Computes y by `forward_kernel`, which runs on every GPU."""
     from jgg.kernels.forward import forward_kernel
 
     (x, x_scales), (w, w_scales) = map(values_and_scales, operands[:2])
@@ -143,13 +146,16 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
 
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
-    """On several devices quantized operands are dequantized, and then split as others are."""
+    """Computes the product of quantized operands on several devices: dequantizes them and splits them like others."""
     operands, problem = _dequantized(operands, problem, problem.out_dtype)
     return FORWARD(how._replace(config=None), operands, problem=problem)
 
 
 def merge_shared_weights(product: Product, how: How, operands: Forward, batched: Forward, **parameters):
-    """A quantized product under `vmap`: a loop, before which weights that all elements share are quantized once."""
+    """Computes a quantized product under `vmap` in a loop; weights that all elements share are quantized once before.
+
+    Returns None for other weights.
+    """
     if not isinstance(operands.w, ToQuantize) or batched.w.array:
         return None
     operands = operands._replace(w=with_quantized(operands.w, functools.partial(QUANTIZE_WEIGHTS, how)))

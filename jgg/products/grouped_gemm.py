@@ -1,4 +1,4 @@
-"""`grouped_gemm` of checked arguments, with its gradients: a custom_vjp of FORWARD, DX, DW and DBIAS."""
+"""`grouped_gemm` for checked arguments: a custom_vjp that computes y by FORWARD and gradients by DX, DW and DBIAS."""
 
 import functools
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from jgg.products.plain import grouped_gemm as plain
 
 
 class Arrays(NamedTuple):
-    """Arrays as `jgg.grouped_gemm` takes them; x and w both quantized or neither.
+    """The arrays as `jgg.grouped_gemm` takes them; x and w are both quantized or neither is.
 
     Attributes:
       group_offset: integer scalar or [1], index of the first group whose matrix is in w, as in `jgg.ragged_dot`.
@@ -36,7 +36,7 @@ class Arrays(NamedTuple):
 
 
 class Hows(NamedTuple):
-    """How each product is computed, with configurations of its own."""
+    """How each product is computed; each has its own configuration."""
 
     forward: How
     dx: How
@@ -44,15 +44,15 @@ class Hows(NamedTuple):
 
 
 def compute_grouped_gemm(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Array:
-    """y, differentiable in all that is not quantized."""
+    """Computes y, which is differentiable in every array that is not quantized."""
     if isinstance(arrays.x, jax.Array) and not _is_plain(problem, hows.forward):
-        # before `_compute`: jax.debug_nans would report rows of no group in what is named, and so made, inside
+        # named out here and not inside `_compute`, where jax.debug_nans would report NaN in its rows of no group
         arrays = arrays._replace(x=checkpoint_name(arrays.x, "jgg_x"))
     return _compute(problem, hows, arrays)
 
 
 def _is_plain(problem: GroupedGemmProblem, how: How) -> bool:
-    """Whether a product is plain JAX, with the derivatives of that."""
+    """Whether a product is computed, and so differentiated, as plain JAX."""
     return problem.is_empty or is_plain_jax(how.implementation)
 
 
@@ -71,13 +71,13 @@ def _compute(problem: GroupedGemmProblem, hows: Hows, arrays: Arrays) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compute_forward(problem: GroupedGemmProblem, how: How, arrays: Arrays) -> jax.Array:
-    """y by FORWARD alone, whose derivative is plain JAX."""
+    """Computes y by FORWARD alone, without the custom_vjp: its derivatives are computed in plain JAX."""
     problem, operands = _operands(problem, arrays)
     return FORWARD(how, operands, problem=problem)
 
 
 def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmProblem, Forward]:
-    """FORWARD's operands, and its problem: quantized matrices are turned to [E, N, K], as kernels read them along K."""
+    """FORWARD's operands and problem. Quantized w is transposed to [E, N, K], since kernels read it along K."""
     x, w = arrays.x, arrays.w
     if isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray):
         w = w if problem.w_layout == "enk" else w.mT
@@ -103,7 +103,7 @@ def _forward(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> tupl
 
 def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
     x, w, bounds, gather_indices, topk_weights, bias = operands
-    if problem.dtype == jnp.float32:  # which holds every dtype; 16-bit operands would round dy
+    if problem.dtype == jnp.float32:  # float32 holds the values of every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
     dx, row_sums = DX(hows.dx, Dx(dy, w, bounds, x_if_weighted, gather_indices, topk_weights), problem=problem)
@@ -130,10 +130,10 @@ _differentiable.defvjp(_forward, _backward)
 def bias_row_sums(
     problem: GroupedGemmProblem, dy: jax.Array, bias: jax.Array, bounds: GroupBounds, gather_indices: jax.Array | None
 ) -> jax.Array:
-    """For each row in expert order the sum of dy * bias[its expert], which topk_weights scale too; [M] float32."""
+    """For each row in expert order the sum of dy * bias[its expert], [M] float32, for the gradient of topk_weights."""
     experts = group_of_rows(bounds, problem.num_rows)
     in_group = experts < problem.num_experts
-    experts = jnp.where(in_group, experts, 0)  # rather than clipped by `at`, which checkify reports
+    experts = jnp.where(in_group, experts, 0)  # instead of letting `at` clip them, which checkify reports
     if problem.permute_y:
         dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
@@ -145,7 +145,7 @@ def compute_dx(
     problem: GroupedGemmProblem, how: How, dy: jax.Array, w: jax.Array, group_sizes: jax.Array,
     gather_indices: jax.Array | None, topk_weights: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """The gradient in x by DX alone."""
+    """Computes the gradient of x by DX alone."""
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
     return DX(how, operands, problem=problem).dx
@@ -156,6 +156,6 @@ def compute_dw(
     problem: GroupedGemmProblem, how: How, x: jax.Array, dy: jax.Array, group_sizes: jax.Array,
     gather_indices: jax.Array | None, topk_weights: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """The gradient in w by DW alone."""
+    """Computes the gradient of w by DW alone."""
     operands = Dw(x, dy, group_bounds(group_sizes, problem.num_rows), as_indices(gather_indices), topk_weights)
     return DW(how, operands, problem=problem)

@@ -1,4 +1,4 @@
-"""Launches of the warp-specialized kernel, `kernels.hopper`: x @ w by rows, and dW."""
+"""Launches the warp-specialized kernel, `kernels.hopper`, for forward, dX and dW."""
 
 import math
 from typing import NamedTuple
@@ -25,16 +25,16 @@ from jgg.products.row_tiles import (
 )
 from jgg.products.terms import Terms
 
-_PARTS = 4  # of an output tile, stored one after the other
+_PARTS = 4  # an output tile is stored in so many parts, one after the other
 
 
 class Hidden(NamedTuple):
-    """The activation that the kernel applies to a product, which is the pre-activation.
+    """The activation that the kernel applies to a product; the product is the pre-activation, the result hidden.
 
     Attributes:
-      interleaved: whether gate and up take turns in the product's columns.
+      interleaved: whether gate and up alternate in the product's columns.
       keeps: whether the product is a result too.
-      stored_as: how the results of quantized operands are quantized; None for others.
+      stored_as: the Format of results if the operands are quantized; otherwise None.
     """
 
     activation: Activation
@@ -44,7 +44,7 @@ class Hidden(NamedTuple):
 
     @property
     def has_halves(self) -> bool:
-        """Whether a tile's columns are of both halves of w's, gate and up."""
+        """Whether a tile takes columns from both halves of w, gate and up."""
         return self.activation.is_gated and not self.interleaved
 
 
@@ -53,14 +53,14 @@ def multiply_rows(
     gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, part: Part = WHOLE_PRODUCT,
     hidden: Hidden | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Forward or dX of rows: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
+    """Computes forward or dX: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
-      terms: of the rows in expert order or, if the kernel `gathers` them, of a row for each token in token order.
-      part: of the product, whose problem is given.
-      hidden: asks for the hidden features too.
+      terms: the terms of the rows in expert order or, if the kernel `gathers` the rows, in token order.
+      part: the range of a product's columns, if `problem` describes only a range of them.
+      hidden: the activation, if hidden features are wanted.
 
-    Returns: {"y": the product, if it is kept, "hidden": [M, I], if asked for}.
+    Returns: {"y": the product, unless `hidden` does not keep it, "hidden": [M, I], if wanted}.
     """
     from jgg.kernels.hopper import hopper_kernel
 
@@ -73,7 +73,7 @@ def multiply_rows(
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
     has_halves = hidden is not None and hidden.has_halves
     results = _results(columns, block_columns, hidden)
-    # w [E, columns, reduced] is turned in shared memory
+    # w [E, columns, reduced] is transposed in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
     block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
     launch = Launch(
@@ -113,7 +113,7 @@ def multiply_rows(
 
 
 def _results(columns: int, block_columns: int, hidden: Hidden | None) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """The columns of each result, and its block that is stored at once."""
+    """For each result the number of its columns and the block that is stored at once."""
     width = block_columns // _PARTS
     if hidden is None:
         return {"y": (columns, (TILE_ROWS, width))}
@@ -128,13 +128,13 @@ def multiply_row_blocks(
     launcher: Launcher, problem: GroupedGemmProblem, x, dy: Terms, bounds: GroupBounds, gather_indices=None, *,
     dw=None, first_feature: int = 0,
 ):  # fmt: skip
-    """dW in the shape and layout of w.
+    """Computes dW in the shape and layout of w.
 
     Args:
-      x, dy: in expert order, but for x with `problem.permute_x` or dy with `problem.permute_y`, in token order: the
-        kernel gathers the rows of one of them. x may have fewer than K features, from `first_feature` on, up to a
-        multiple of column_parts.STEP or the last: the gradient of those alone is written.
-      dw: what to write it into, or None for a new array.
+      x, dy: rows in expert order. The kernel gathers the rows of one of them from token order: x with
+        `problem.permute_x`, dy with `problem.permute_y`. x may have only the features from `first_feature` on, up to a
+        multiple of column_parts.STEP or the last one; then only their gradient is written.
+      dw: an array to write the gradient into, or None for a new array.
     """
     from jgg.kernels.hopper import hopper_kernel
 
@@ -142,14 +142,14 @@ def multiply_row_blocks(
     _, block_columns, step = checked_tile(problem, config)
     left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
     gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
-    is_turned = gathered is right  # it gathers the left operand, whose columns are rows of the result
+    is_turned = gathered is right  # the kernel gathers only its left operand, whose columns become result rows
     if is_turned:
         left, right = right, left
     part = block_columns // _PARTS
     stored = (part, TILE_ROWS) if is_turned else (TILE_ROWS, part)
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
-    # a tile of a large group, taken last, would keep all clusters but one waiting
+    # largest groups first: if the last tile were of a large group, all clusters but one would wait for it
     groups = largest_first(bounds)
     _, w_rows, w_columns = problem.w_shape
     launch = Launch(
@@ -199,5 +199,5 @@ def _activation(hidden):
 
 
 def _absent(outputs):
-    """The operands that say which results the kernel is without."""
+    """None for each result that the kernel is not to write, as operands."""
     return dict.fromkeys({"y", "hidden"} - set(outputs))

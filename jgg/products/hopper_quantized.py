@@ -1,4 +1,4 @@
-"""Launches of the warp-specialized kernel of FP8 operands, `kernels.hopper_fp8`."""
+"""Launches the warp-specialized kernel for FP8 operands, `kernels.hopper_fp8`."""
 
 import math
 from typing import Any
@@ -28,17 +28,17 @@ from jgg.products.row_tiles import (
 )
 
 _KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
-_TILE_COLUMNS = 256  # of a CTA's output tile
+_TILE_COLUMNS = 256  # columns of a CTA's output tile
 
 
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, part: Part = WHOLE_PRODUCT,
 ) -> jax.Array:  # fmt: skip
-    """y [M, N] in expert order, the part of the product whose problem is given.
+    """Computes y [M, N] in expert order; `problem` and `part` may describe a range of a product's columns.
 
     Args:
-      x: in expert order or, with `problem.permute_x`, in token order, which the kernel gathers.
+      x: rows in expert order or, with `problem.permute_x`, in token order; the kernel then gathers them.
     """
     outputs = {"y": jax.ShapeDtypeStruct((problem.num_rows, problem.out_features), problem.out_dtype)}
     arrays = x, w, bounds, gather_indices, topk_weights, bias
@@ -49,14 +49,14 @@ def multiply_and_activate(
     launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, hidden: Hidden,
 ) -> Activated:  # fmt: skip
-    """What ACTIVATE makes of the product."""
+    """Computes the product and its activation: the results of FORWARD followed by ACTIVATE."""
     product = array_type((problem.num_rows, problem.out_features), problem.out_dtype)
     outputs = named(**activated_types(product, hidden.activation, hidden.stored_as, hidden.keeps)._asdict())
     arrays = x, w, bounds, gather_indices, topk_weights, bias
     results = _launch(launcher, problem, outputs, *arrays, hidden=hidden)
     exists = between_groups(bounds, problem.num_rows)
     for key in results:
-        if key.endswith("_scales"):  # of rows outside every group the kernel leaves them unwritten
+        if key.endswith("_scales"):  # the kernel does not write the scales of rows outside every group
             rows = exists.reshape(-1, *[1] * (results[key].ndim - 1))
             results[key] = jnp.where(rows, results[key], 0)
     return Activated(written(results, "hidden"), written(results, "kept"))
@@ -66,7 +66,7 @@ def _launch(
     launcher: Launcher, problem: GroupedGemmProblem, outputs: dict[str, Any], x, w, bounds, gather_indices,
     topk_weights, bias, *, part: Part = WHOLE_PRODUCT, hidden: Hidden | None = None,
 ):  # fmt: skip
-    """The outputs of the kernel by their names."""
+    """Launches the kernel; returns its results by the names in `outputs`."""
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 
     config = launcher.config

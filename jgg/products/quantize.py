@@ -1,4 +1,4 @@
-"""Quantization to FP8 with block scales, `jgg.core.quantized`, by kernels where the device has such numbers."""
+"""Quantization to FP8 with block scales (see `jgg.core.quantized`), by kernels if the device supports FP8."""
 
 import math
 from collections.abc import Callable
@@ -28,13 +28,13 @@ WEIGHT_BLOCK = BLOCK, BLOCK
 
 
 class Quantize(NamedTuple):
-    """Rows [T, K], or weights [E, N, K] or [E, K, N], of any float dtype."""
+    """The array to quantize: rows [T, K], or weights [E, N, K] or [E, K, N], of any float dtype."""
 
     array: jax.Array
 
 
 def can_quantize(launcher: Launcher) -> bool:
-    """Whether kernels can convert to 8 bits."""
+    """Whether kernels can convert to FP8 on the launcher's GPU."""
     return launcher.target.compute_capability >= FP8_COMPUTE_CAPABILITY and not launcher.target.is_interpreted
 
 
@@ -89,10 +89,10 @@ QUANTIZE_ROWS: Product[QuantizedArray] = Product(
 
 
 class QuantizedMatrices(NamedTuple):
-    """Quantized weights, without those of the two orders of values that are not asked for.
+    """Quantized weights: the values as they are, transposed, or both.
 
     Attributes:
-      values: in the shape of the weights, or None.
+      values: the values in the shape of the weights, or None.
       scales: float32, one for each block of 128 x 128, in the order of `values`.
       turned: the values with rows and columns exchanged, or None.
     """
@@ -103,7 +103,7 @@ class QuantizedMatrices(NamedTuple):
 
     @property
     def forms(self) -> WeightForms:
-        """The arrays that the values and the scales make."""
+        """The QuantizedArrays of the values and of the transposed values, each None where it was not asked for."""
         straight = None if self.values is None else QuantizedArray(self.values, self.scales)
         turned = None if self.turned is None else QuantizedArray(self.turned, self.scales.mT)
         return WeightForms(straight, turned)
@@ -117,14 +117,14 @@ def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, turns: boo
 
 
 def _weights_plainly(operands: Quantize, **options):
-    """Quantizes one matrix after the other, so that temporaries are as large as one matrix."""
+    """Quantizes one matrix after the other, so that temporaries are only as large as one matrix."""
     types = _weight_types(operands, **options)
     bits = jax.lax.map(lambda w: jax.tree.map(as_bits, _weights_at_once(Quantize(w), **options)), operands.array)
     return jax.tree.map(lambda array, type: from_bits(array, type.dtype), bits, types)
 
 
 def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
-    """Quantizes all matrices together: several devices, each with some of them, would gather them for a loop."""
+    """Quantizes all matrices together; if devices have some of the matrices each, a loop would make them gather all."""
     values, scales = jax.tree.leaves(quantize(operands.array, WEIGHT_BLOCK, stored_as))
     return QuantizedMatrices(values if keeps else None, scales, values.mT if turns else None)
 
@@ -165,10 +165,10 @@ QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
 def with_quantized(
     w: QuantizedArray | ToQuantize, quantize_weights: Callable[..., QuantizedMatrices]
 ) -> QuantizedArray:
-    """The weights of a product, quantized if they are ToQuantize.
+    """The weights of a product as a QuantizedArray; ToQuantize weights are quantized.
 
     Args:
-      quantize_weights: QUANTIZE_WEIGHTS, by the implementation of the product.
+      quantize_weights: computes QUANTIZE_WEIGHTS by the implementation that computes the product.
     """
     if isinstance(w, QuantizedArray):
         return w

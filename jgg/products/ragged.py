@@ -1,4 +1,4 @@
-"""Products of arrays of any number of axes by groups of rows, as two products of matrices."""
+"""Products of arrays with any number of axes by groups of rows, each reduced to one of two products of matrices."""
 
 import functools
 import itertools
@@ -29,11 +29,11 @@ def contract_dense(
     *, group_offset: jax.Array | None, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike,
     implementation: str | None,
 ) -> jax.Array:  # fmt: skip
-    """The product where the ragged dimension is free, by rows of that dimension and those after it."""
+    """The product if the ragged dimension is free; a row is one index into it and the free dimensions after it."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free = other_axes(lhs, lhs_contracted, lhs_batch)
     columns = other_axes(rhs, rhs_contracted, rhs_batch, numbers.rhs_group_dimensions)
-    # in the order of rhs, so that it is lhs that is transposed where they differ
+    # in the order of rhs: where the orders differ, lhs is transposed rather than rhs
     order = sorted(range(len(rhs_contracted)), key=rhs_contracted.__getitem__)
     lhs_contracted, rhs_contracted = (tuple(axes[i] for i in order) for axes in (lhs_contracted, rhs_contracted))
     contracted_is_minor = tuple(rhs_contracted[-1:]) > columns[-1:]
@@ -56,7 +56,7 @@ def contract_ragged(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
     *, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
 ) -> jax.Array:  # fmt: skip
-    """The product where the ragged dimension is contracted: for each group the sum over its rows."""
+    """The product if the ragged dimension is contracted: for each group the sum over its rows."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free, columns = other_axes(lhs, lhs_contracted, lhs_batch), other_axes(rhs, rhs_contracted, rhs_batch)
     lhs_rows, rhs_rows = (axes[len(outer) :] for axes in (lhs_contracted, rhs_contracted))
@@ -65,7 +65,7 @@ def contract_ragged(
         _merge_axes(rhs, [rhs_batch, rhs_contracted[: len(outer)]], [rhs_rows, columns]),
         _sizes_of_rows(group_sizes, [lhs.shape[axis] for axis in lhs_rows], [lhs_batch, outer]),
     )
-    # in a dtype that holds the result's; what is summed below is summed in float32 too
+    # computed in a dtype that holds the result's values; float32 if results are summed below
     dtype = jnp.dtype(jnp.float32) if outer else _common_dtype(lhs.dtype, rhs.dtype, out_dtype)
     function = functools.partial(_sum_over_rows, dtype=dtype, precision=precision, implementation=implementation)
     out = _over_batches(function, group_sizes, lhs_batch, outer, 0)(*operands)
@@ -83,14 +83,17 @@ def other_axes(array: jax.Array, *used: _Axes) -> tuple[int, ...]:
 
 
 def _merge_axes(array: jax.Array, optional: Sequence[_Axes], parts: Sequence[_Axes]) -> jax.Array:
-    """The array with the axes of each part merged into one, in this order; of optional parts only where there are."""
+    """The array with the axes of each part merged into one, in order; an optional part without axes is left out."""
     parts = [*filter(None, optional), *parts]
     merged = [math.prod(array.shape[axis] for axis in axes) for axes in parts]
     return jnp.transpose(array, [*itertools.chain(*parts)]).reshape(merged)
 
 
 def _sizes_of_rows(group_sizes: jax.Array, shape: Sequence[int], leading: Sequence[_Axes]) -> jax.Array:
-    """Sizes in rows of all dimensions of `shape`, of which group_sizes are of the first; axes merged as lhs's are."""
+    """Group sizes counted in rows, where a row is one index into all dimensions of `shape`.
+
+    The given group_sizes count only along the first dimension. Their leading axes are merged like the axes of lhs.
+    """
     num_ragged, *others = shape
     if others:
         group_sizes = jnp.clip(saturated_int32(group_sizes), 0, num_ragged) * math.prod(others)
@@ -104,7 +107,7 @@ def _sizes_of_rows(group_sizes: jax.Array, shape: Sequence[int], leading: Sequen
 def _over_batches(
     function: _Product, group_sizes: jax.Array, batch: _Axes, outer: _Axes, rhs_of_outer: int | None
 ) -> _Product:  # fmt: skip
-    """function(lhs, rhs, group_sizes) over batch axes of all of them and outer ones, of which rhs may have none."""
+    """Maps function(lhs, rhs, group_sizes) over the batch axis and over the outer axis, which rhs may lack."""
     of_sizes = None if group_sizes.ndim == 1 else 0
     if outer:
         function = jax.vmap(function, (0, rhs_of_outer, of_sizes))
@@ -115,7 +118,7 @@ def _multiply_rows(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, group_offset: jax.Array | None, w_layout: str,
     precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
 ) -> jax.Array:  # fmt: skip
-    """[m, n] of lhs [m, k] and of rhs [g, k, n] or, with w_layout "enk", [g, n, k]."""
+    """Multiplies the rows of lhs [m, k] by rhs [g, k, n] or, with w_layout "enk", [g, n, k]; returns [m, n]."""
     dtype = _common_dtype(lhs.dtype, rhs.dtype)
     x, w = _converted(lhs, dtype, group_sizes, group_offset, rhs.shape[0]), rhs.astype(dtype)
     problem = check_problem(
@@ -131,7 +134,7 @@ def _sum_over_rows(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: DTypeLike, precision: jax.lax.PrecisionLike,
     implementation: str | None,
 ) -> jax.Array:  # fmt: skip
-    """[g, m, n] of lhs [k, m] and rhs [k, n], computed in that dtype and of it."""
+    """Sums outer products of the rows of lhs [k, m] and rhs [k, n] by group, in `dtype`; returns [g, m, n]."""
     lhs, rhs = (_converted(rows, dtype, group_sizes) for rows in (lhs, rhs))
     problem = check_problem(x=lhs, dy=rhs, group_sizes=group_sizes, w_layout="ekn", precision=precision)
     return _outer_products(problem, how_of(problem, implementation), lhs, rhs, group_sizes)
@@ -155,7 +158,7 @@ def _differentiable(problem: GroupedGemmProblem, how: How, operands: Dw) -> jax.
 
 
 def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array) -> tuple[Dw]:
-    """With ct as the matrices, d lhs is what dX is of rhs, and d rhs the forward product of lhs."""
+    """The gradients: with ct as the weights, DX applied to rhs gives d lhs, and FORWARD applied to lhs gives d rhs."""
     lhs, rhs, bounds, *_ = operands
     d_lhs = DX(how, Dx(rhs, ct, bounds), problem=problem).dx
     d_rhs = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
@@ -172,15 +175,18 @@ def _converted(
     rows: jax.Array, dtype: DTypeLike, group_sizes: jax.Array, group_offset: jax.Array | None = None,
     num_groups: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Rows in a dtype; in another than their own, rows of no group as zeros, whose NaN jax.debug_nans would report."""
+    """Rows in a dtype. If that is not their own dtype, rows of no group become zeros.
+
+    Otherwise jax.debug_nans would report a NaN in such rows.
+    """
     if rows.dtype == dtype:
         return rows
-    if jax.export.is_symbolic_dim(group_sizes.shape[0]):  # which `check_problem` refuses
+    if jax.export.is_symbolic_dim(group_sizes.shape[0]):  # `check_problem` will refuse it
         return rows.astype(dtype)
     bounds = group_bounds(group_sizes, rows.shape[0], group_offset, num_groups)
     return jnp.where(between_groups(bounds, rows.shape[0])[:, None], rows, 0).astype(dtype)
 
 
 def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """Their dtype if they have one, else the one that holds the values of all."""
+    """The dtype of all if they are equal, otherwise float32, which holds the values of all."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else jnp.dtype(jnp.float32)

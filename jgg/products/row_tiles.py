@@ -1,4 +1,4 @@
-"""What the launches of products by rows share: forward and dX, by the kernels of every GPU and by those for Hopper."""
+"""Shared parts of the launches of forward and dX, by the kernels for every GPU and by the kernels for Hopper."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ class Part(NamedTuple):
     """The part of a product's columns and rows that a launch writes.
 
     Attributes:
-      first_column: the column of w from which on the problem's columns are.
-      zeroes: whether rows of no group become zeros; else they are not written.
+      first_column: the column of w at which the problem's columns begin.
+      zeroes: whether zeros are written to rows of no group; otherwise those rows are not written.
     """
 
     first_column: int = 0
@@ -28,7 +28,7 @@ WHOLE_PRODUCT = Part()
 
 
 def row_operands(problem: GroupedGemmProblem, part: Part, bounds: GroupBounds, schedule=None) -> dict[str, Any]:
-    """The operands that tell a kernel its tiles, and which rows and columns there are."""
+    """The operands that tell a kernel its tiles and which rows and columns to write."""
     return {
         **tile_operands(bounds, schedule),
         "zeros_end": problem.num_rows if part.zeroes else 0,
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     """The rows that a kernel multiplies by w.
 
     Attributes:
-      name: of the kernel's parameter.
+      name: the name of the kernel's parameter.
       array: [any, reduced axis].
       by_tma: whether TMA loads them.
     """
@@ -56,11 +56,11 @@ def multiply(
     launcher: Launcher, kernel, problem: GroupedGemmProblem, part: Part, rows: Rows, w: jax.Array, bounds: GroupBounds,
     operands: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct], **constants: bool,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The outputs of `forward_kernel` or `dx_kernel`, which run on every GPU.
+    """Launches `forward_kernel` or `dx_kernel`, which run on every GPU; returns its outputs by name.
 
     Args:
-      operands: the kernel's own, beside rows, w and `row_operands`.
-      constants: the kernel's own, beside those that both are compiled for.
+      operands: the operands that only this kernel has; rows, w and `row_operands` are added.
+      constants: the constants that only this kernel has; the constants of both kernels are added.
     """
     config, target = launcher.config, launcher.target
     block_rows, block_columns, step = config.tile(problem.w_layout)
@@ -96,8 +96,8 @@ def multiply(
     return launcher.run(kernel, launch)
 
 
-CTAS = 2  # of a cluster of the kernels for Hopper
-TILE_ROWS = 128  # of the output tile of a CTA of theirs
+CTAS = 2  # CTAs of a cluster in the kernels for Hopper
+TILE_ROWS = 128  # rows of the output tile of one CTA in these kernels
 
 
 def hopper_constants(problem: GroupedGemmProblem, config, block_columns: int, gathers: bool) -> dict[str, Any]:
@@ -119,10 +119,10 @@ def ring_constants(config, block_columns: int) -> dict[str, int]:
 
 
 def cluster_options(target, problem: GroupedGemmProblem, tiles: int) -> dict[str, Any]:
-    """The options of a launch of persistent clusters that share so many tiles."""
+    """The options of a launch whose persistent clusters share `tiles` tiles."""
     return {
         "grid": (max(1, min(tiles, target.num_sms // CTAS)),),
-        "num_warps": 4,  # of the partition that Triton starts with; there are two more
+        "num_warps": 4,  # warps of the partition that Triton starts with; there are two more partitions
         "num_ctas": CTAS,
         "flops": problem.flops,
         "bytes_accessed": problem.bytes_accessed,

@@ -1,4 +1,4 @@
-"""Choices of experts sorted by expert, as `jgg.sort_by_expert`."""
+"""Sorts choices of experts by expert, for `jgg.sort_by_expert`."""
 
 import math
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
 from jgg.primitives.partitioning import ROWS, WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
-_MAX_PROGRAMS = 512  # one program adds up what they counted
-_BLOCK_ROWS = 64  # of a program's step, which compares each with each
+_MAX_PROGRAMS = 512  # limited, as a single program adds up the counts of all
+_BLOCK_ROWS = 64  # rows of a program's step, which compares each row with each other
 
 
 class Sort(NamedTuple):
-    """int32 [M]."""
+    """The chosen experts, int32 [M]."""
 
     experts: jax.Array
 
@@ -96,4 +96,4 @@ SORT: Product[Sorted] = Product(
     launch=_launch,
     letters=lambda operands, num_experts: Letters({"experts": ROWS}, (WHOLE, ROWS), ("", "")),
 )
-"""A Sorted; the parameter is E."""
+"""The choices in expert order, as Sorted; the parameter is E."""

@@ -1,4 +1,4 @@
-"""A float array as the sum of two in a 16-bit dtype, which tensor cores multiply without rounding it to that dtype."""
+"""A float array as the sum of two 16-bit arrays (terms), so that tensor cores multiply it without rounding it first."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,8 @@ class Terms(NamedTuple):
 
     Attributes:
       rows: [2 * M, N], the terms one after the other, each of M rows.
-      num_terms: int32 [1], 2, or 1 where the second term is zero: of values that the dtype holds.
+      num_terms: int32 [1], 2, or 1 if the 16-bit dtype holds all values, so that the second term is zero. None if the
+        array has that dtype; then `rows` is the array itself.
       scale: float32 [1], a power of two, or None for 1.
     """
 
@@ -21,9 +22,10 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, array: jax.Array, dtype) -> "Terms":
-        """An array [M, N] in two terms of a 16-bit dtype: 17 bits of each value for bfloat16, 23 for float16.
+        """An array [M, N] as two terms of a 16-bit dtype: they hold 17 bits of each value for bfloat16, 23 for float16.
 
-        float16's range is moved to end at the largest finite value. An array in that very dtype is its only term.
+        For float16, values are scaled so that its range ends at the largest finite value. An array that already has the
+        dtype is its only term.
         """
         if array.dtype == dtype:
             return cls(array)
@@ -38,10 +40,10 @@ class Terms(NamedTuple):
 
 
 def two_terms(array: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """A float32 array as the sum of two in a 16-bit dtype, zero the second where the first is infinite or NaN."""
+    """A float32 array as the sum of two 16-bit arrays; the second is zero where the value is infinite or NaN."""
     info = jnp.finfo(dtype)
-    # not by a conversion and back, which XLA may leave out
+    # not by converting to the dtype and back, which XLA may leave out
     first = jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=info.nmant)
-    is_finite = jnp.isfinite(array)  # and may be rounded to infinity
+    is_finite = jnp.isfinite(array)  # finite values may be rounded to infinity
     first = jnp.where(is_finite, jnp.clip(first, -float(info.max), float(info.max)), first)
     return first.astype(dtype), jnp.where(is_finite, array - first, 0).astype(dtype)

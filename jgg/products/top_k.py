@@ -14,7 +14,7 @@ from jgg.primitives.product import Product, array_type
 
 
 class TopK(NamedTuple):
-    """float32 [rows, columns]; a NaN counts as infinity."""
+    """The scores, float32 [rows, columns]; a NaN counts as infinity."""
 
     scores: jax.Array
 
@@ -54,4 +54,4 @@ TOP_K: Product[jax.Array] = Product(
     letters=lambda operands, topk: Letters({"scores": "t" + WHOLE}, ("t" + WHOLE,), ("",)),
     merge_batch=lambda *args, **parameters: vmap.more_rows(TOP_K, *args, **parameters),
 )
-"""int32 [rows, topk], the columns of the highest scores, highest first, of equals the lower column."""
+"""The columns of the highest scores, int32 [rows, topk], highest score first and of equal ones the lower column."""

@@ -1,4 +1,4 @@
-"""An expert's first product and its activation, in one kernel where the warp-specialized one runs."""
+"""An expert's first product and its activation, in one kernel where the warp-specialized kernel can run."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _one_by_one(
     call: Callable, operands: Forward, problem: GroupedGemmProblem, keeps: bool, stored_as: Format | None = None,
     **activation,
 ) -> Activated:  # fmt: skip
-    """The results of call(product, operands, **parameters) for each of the two products."""
+    """Computes FORWARD and then ACTIVATE, each as call(product, operands, **parameters)."""
     pre_activation = call(FORWARD, operands, problem=problem)
     if stored_as is not None:
         return call(ACTIVATE, Activate(pre_activation), stored_as=stored_as, keeps=keeps, **activation)
@@ -71,26 +71,27 @@ def _launch(
 
 
 def _is_one_kernel(config, problem, target, hidden: Hidden):
-    """Whether the warp-specialized kernel does both, without registers of its loading warps that spill."""
+    """Whether the warp-specialized kernel can do both steps, and without spilling registers of its loading warps."""
     if config.kernel != "hopper" or hidden.activation.curve is None:
         return False
     if problem.is_quantized != (hidden.stored_as is not None):
-        return False  # the kernels quantize the results of quantized operands, and of no others
+        return False  # the kernels quantize results if and only if the operands are quantized
     if problem.is_quantized:
         return _is_one_quantizing_kernel(problem, target, hidden)
     if hidden.activation.is_gated and (
         problem.out_features % 16 or (problem.w_layout == "ekn" and not hidden.interleaved)
     ):
-        return False  # rows of hidden end within 16 bytes; or a block of gate and up would lie otherwise than it should
-    # error functions beside gathers take too many registers
+        # rows of hidden are no multiple of 16 bytes, or gate and up would not lie in a block as the kernel expects them
+        return False
+    # gelu's error function and gathers in one kernel take too many registers
     return not (hidden.activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
 
 
 def _is_one_quantizing_kernel(problem, target, hidden: Hidden):
-    """The same for quantized operands: gate and up of 128 hidden features are two blocks of w's rows.
+    """Whether the warp-specialized kernel for quantized operands can do both steps.
 
-    The kernel gathers then, however many columns there are: with as few registers as it has without, an activation
-    spills.
+    Gate and up of 128 hidden features must be two whole blocks of w's rows. And the kernel must gather x, however many
+    columns there are: without gathers it has so few registers that an activation spills.
     """
     is_gated = hidden.activation.is_gated
     if not problem.permute_x or (is_gated and hidden.interleaved) or why_not_quantized(problem, target) is not None:

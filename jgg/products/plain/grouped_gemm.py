@@ -1,4 +1,4 @@
-"""Plain differentiable JAX for every platform: what the kernels compute, as `multilinear`'s products of a problem."""
+"""Computes grouped_gemm in plain differentiable JAX on every platform, by the products of `plain.multilinear`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
 
 
 def x_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
-    """The row of x that each row is, past the end for a bad index; None where they are in one order."""
+    """For each row in expert order the row of x, past the end for a bad index; None if x is in expert order."""
     return _tokens(problem, gather_indices) if problem.permute_x else None
 
 
@@ -37,19 +37,19 @@ def _tokens(problem, gather_indices):
 
 
 def y_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
-    """The row of y that each row is, past the end for a bad index; None where they are in one order."""
+    """For each row in expert order the row of y, past the end for a bad index; None if y is in expert order."""
     if problem.combine_y:
         return _tokens(problem, gather_indices)
     return guarded(gather_indices, problem.num_rows) if problem.permute_y else None
 
 
 def row_scales(problem: GroupedGemmProblem, bounds: GroupBounds, gather_indices, topk_weights) -> jax.Array | Any:
-    """topk_weights of each row, float32 [M], zero for a bad index and for a row of no group; or None."""
+    """The weight of each row, float32 [M], zero for a bad index and for a row of no group; None without weights."""
     if topk_weights is None:
         return None
     scales = topk_weights.reshape(-1)
     if gather_indices is not None:
         at = guarded(gather_indices, problem.num_positions)
         scales = scales.at[at].get(mode="fill", fill_value=0)
-    # NaN that is kept for a derivative, even if it reaches nothing, is what jax.debug_nans reports
+    # jax.debug_nans also reports a NaN that is only kept for a derivative and reaches no result
     return jnp.where(between_groups(bounds, problem.num_rows), scales, 0).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """The xla implementation's three products, as primitives that are each other's derivatives.
 
-All come from one form, the sum over all rows i of
+All three come from one form, the sum over all rows i of
 
     scales[i] * left[i] . (right[i] @ w[group of i])
 
@@ -35,9 +35,9 @@ def rows_dot(
       w: [E, R, C], or [E, C, R] with `transpose_w`; quantized ones are dequantized one group at a time.
       scales: float32 [M] or None for ones.
       bias: [E, C] or None for zero.
-      write_at: as `Rows.at`.
-      adds: sum, in float32, what is written to the same row.
-      shape: of out, [any, C].
+      write_at: the row of out for each row i, as in `Rows.at`.
+      adds: whether values written to the same row of out are added up, in float32.
+      shape: the shape of out, [any, C].
     """
     return _rows_dot(
         _RowsDot(rows, w, bounds, scales, bias, write_at),
@@ -137,7 +137,7 @@ def _compute_row_dots(operands, *, transpose_w, precision):
 
 
 def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
-    """The derivative of sum scales[i] * left[i] . (right[i] @ w[g]) in the one array that is undefined."""
+    """The derivative of sum scales[i] * left[i] . (right[i] @ w[g]) in the one array that is an undefined primal."""
     if ad.is_undefined_primal(w):
         pair = (left, right) if transpose_w else (right, left)
         return outer_dot(*pair, bounds, scales=scales, precision=precision, out_dtype=w.aval.dtype)
@@ -158,7 +158,7 @@ def _transpose_rows_dot(ct, operands, *, transpose_w, precision, **_):
     result = _derivative(ct, rows, w, bounds, scales, transpose_w=transpose_w, precision=precision)
     if bias is None:
         return result
-    # only scales are linear beside a bias
+    # with a bias the result is linear only in scales
     return result + row_dots(ct, row_blocks.ones(ct), bias[:, None], bounds, transpose_w=False, precision=precision)
 
 
@@ -173,7 +173,7 @@ def _transpose_row_dots(ct, operands, **params):
 
 
 def _dependent_part(operands, changed, **params):
-    """The part of `rows_dot` that depends on the operand of that name, in a form linear in it."""
+    """Operands and parameters for the part of `rows_dot` that depends on the operand named `changed`, linear in it."""
     if changed == "bias":
         operands = operands._replace(rows=row_blocks.ones(operands.rows), w=operands.bias[:, None], bias=None)
         return operands, params | {"transpose_w": False}
@@ -181,15 +181,15 @@ def _dependent_part(operands, changed, **params):
 
 
 def _multilinear(name, out_type, compute, transpose, letters, dependent_part=None):
-    """The function that binds a primitive of a NamedTuple of operands, linear in each of its float arrays.
+    """A function that binds a primitive whose operands are a NamedTuple and which is linear in each float array.
 
     Args:
       out_type: (operands, **parameters) -> shape and dtype of the result.
       compute: (operands, **parameters) -> the result.
-      transpose: (cotangent, operands of which one array is undefined, **parameters) -> cotangent of that array.
-      letters: (**parameters) -> Letters, by which it is split over devices.
-      dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) that leave out
-        what is constant, where the result is not linear without.
+      transpose: (cotangent, operands with one array undefined, **parameters) -> cotangent of that array.
+      letters: (**parameters) -> Letters, which say how it is split over devices.
+      dependent_part: (operands, name of the one that varies, **parameters) -> (operands, parameters) without constant
+        terms; needed where the result is not linear because of such terms.
     """
 
     def bind_operands(operands, **params):
@@ -231,7 +231,7 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
 
 
 def _localize(params, devices):
-    """Parameters for a device's part of the columns; those of other axes are in no parameter."""
+    """Parameters for a device's part of the columns; no parameter depends on other axes."""
     if "shape" not in params:
         return params
     rows, columns = params["shape"]

@@ -1,6 +1,6 @@
-"""Loops over blocks of each group's rows, which gather and scatter the rows of their own block.
+"""Loops over blocks of each group's rows; each step gathers and scatters only the rows of its block.
 
-So temporaries stay small, as no operand is made dense.
+Temporaries stay small, since no operand is gathered or dequantized as a whole.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jgg.core.schedule import NO_ROW, Rows
 
 
 class Block(NamedTuple):
-    """A loop step: rows from `first_row` on, of which `own` [rows] tells those of `group`."""
+    """The rows of a loop step, from `first_row` on; `own`, bool [rows], says which of them this step computes."""
 
     group: jax.Array
     first_row: jax.Array
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
     @classmethod
     def at(cls, step, group, size, num_rows, bounds):
-        """The block of `size` rows at a step of a group, moved up where it would pass the last row."""
+        """The block of `size` rows for a step of a group; a block that would pass the last row begins earlier."""
         start = bounds.starts[group] + step * size
         first_row = jnp.minimum(start, num_rows - size)
         rows = first_row + jnp.arange(size, dtype=jnp.int32)
@@ -38,20 +38,23 @@ class Block(NamedTuple):
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
-    """Rows of a loop step: half a group's share, as its last block is padded, but enough to multiply at full speed."""
-    if jax.export.is_symbolic_dim(num_rows):  # nor is a group's share known then
+    """The number of rows of a loop step: half of an average group, but enough to multiply at full speed.
+
+    Each group's last block is padded, so larger blocks would compute more padding.
+    """
+    if jax.export.is_symbolic_dim(num_rows):  # then the rows of an average group are not known either
         return jax.core.min_dim(num_rows, 128)
     share = 1 << (-(-num_rows // max(num_groups, 1)) - 1).bit_length()
     return min(share, max(share // 2, 64), 512, num_rows)
 
 
 def steps(group, size, bounds):
-    """Blocks of that size that a group takes."""
+    """The number of blocks of `size` rows that a group needs."""
     return (bounds.ends[group] - bounds.starts[group] + size - 1) // size
 
 
 def take(rows: Rows, block):
-    """A block's rows."""
+    """Gathers the rows of a block."""
     if rows.at is None:
         return _part(rows.array, block.slice)
     at = block.slice(rows.at)
@@ -59,7 +62,7 @@ def take(rows: Rows, block):
 
 
 def _part(array, select):
-    """select(array), or the float32 array that this part of a quantized one dequantizes to."""
+    """select(array); of a quantized array the selected part, dequantized to float32."""
     if isinstance(array, QuantizedArray):
         values = from_bits(select(as_bits(array.values)), array.values.dtype)
         return QuantizedArray(values, select(array.scales)).dequantize(jnp.float32)
@@ -69,7 +72,7 @@ def _part(array, select):
 
 
 def put(rows: Rows, block, values, adds=False):
-    """`rows.array` with the block's own rows written."""
+    """The array `rows.array` after the values of the block's own rows are written or, with `adds`, added to it."""
     out, values = rows.array, values.astype(rows.array.dtype)
     if rows.at is None:
         own = block.own.reshape(-1, *[1] * (values.ndim - 1))
@@ -89,7 +92,7 @@ def sum_of_products(left, right):
 
 
 def dot(left, right, axes, precision):
-    """float32 product of two matrices over an axis of each; those of different dtypes meet in float32."""
+    """The float32 product of two matrices over an axis of each; matrices of different dtypes are cast to float32."""
     dtype = left.dtype if left.dtype == right.dtype else jnp.float32
     dims = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(
@@ -103,7 +106,7 @@ def zeros(shape, dtype, rows: Rows):
 
 
 def ones(rows: Rows):
-    """Rows of a single 1, as many as those given."""
+    """As many rows as `rows` has, each a single 1."""
     return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 
