@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`tune` is imported when it is first used, as it brings what measures."""
+    """Imports `tune` when it is first used, because it also imports the modules that measure."""
     if name == "tune":
         from jgg.tuning import tune
 

@@ -1,4 +1,4 @@
-"""Activations of an expert's MLP, by name or as functions: gated ones, and those of a single projection."""
+"""Activations of an expert's MLP, by name or as functions: gated ones, and ones of a single projection."""
 
 import dataclasses
 import functools
@@ -18,10 +18,10 @@ from jgg.core.arguments import as_finite, as_flag, check_instance
 class Activation:
     """What an expert does between its two products.
 
-    Two are equal, and share a compiled program, if they have the same name and the same function object, or a
-    `functools.partial` of the same function and arguments. A lambda in the body of a function is a new object in each
+    Two activations are equal, and share a compiled program, if they have the same name and the same function object, or
+    a `functools.partial` of the same function and arguments. A lambda in the body of a function is a new object in each
     call, for which JAX traces and compiles again: define it once, outside. A deep copy of an Activation is equal to it.
-    So is what `pickle` loads, if the function can be imported by its name.
+    A pickled and loaded Activation is equal too, if its function can be imported by name.
 
     Attributes:
       name: as users give it.
@@ -42,7 +42,7 @@ class Activation:
 
     @property
     def curve(self) -> tuple[str, float, float] | None:
-        """Name, limit and alpha of what `kernels.activation` computes it by; None for a function of one's own."""
+        """Name, limit and alpha of its curve in `kernels.activation`; None for a function that kernels do not have."""
         function: Any = self.function
         if self.is_gated:
             if isinstance(function, _ClampedSwiglu):
@@ -68,7 +68,7 @@ class Activation:
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
     """gpt-oss's SwiGLU: `gate * sigmoid(alpha * gate) * (up + 1)` with gate at most limit and up in [-limit, limit].
 
-    Raises: ValueError: a number is not finite. TypeError: it is none.
+    Raises: ValueError: an argument is not finite. TypeError: it is no number.
     Source: the gpt-oss model card, https://arxiv.org/abs/2508.10925.
     """
     limit, alpha = as_finite("limit", limit), as_finite("alpha", alpha)
@@ -100,7 +100,7 @@ class _Partial:
 
 @dataclasses.dataclass(frozen=True)
 class _Decorated:
-    """What `jax.jit` or `jax.custom_jvp` makes of a function; unlike that alone, it is equal to its copies."""
+    """A function that `jax.jit` or `jax.custom_jvp` wrapped, as an object that is equal to its copies."""
 
     function: Callable[..., jax.Array]
 
@@ -209,7 +209,7 @@ ACTIVATIONS = {
     "clamped_swiglu": dataclasses.replace(clamped_swiglu(), name="clamped_swiglu"),
     **{name: Activation(name, _Curve(curve), is_gated=False) for name, curve in _UNGATED.items()},
 }
-"""Those that do not begin with "ungated_" are gated."""
+"""The activations by name; an activation is gated unless its name begins with "ungated_"."""
 
 
 ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
@@ -217,11 +217,11 @@ ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
 
 
 def find_activation(activation: ActivationLike) -> Activation:
-    """The activation of that name, the one given or, of a function of the gate, `function(gate) * up`.
+    """The Activation that an argument stands for: by name, as it is, or `function(gate) * up` for a function.
 
     Raises:
-      ValueError: there is none of that name, or it is neither. Words such as "silu", which models with a gate and
-        models without one write, are no names.
+      ValueError: it is neither an Activation, a function nor a known name. Words such as "silu", which models with a
+        gate and models without one write, are no names.
       TypeError: the function is not hashable.
     """
     if isinstance(activation, Activation):

@@ -1,4 +1,4 @@
-"""FP8 with block scales: what quantizes tokens and weights, and the recipe to train in it."""
+"""FP8 with block scales: functions that quantize tokens and weights, and `Fp8`, the recipe for training."""
 
 import dataclasses
 
@@ -17,9 +17,10 @@ from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, Qua
 def quantize_tokens(
     x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
 ) -> QuantizedArray:
-    """Quantizes rows with a scale for 128 features of each, the largest magnitude over the largest of the dtype.
+    """Quantizes rows with one scale for every 128 features of a row.
 
-    A block with a NaN or an infinity becomes NaN, and no other does. Gradients do not pass.
+    The scale is the largest magnitude among these features, divided by the largest number of the dtype. A block with a
+    NaN or an infinity becomes NaN, and no other does. Gradients do not pass.
 
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.2.
 
@@ -28,9 +29,9 @@ def quantize_tokens(
       dtype: float8_e4m3fn or, with more range and fewer digits, float8_e5m2.
       power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
 
-    Returns: values [T, K], scales [T, K / 128].
+    Returns: a QuantizedArray of values [T, K] and float32 scales [T, K / 128].
 
-    Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype none of the two.
+    Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype is neither of the two.
     """
     stored_as = _format(dtype, power_of_2_scales)
     return QUANTIZE_ROWS(How(None, current_target()), Quantize(_checked("x", x, "[T, K]")), stored_as=stored_as)
@@ -45,7 +46,8 @@ def quantize_weights(
       w: float [E, N, K] or [E, K, N].
       dtype, power_of_2_scales: as in `quantize_tokens`.
 
-    Returns: values in the shape of w, scales [E, N / 128, K / 128] or [E, K / 128, N / 128].
+    Returns: a QuantizedArray of values in the shape of w and float32 scales [E, N / 128, K / 128] or
+      [E, K / 128, N / 128].
 
     Raises: as `quantize_tokens`.
     """
@@ -73,9 +75,9 @@ def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) ->
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights together with what they are in FP8, made by `Fp8.weights`; a pytree.
+    """Weights together with the same weights in FP8, made by `Fp8.weights`; a pytree.
 
-    `moe_mlp` multiplies by what is quantized, and its gradient in the weights is that of `array`. To quantize once for
+    `moe_mlp` multiplies by the weights in FP8, and the gradient goes to `array`. To quantize once for
     several microbatches, differentiate in w with `dataclasses.replace(weights, array=w)`.
 
     Attributes:
@@ -91,14 +93,14 @@ class QuantizedWeights:
 class Fp8:
     """The recipe of `quantization=`: forward and dX multiply in FP8, dW in the dtype of the weights.
 
-    What is multiplied gets scales from its own values: one for 128 features of a token, of its hidden features or of a
-    gradient, one for 128 x 128 of a weight. Products are summed in float32, promoted every 128. Quantization passes
-    gradients straight through. For the backward pass the pre-activation is kept in FP8.
+    Each factor gets scales from its own values: one scale for 128 features of a token, of its hidden features or of a
+    gradient, and one for 128 x 128 entries of a weight. Products are summed in float32, promoted every 128 features.
+    Quantization passes gradients straight through. For the backward pass the pre-activation is kept in FP8.
 
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.
 
     Attributes:
-      gradient_dtype: of quantized gradients, float8_e4m3fn or float8_e5m2; all else is float8_e4m3fn.
+      gradient_dtype: dtype of quantized gradients, float8_e4m3fn or float8_e5m2; all other values are float8_e4m3fn.
       power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
       keeps_weights: quantize weights once for both passes, which is faster and keeps a byte a weight for the backward
         pass; otherwise each pass quantizes what it needs.
@@ -128,7 +130,7 @@ class Fp8:
     def weights(self, w: ArrayLike) -> QuantizedWeights:
         """Quantizes weights [E, N, K] or [E, K, N], to be used more than once.
 
-        Policies of `jax.checkpoint` know what is quantized as "jgg_fp8_weights".
+        Policies of `jax.checkpoint` know the weights in FP8 as "jgg_fp8_weights".
 
         Raises: ValueError: w has another rank. TypeError: w is no float array.
         """
@@ -141,7 +143,7 @@ def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
 
 
 def _named(array: jax.Array) -> jax.Array:
-    """Names an array for policies of `jax.checkpoint`, numbers in FP8 as bits.
+    """Names an array for policies of `jax.checkpoint`; an array in FP8 is named as its bits.
 
     JAX passes kept floats through `reduce_precision`, which turns float8_e4m3fn values of 256 and more into inf.
     """
@@ -149,19 +151,19 @@ def _named(array: jax.Array) -> jax.Array:
 
 
 def check_quantization(quantization: Fp8 | None) -> None:
-    """Raises TypeError for what is no recipe."""
+    """Raises TypeError unless `quantization` is an `Fp8` or None."""
     if quantization is not None:
         check_instance("quantization", quantization, Fp8, "a jgg.Fp8 or None")
 
 
 def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
-    """Weights that are in FP8 before the first pass needs them, or None.
+    """Weights together with their FP8 forms, if they are quantized before the first pass needs them; else None.
 
-    A QuantizedArray of blocks of 128 x 128 is turned, which copies it; one of other blocks is quantized again. Their
-    array is what they dequantize to, without a gradient.
+    A QuantizedArray with blocks of 128 x 128 is copied to make its turned form; one with other blocks is quantized
+    again. The field `array` of either is the dequantized array, which gets no gradient.
 
-    Raises: ValueError: QuantizedWeights are given without quantization, or their array has another shape than what is
-      quantized. TypeError: values are not in FP8.
+    Raises: ValueError: QuantizedWeights are given without quantization, or their array and their FP8 forms have
+      different shapes. TypeError: values are not in FP8.
     """
     if isinstance(value, QuantizedWeights):
         if quantization is None:

@@ -1,4 +1,4 @@
-"""The public operations: grouped_gemm and the three products alone. They check, and `products` computes."""
+"""The public operations: grouped_gemm and the three products alone. They check arguments; `products` computes."""
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -34,24 +34,24 @@ def grouped_gemm(
     """Multiplies each expert's rows of `x` by that expert's matrix.
 
     Computes `y[i] = (x[i] @ w[e]^T + bias[e]) * topk_weights[i]` for every row i of each expert e, accumulating in
-    float32. Differentiable in x, w, topk_weights and bias, to any order; what the kernels compute is differentiated a
-    second time in plain JAX.
+    float32. Differentiable in x, w, topk_weights and bias, to any order; second and higher derivatives are computed in
+    plain JAX.
 
     Shapes: T tokens, k experts per token, M = T * k routed rows, E experts, K in-features, N out-features. Rows are in
     expert order (sorted by expert, as `sort_by_expert` sorts them) or in token order (row t * k + j is token t's j-th
     choice).
 
     Args:
-      x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or what
-        `quantize_tokens` makes of such an array.
+      x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or a
+        QuantizedArray, which `quantize_tokens` makes of such an array.
       w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case. Or a QuantizedArray
-        of this shape: then a quantized x is multiplied in FP8 (on GPUs of compute capability 8.9 and newer, for K a
-        multiple of 16; "ekn" copies w), and w is dequantized first for any other. Neither of them gets a gradient.
+        of this shape. If x is quantized too, they are multiplied in FP8 (on GPUs of compute capability 8.9 and newer,
+        for K a multiple of 16; "ekn" copies w); otherwise w is dequantized first. A QuantizedArray gets no gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
-      topk: k.
+      topk: k, experts per token.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
-        [0, M) reads as zero and writes nowhere; of indices that repeat, any one may write. Gradients are those of
-        indices that name each position at most once, which `check` makes sure of.
+        [0, M) reads as zero and writes nowhere; where an index repeats, any one of its rows may write. Gradients
+        are right only for indices that name no position twice; `jgg.check` reports others.
       permute_x: read row i of x at token `gather_indices[i] // topk`.
       permute_y: write row i of y at `gather_indices[i]`, so that y is in token order. Rows that no index names are
         unspecified.
@@ -60,10 +60,11 @@ def grouped_gemm(
       bias: float [E, N], added before the scaling.
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
-        and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these that is as precise.
-      preferred_element_type: dtype of the result; by default that of x, or bfloat16 for a quantized one. The cotangent
-        of a result in another dtype is not rounded to that of x: "xla" multiplies it in float32, the kernels as the
-        sum of two terms in the dtype of x, of which they leave out the second where that is zero.
+        and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these
+        that keeps as many bits.
+      preferred_element_type: dtype of the result; by default the dtype of x, or bfloat16 if x is quantized. If the
+        result has another dtype than x, its cotangent is not rounded to the dtype of x: "xla" multiplies it in float32,
+        and the kernels as the sum of two terms in the dtype of x, without the second term where that is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
       implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; in forward mode too) or
@@ -75,7 +76,8 @@ def grouped_gemm(
 
     Raises:
       ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, those of x and w differ, or what must be an array, an int or a flag is none.
+      TypeError: a dtype is unsupported, x and w differ in dtype, or an argument is not the array, int or flag that
+        it must be.
     """
     _check_config("kernel_config_fwd", kernel_config_fwd, KernelConfigForward)
     _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX)
@@ -225,7 +227,7 @@ def _checked(
     gather_indices: ArrayLike | None, permute_x: bool, permute_y: bool, topk_weights: ArrayLike | None,
     bias: ArrayLike | None, w_layout: str, precision: jax.lax.PrecisionLike, preferred_element_type: DTypeLike | None,
 ) -> tuple[GroupedGemmProblem, Arrays]:  # fmt: skip
-    """The arguments of `grouped_gemm` as what is to be computed, and of what; w is quantized only if x is."""
+    """The problem and the arrays that the arguments of `grouped_gemm` give; w stays quantized only if x is."""
     if isinstance(x, QuantizedArray):
         check_instance("w", w, QuantizedArray, "a QuantizedArray, as x is")
         assert isinstance(w, QuantizedArray)

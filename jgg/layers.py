@@ -35,7 +35,7 @@ dense_init = jax.nn.initializers.lecun_normal()
 
 
 class Metrics(NamedTuple):
-    """What `MoELayer.apply` returns beside y.
+    """The figures that `MoELayer.apply` returns beside y.
 
     Attributes:
       group_sizes: int32 [E], rows that the router gave each expert.
@@ -107,7 +107,7 @@ class MoELayer(LayerOptions, InFeatures):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters by name. Biases begin with "b_", experts have three axes or are biases [E, features]."""
+        """The shapes of the parameters by name. Names of biases begin with "b_"; experts' matrices have three axes."""
         hidden, inner, experts, shared = (
             self.in_features, self.hidden_features, self.num_experts, self.shared_features,
         )  # fmt: skip
@@ -132,9 +132,9 @@ class MoELayer(LayerOptions, InFeatures):
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
-          params: arrays of `shapes`, those of the experts in the dtype of x. The router computes in float32. A
-            QuantizedArray gets no gradient; but for experts with `quantization` and without a sharding, it is
-            dequantized to the dtype of x first.
+          params: arrays by the names and with the shapes in `shapes`; arrays of the experts are in the dtype of x. The
+            router computes in float32. A QuantizedArray gets no gradient, and is dequantized to the dtype of x first;
+            only experts' matrices with `quantization` and without a sharding stay quantized.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
@@ -247,7 +247,7 @@ def check_layer(
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
     Args:
-      dtype: of the computation, or None.
+      dtype: dtype of the computation, or None.
     """
     as_precision(precision)
     check_quantization(quantization)

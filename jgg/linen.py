@@ -29,7 +29,7 @@ class MoE(nn.Module, LayerOptions):
 
     Args:
       hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
-      dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
+      dtype: dtype of the computation; by default the promoted dtype of x and all parameters except the router's.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
       quantization: as in `jgg.nnx.MoE`.

@@ -51,9 +51,9 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       (2, 16, 64)
 
     Args:
-      in_features: H, of x and y.
+      in_features: H, features of x and y.
       hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
-      dtype: dtype of the computation; by default the promoted dtype of x and the parameters but the router's.
+      dtype: dtype of the computation; by default the promoted dtype of x and all parameters except the router's.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
@@ -148,14 +148,14 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array]) -> Non
       dtype(bfloat16)
 
     Args:
-      layer: the layer, which may be from `nnx.eval_shape`: then the parameters come into being here, split by the
-        layer's `sharding`.
-      params: arrays of floats by name: those of `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the router
-        has one.
+      layer: the layer, which may be from `nnx.eval_shape`: then the parameters are created here, split by the layer's
+        `sharding`.
+      params: arrays of floats by name: the names in `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the
+        router has one.
 
     Raises:
       ValueError: a name is missing or is not expected, or a shape is wrong.
-      TypeError: the layer is no `MoE`, or what is to be a parameter is no array of floats.
+      TypeError: the layer is no `MoE`, or a value in params is no array of floats.
     """
     check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
     check_instance("params", params, Mapping, "a dict of arrays by name")

@@ -129,7 +129,7 @@ def ragged_dot_general(
 
 
 def _result_dtype(*arrays: jax.Array) -> jnp.dtype:
-    """As jax.lax chooses it: bfloat16 for bfloat16 and float16."""
+    """The dtype of the result as jax.lax chooses it: bfloat16 for bfloat16 and float16."""
     infos = [jnp.finfo(array.dtype) for array in arrays]
     return max(infos, key=lambda info: (info.maxexp, info.nmant)).dtype
 
@@ -139,13 +139,13 @@ def _split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> ja
     if out_sharding is None:
         return out
     check_instance("out_sharding", out_sharding, jax.P | jax.NamedSharding, "a jax.NamedSharding, a jax.P or None")
-    # whole first, so that XLA does not ask for the product to be split, whose rows cannot be
+    # whole first: XLA would otherwise ask for a split product, and its rows cannot be split
     whole = jax.P() if isinstance(out_sharding, jax.P) else jax.NamedSharding(out_sharding.mesh, jax.P())
     return jax.sharding.reshard(jax.sharding.reshard(out, whole), out_sharding)
 
 
 def _check_group_sizes(group_sizes: jax.Array, prefix: tuple[int, ...], num_groups: int | None) -> None:
-    """Raises unless they are [g] or [*prefix, g] with g equal to `num_groups`, where that is given."""
+    """Raises unless group_sizes are [g] or [*prefix, g], with g equal to `num_groups` if that is given."""
     shape = group_sizes.shape
     expected = f"[g] or [{', '.join(map(str, prefix))}, g]" if prefix else "[g]"
     check(shape[:-1] in ((), prefix) and shape != (), f"group_sizes must be {expected}, got {list(shape)}.")

@@ -40,7 +40,7 @@ def sharded_moe_mlp(
 
     Differentiable in x, the weights, the biases and topk_weights. Communication is JAX's own collectives.
 
-    Shapes as in `jgg.moe_mlp`, of the whole arrays: T tokens of all devices, E experts of all devices.
+    Shapes are as in `jgg.moe_mlp` and count all devices: T tokens of all devices, E experts of all devices.
 
     Args:
       x: [T, H], split as `sharding.token_spec`.
@@ -139,7 +139,7 @@ def _gathered(w: jax.Array, spec: P, sharding: MoESharding) -> jax.Array | jax.S
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
     """Reorders features along `axis` from all gates, all ups (g0 g1 ... u0 u1 ...) to alternating (g0 u0 g1 u1 ...).
 
-    For w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis needs it.
+    Use it for w_gate_up and b_gate_up of a layer with `interleaved=True`, which a tensor axis needs.
     """
     array, axis = as_array("array", array), as_int("axis", axis)
     shape = array.shape

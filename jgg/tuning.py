@@ -29,7 +29,7 @@ from jgg.measuring.workloads import OPS, gemm, operands
 _logger = logging.getLogger("jgg")
 
 # Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
-# kernels/trials.md has what each was seen to do.
+# kernels/trials.md has what each of them achieved.
 _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),
@@ -39,7 +39,7 @@ _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 256, 4, 4, 1),
     (64, 128, 4, 4, 2),
 )
-# In FP8 as many registers hold a step's products as hold a tile's sums, so that tiles are smaller.
+# In FP8 a step's products take as many registers as a tile's sums, so tiles are smaller.
 _TILES_FP8 = (
     (128, 128, 8, 4, 1),
     (128, 128, 8, 2, 1),
@@ -47,7 +47,7 @@ _TILES_FP8 = (
     (64, 128, 4, 4, 1),
     (64, 128, 4, 2, 2),
 )
-# Beside a kernel for one generation of GPUs few tiles of the plain one are worth a trial.
+# Where a kernel for the GPU's generation is tried, few tiles of the plain kernel are worth a trial.
 _TILES_BESIDE = ((128, 128, 4, 3, 2),)
 _BANDS = (2, 4, 16)
 
@@ -57,8 +57,8 @@ class Trial:
     """One configuration tried.
 
     Attributes:
-      milliseconds: of one call, or None where it failed.
-      failure: why it was not timed: it does not compile, does not fit, or gave a wrong result.
+      milliseconds: the time of one call, or None if the trial failed.
+      failure: why the configuration was not timed: it does not compile, does not fit, or gave a wrong result.
     """
 
     config: KernelConfig
@@ -118,9 +118,9 @@ def tune(
 
 
 def output_file(named: str | Path | None) -> Path:
-    """The file that results go into: the one named, else the user's. Checked before anything is measured.
+    """The file that results go into: the one named, else the user's. It is checked before anything is measured.
 
-    Raises: ValueError: there is none, it is damaged or cannot be written.
+    Raises: ValueError: there is no folder for such a file, or the file is damaged or cannot be written.
     """
     path = Path(named) if named else user_file()
     if path is None:

@@ -18,8 +18,8 @@ from jgg.core.quantized import BLOCK
 def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """A configuration of the type `kind` for a problem on a device.
 
-    It is for the kernel of the device's generation, if that can run and is expected to be the fastest, else for the
-    plain kernel.
+    It selects the kernel for the device's generation of GPUs, if that can run and is expected to be the fastest, else
+    the plain kernel.
     """
     for choose in _CHOICES.values():
         config = choose(kind, problem)
@@ -29,7 +29,7 @@ def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, targ
 
 
 def trial_configs(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> list[KernelConfig]:
-    """The configurations that `jgg tune` tries of a kernel for the device's generation; none if no such can run."""
+    """The configurations that `jgg tune` tries for the kernel of the device's generation; [] if that cannot run."""
     configs = [config for trials in _TRIALS.values() for config in trials(kind, problem)]
     return [config for config in configs if can_run(problem, target, config)]
 
@@ -47,7 +47,7 @@ def _hopper_configs(kind, problem):
 
 
 def _choose_hopper(kind, problem):
-    """The hopper kernel's configuration, or None if groups have too few rows, or operands features, to fill its tiles.
+    """The hopper kernel's configuration, or None if groups have too few rows or operands too few features for it.
 
     - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
       does if rows of the other operand are short. Otherwise it is faster to copy the rows into expert order first.
@@ -78,7 +78,7 @@ def _has_rows_for_hopper(problem):
 
 
 def _gathers_in_hopper(kind, problem):
-    if kind is KernelConfigDW:  # a copy takes long beside the product of each row with one of few features
+    if kind is KernelConfigDW:  # a copy takes long beside the product with rows of few features
         other = problem.out_features if problem.permute_x else problem.in_features
         return (problem.permute_x or problem.permute_y) and other <= 2048
     _, columns, reduced = kind.sizes(problem)
@@ -86,8 +86,8 @@ def _gathers_in_hopper(kind, problem):
     return is_permuted and (problem.is_quantized or reduced >= 1024) and _is_narrow(columns)
 
 
-# For each kernel of one generation of GPUs, functions of (kind, problem): the configuration to choose, or None; and
-# the list of those that `jgg tune` tries.
+# For each kernel of one generation of GPUs, a function of (kind, problem). In _CHOICES it returns the configuration to
+# choose, or None; in _TRIALS it returns the list of configurations that `jgg tune` tries.
 _CHOICES = {"hopper": _choose_hopper}
 _TRIALS = {"hopper": _hopper_trials}
 
@@ -99,11 +99,11 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
 
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
-    - In FP8 a tile's products of a step take registers beside its sums, so it is no wider than 128 columns.
-    - Rows that are no multiple of 16 bytes are loaded element by element, whose pointers fill the registers.
-    - float32 takes twice the shared memory, so half the step; a device with less of it gets fewer stages.
-    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. With 16 rows loading
-      weights is all that takes time: where TMA does, longer steps keep more of them on their way.
+    - In FP8 the products of a step take registers beside the tile's sums, so tiles have at most 128 columns.
+    - Rows that are no multiple of 16 bytes are loaded element by element, and the pointers fill the registers.
+    - float32 takes twice the shared memory, so steps are half as long. Less shared memory means fewer stages.
+    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. Tiles of 16
+      rows spend their time on loading weights; where TMA loads them, longer steps keep more loads in flight.
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
@@ -185,7 +185,7 @@ def _fitted(problem, target, config):
 
 
 def _block_rows(problem, largest):
-    """Rows of a tile: a power of two that is no more than an expert's even share of rows needs."""
+    """Rows of a tile: the least power of two, from 16 to `largest`, that holds an expert's even share of the rows."""
     share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, max(16, 1 << (share - 1).bit_length()))
 

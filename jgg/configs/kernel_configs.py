@@ -39,7 +39,7 @@ class _KernelConfig:
     """
 
     op: ClassVar[str]  # the product's name in files and commands
-    _axes: ClassVar[str]  # of "mnk", those of the output tile's rows and columns and the reduced one, for w [E, N, K]
+    _axes: ClassVar[str]  # the axes of tile rows, tile columns and the reduced axis, for w [E, N, K]
 
     block_m: int = 128
     block_n: int = 128
@@ -74,7 +74,7 @@ class _KernelConfig:
 
     @classmethod
     def blocks(cls, w_layout: str) -> tuple[str, str, str]:
-        """The names of the blocks that are a `Tile`'s rows, columns and step."""
+        """The names of the fields that hold a `Tile`'s rows, columns and step."""
         rows, columns, step = (f"block_{axis}" for axis in cls._axes)
         # dw is stored as w is, [N, K] for "enk" and [K, N] for "ekn"
         return (columns, rows, step) if cls.op == "dw" and w_layout == "ekn" else (rows, columns, step)
@@ -92,7 +92,7 @@ class _KernelConfig:
         return cls(**blocks, **options)
 
     def tile(self, w_layout: str) -> Tile:
-        """The output tile and the step that the blocks are."""
+        """The output tile and the step, as the fields block_m, block_n and block_k give them."""
         return Tile(*(getattr(self, block) for block in self.blocks(w_layout)))
 
     def with_tile(self, tile: Tile, w_layout: str, **changes: Any) -> Self:

@@ -1,6 +1,6 @@
-"""What each kernel asks of a problem, a GPU and the installed packages, known before it is compiled.
+"""What each kernel requires of a problem, a GPU and the installed packages, checked before it is compiled.
 
-`KERNEL_REQUIREMENTS` is the table, a row for each kernel. The functions below it answer by a kernel's row.
+`KERNEL_REQUIREMENTS` is the table, with a row for each kernel. The functions below it look up a kernel's row.
 """
 
 import dataclasses
@@ -14,23 +14,23 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 
-FP8_COMPUTE_CAPABILITY = 89  # the least that multiplies in FP8, and converts to it
-_BARRIERS = 256  # bytes, more than any kernel's
+FP8_COMPUTE_CAPABILITY = 89  # the lowest one that multiplies in FP8 and converts to it
+_BARRIERS = 256  # bytes, more than the barriers of any kernel take
 _HANDED_OVER = 256  # bytes of arguments, more than the hopper kernel's warps get
 _PART = 128  # bytes of each thread, at most, that go through shared memory at once where a tile is stored in parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Requirements:
-    """What a kernel asks for.
+    """What a kernel requires.
 
     Attributes:
       compute_capabilities: the GPUs that have its instructions; None for every GPU that jgg supports.
-      versions: for a package, how the versions that compile it begin; {} if all do that jgg supports.
+      versions: by package, the beginnings of the versions that compile the kernel; {} if all supported versions do.
       conditions: functions of (kind, problem, target) that must be true; the key says what is wrong if one is not.
       tiles: function of (kind, problem) that gives the output tiles that the kernel has, the widest first; () if it
         has tiles of any size.
-      shared_memory: function of (problem, target, config) that gives the most bytes a program takes.
+      shared_memory: function of (problem, target, config) that gives a program's bytes of it, at most.
     """
 
     compute_capabilities: tuple[int, ...] | None
@@ -51,7 +51,7 @@ def _hopper_tiles(kind, problem):
 
 
 def _hopper_shared_memory(problem, target, config):
-    """The ring of blocks and a part of the tile that is being stored, of the half tile that a multiprocessor has."""
+    """Bytes of the ring of blocks and of the part of a tile that is being stored; a multiprocessor has half a tile."""
     rows, columns, step = config.tile(problem.w_layout)
     ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
     parts = 2 if problem.is_quantized else 4
@@ -59,7 +59,7 @@ def _hopper_shared_memory(problem, target, config):
 
 
 def _plain_shared_memory(problem, target, config):
-    """An upper bound on what Triton 3.9 compiles the kernel to.
+    """An upper bound on the bytes of shared memory that the kernel takes as Triton 3.9 compiles it.
 
     The kernel takes less where few steps make a tile, where rows cannot be loaded ahead, or where Triton finds a better
     way to turn a tile for its store.
@@ -72,10 +72,10 @@ def _plain_shared_memory(problem, target, config):
 def _num_stages(problem, target, config):
     """Blocks of each operand that are in shared memory at once."""
     if not _multiplies_from_shared_memory(target):
-        return max(config.num_stages - 1, 1)  # those of the step at hand are in registers
+        return max(config.num_stages - 1, 1)  # the blocks of the current step are in registers
     if problem.dtype.itemsize <= 2:
         return config.num_stages
-    # TF32 must lie along the reduced axis, so that other blocks are turned first: on 10.0 ahead of their step
+    # TF32 operands must lie along the reduced axis, so other blocks are turned first, on 10.0 ahead of their step
     return config.num_stages + (2 if target.compute_capability >= 100 else 1)
 
 
@@ -96,7 +96,7 @@ def _result_size(problem, config):
 
 
 def _multiplies_from_shared_memory(target):
-    """Whether tensor cores read operands there rather than from registers."""
+    """Whether tensor cores read operands from shared memory rather than from registers."""
     return 90 <= target.compute_capability < 120
 
 

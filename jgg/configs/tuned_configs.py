@@ -21,7 +21,7 @@ def choose_config(
 ) -> KernelConfig:
     """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
-    The heuristic also chooses in place of a given one for a kernel of another GPU. Files are read at trace time.
+    The heuristic also replaces a given configuration whose kernel cannot run here. Files are read at trace time.
     """
     if given is None:
         return _tuned_config(kind, problem, target) or heuristic_config(kind, problem, target)
@@ -34,7 +34,7 @@ def choose_config(
 
 def _tuned_config(kind, problem, target):
     entry = find(kind, problem, target)
-    if entry is None and target.has_tma and problem.dtype.itemsize <= 2:  # what tuned files are for
+    if entry is None and target.has_tma and problem.dtype.itemsize <= 2:  # all that tuned files cover
         _log_miss(kind.op, problem)
     return entry and entry.config
 
@@ -42,8 +42,8 @@ def _tuned_config(kind, problem, target):
 def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> Entry | None:
     """The tuned entry nearest to a problem, from the user's file or else from those that come with jgg, or None.
 
-    An entry must be for the same product with the same options, compute capability and size of dtype, none of K, N and
-    rows per expert may be more than twice the other's, and its configuration must be one that can run. One for the
+    An entry must be for the same product with the same options, compute capability and size of dtype. Its K, N and rows
+    per expert may each differ by at most a factor of two, and its configuration must be able to run. An entry for the
     other layout of w serves too, as if it were half a doubling further away; dW's tiles are turned with dw.
     """
     for path in (tuned_files.user_file(), *tuned_files.shipped_files()):
@@ -63,7 +63,7 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
 
 
 def _remoteness(problem, target, entry):
-    """The key by which the nearest entry comes first: the distance, then whether another device was measured."""
+    """The key that sorts the nearest entry first: the distance, then whether it was measured on another device."""
     is_turned = entry.problem.w_layout != problem.w_layout
     return sum(_distances(entry.problem, problem)) + is_turned / 2, entry.device != target.name
 

@@ -27,11 +27,11 @@ class Entry:
     Attributes:
       problem: what was computed.
       config: the fastest configuration, of the product's type.
-      milliseconds: of one call on the device.
-      device: as the driver names it.
+      milliseconds: the time of one call on the device.
+      device: the device's name, as the driver gives it.
       compute_capability: 10 * major + minor; the entry serves every device that has it.
-      versions: of jgg, JAX and Triton.
-      date: ISO 8601.
+      versions: versions of jgg, JAX and Triton.
+      date: date of the measurement, ISO 8601.
     """
 
     problem: GroupedGemmProblem
@@ -80,7 +80,7 @@ class Entry:
         milliseconds = float(entry["milliseconds"])
         if not 0 < milliseconds < math.inf:
             raise ValueError(f"milliseconds must be finite and greater than 0, got {milliseconds}")
-        # kernels multiply by what a configuration has in int32
+        # bounded, because kernels multiply by these numbers in int32
         config = _made_of(CONFIG_TYPES[entry["op"]], _with_kernel(entry["config"]), 2**12)
         return cls(
             problem=_made_of(GroupedGemmProblem, problem, 2**31 - 1),

@@ -1,1 +1,1 @@
-"""Plain data and functions on it, which import nothing above: arguments, problems, schedules, devices, versions."""
+"""Plain data and functions on it for all of jgg: arguments, problems, schedules, devices, versions."""

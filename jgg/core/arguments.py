@@ -1,8 +1,8 @@
-"""What arguments must be, whatever function they are of: arrays, whole numbers, numbers, flags, precisions.
+"""Checks and converts single arguments for all functions: arrays, whole numbers, numbers, flags, precisions.
 
-Each function returns the argument as what it counts as, or raises a sentence with its name, what was expected and what
-came. Options are static parameters of JAX programs, whose caches take 4.0 for 4 and True for 1: here they become plain
-ints, floats and bools before anything is traced.
+Each function returns the converted argument, or raises an error that names the argument, what was expected and what
+came. Options are static parameters of JAX programs, and JAX's caches treat 4.0 like 4 and True like 1. So options
+become plain ints, floats and bools here, before anything is traced.
 """
 
 import math
@@ -19,14 +19,14 @@ from jax.typing import ArrayLike, DTypeLike
 Shaped = jax.Array | jax.ShapeDtypeStruct
 _DEFAULT, _HIGH, _HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 
-# Each name as the first of the three that keeps as many bits of the factors. On a GPU these are TF32 with 11, three
-# passes of TF32 with about 21, and float32 with 24; float16 has 11, bfloat16 8, three passes of it about 16, six 24.
-# Operands are no wider than float32, so that float64 counts as that.
+# Maps each name to the least precise of the three that keeps as many bits of the factors as the name asks for. On a
+# GPU, DEFAULT is TF32 with 11 bits, HIGH three passes of TF32 with about 21, and HIGHEST float32 with 24. float16 has
+# 11 bits, bfloat16 8, three bfloat16 passes about 16, six 24. Operands are at most float32, so float64 counts as that.
 _PRECISIONS = {
     **dict.fromkeys(("default", "fastest", "bfloat16", "tensorfloat32"), _DEFAULT),
     **dict.fromkeys(("high", "bfloat16_3x"), _HIGH),
     **dict.fromkeys(("highest", "float32"), _HIGHEST),
-    # of jax.lax.DotAlgorithmPreset all but those that lax.dot takes for float8 alone
+    # the names in jax.lax.DotAlgorithmPreset, without the presets that lax.dot takes only for float8
     **dict.fromkeys(("DEFAULT", "F16_F16_F16", "F16_F16_F32", "BF16_BF16_BF16"), _DEFAULT),
     **dict.fromkeys(("BF16_BF16_F32", "TF32_TF32_F32"), _DEFAULT),
     **dict.fromkeys(("BF16_BF16_F32_X3", "TF32_TF32_F32_X3"), _HIGH),
@@ -35,11 +35,11 @@ _PRECISIONS = {
 
 
 def as_array(name: str, value: object) -> jax.Array:
-    """Arrays as they are; what `jnp.asarray` makes an array of numbers of, such as a list of them, as that array.
+    """The value as a JAX array; what is no array yet, such as a list of numbers, goes through `jnp.asarray`.
 
-    Raises: TypeError: it makes none of it.
+    Raises: TypeError: `jnp.asarray` does not take the value.
     """
-    if isinstance(value, jax.Array):  # a traced one would be converted, which jax_debug_nans takes for a computation
+    if isinstance(value, jax.Array):  # asarray would convert a traced array, and jax_debug_nans would check that
         return value
     try:
         return jnp.asarray(cast(ArrayLike, value))
@@ -48,24 +48,24 @@ def as_array(name: str, value: object) -> jax.Array:
 
 
 def as_array_or_none(name: str, value: object) -> jax.Array | None:
-    """`as_array` of what may be None."""
+    """The value as `as_array` returns it, or None for None."""
     return None if value is None else as_array(name, value)
 
 
 def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, Any]:
-    """`as_array` of each by its name; None only for those that may be."""
+    """The values by name, each as `as_array` returns it; only the names in `may_be_none` may have the value None."""
     return {
         name: None if value is None and name in may_be_none else as_array(name, value) for name, value in values.items()
     }
 
 
 def as_int(name: str, value: Any, least: int | None = None, expected: str | None = None) -> int:
-    """A whole number, Python's, NumPy's or an array's, of at least `least`; True is none.
+    """The value, a whole number of Python, of NumPy or in an array, as an int of at least `least`; a bool is refused.
 
     Args:
-      expected: what the message says of it, where `least` is not all.
+      expected: how the message describes a valid value, where `least` does not say it all.
 
-    Raises: TypeError: it is no whole number. ValueError: it is less.
+    Raises: TypeError: the value is no whole number. ValueError: it is less than `least`.
     """
     wanted = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     message = f"{name} must be {expected or wanted}, got {value!r}."
@@ -81,9 +81,9 @@ def as_int(name: str, value: Any, least: int | None = None, expected: str | None
 
 
 def as_flag(name: str, value: object) -> bool:
-    """True or False, Python's or NumPy's.
+    """The value, a bool of Python or NumPy, as a Python bool.
 
-    Raises: TypeError: it is neither.
+    Raises: TypeError: the value is no bool.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
@@ -91,9 +91,9 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_names(name: str, value: object, defaults: Mapping[str, str]) -> dict[str, str]:
-    """The names given for some of `defaults`, and those of the rest; None gives none.
+    """`defaults`, updated with the names that `value` gives; None changes nothing.
 
-    Raises: TypeError: it is no dict of names. ValueError: it names something else.
+    Raises: TypeError: the value is no dict of strings. ValueError: it has a key that `defaults` lacks.
     """
     given: Any = {} if value is None else value
     message = f"{name} must be None or a dict with names of {' or '.join(map(repr, defaults))}, got {value!r}."
@@ -104,9 +104,9 @@ def as_names(name: str, value: object, defaults: Mapping[str, str]) -> dict[str,
 
 
 def as_finite(name: str, value: object) -> float:
-    """A finite real number.
+    """The value, a finite real number, as a float.
 
-    Raises: TypeError: it is no number. ValueError: it is infinite or NaN.
+    Raises: TypeError: the value is no number. ValueError: it is infinite or NaN.
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}.")
@@ -116,9 +116,9 @@ def as_finite(name: str, value: object) -> float:
 
 
 def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None) -> jnp.dtype:
-    """One of several dtypes, or of all floats, given in any way that JAX takes.
+    """The value as a dtype, which must be one of `choices` or, where that is None, any float dtype.
 
-    Raises: TypeError: it is none of them.
+    Raises: TypeError: JAX takes the value for no dtype, or for a dtype that is not allowed.
     """
     message = f"{name} must be {'a float dtype' if choices is None else f'one of {dtype_names(choices)}'}, got"
     if value is None or isinstance(value, jax.Array | np.ndarray):  # NumPy takes None for float64
@@ -133,11 +133,11 @@ def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None
 
 
 def as_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
-    """What `jax.lax.dot` would take from `precision`, or from `jax_default_matmul_precision` where it is None.
+    """The jax.lax.Precision that `precision` stands for; None stands for `jax_default_matmul_precision`.
 
     A pair, one entry for each operand, counts as its more precise entry.
 
-    Raises: ValueError: it is none of what `jax.lax.dot` takes for float32, float16 and bfloat16.
+    Raises: ValueError: `jax.lax.dot` does not take `precision` for float32, float16 and bfloat16.
     """
     name = "precision"
     if precision is None:
@@ -165,7 +165,7 @@ def _find_precision(precision: object) -> jax.lax.Precision | None:
 
 
 def _precision_of_algorithm(algorithm: jax.lax.DotAlgorithm) -> jax.lax.Precision:
-    """By the width of the factors and in how many passes their parts are multiplied."""
+    """The precision of an algorithm, by the width of its factors and the number of passes that multiply their parts."""
     widest = max(jnp.dtype(kind).itemsize for kind in (algorithm.lhs_precision_type, algorithm.rhs_precision_type))
     passes = algorithm.num_primitive_operations
     if widest > 2 or passes > 3:
@@ -215,7 +215,7 @@ def check_reals(name: str, array: Shaped) -> None:
 
 
 def check_rank(name: str, array: Any, axes: str) -> None:
-    """Raises ValueError unless an array has the axes that are written like "[T, k]"; alternatives have as many."""
+    """Raises ValueError unless an array has as many axes as `axes` lists, such as "[T, k]" or "[H, E] or [E, H]"."""
     rank = axes.partition("]")[0].count(",") + 1
     if len(array.shape) != rank:
         raise ValueError(f"{name} must be {axes}, {rank}-dimensional, got {list(array.shape)}.")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def positions_deprecated[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function takes two arrays by position and all else by keyword; these names may still follow by position.
+    """Decorates a function of two arrays and of keywords, so that some keywords may still be passed by position.
 
     Args:
-      names: of what may follow the two arrays, in the order that used to be the function's.
+      names: keywords that may follow the two arrays by position, in this order.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -19,7 +19,7 @@ def positions_deprecated[**P, R](*names: str) -> Callable[[Callable[P, R]], Call
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             given = dict(zip(names, args[2:], strict=False))
             if not given or len(args) > 2 + len(names) or not kwargs.keys().isdisjoint(given):
-                return function(*args, **kwargs)  # which says what is wrong, if something is
+                return function(*args, **kwargs)  # raises TypeError if the arguments are wrong
             named = ", ".join(f"{name}=..." for name in given)
             warnings.warn(
                 f"jgg.{function.__name__} will take only its two arrays by position; name what follows: {named}",

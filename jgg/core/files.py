@@ -1,4 +1,4 @@
-"""Files that are whole at any time and changed by one process at a time, and the folder for those made anew at need."""
+"""Writes whole files, one process at a time; reads files that no other user wrote; finds the folder for caches."""
 
 import contextlib
 import functools
@@ -30,9 +30,9 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives the name of a file to write, which then replaces `path`; after an error there is no such file.
+    """Yields the name of a temporary file to write, which then replaces `path`; after an error it is removed.
 
-    So whoever reads `path` or ends this process finds the old content or the new.
+    A reader of `path` finds the old content or the new, even if this process is killed while it writes.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # process ids repeat between containers
     try:
@@ -47,11 +47,11 @@ def read_own_text(path: Path) -> str:
     """The text of a file that no other user can have written.
 
     Raises:
-      PermissionError: it belongs to another user but root, or its group or all may write to it.
-      OSError: it cannot be read, or is a symbolic link.
+      PermissionError: the file belongs to a user other than this one and root, or others may write to it.
+      OSError: the file cannot be read, or is a symbolic link.
     """
     with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())  # of what is open, whatever bears the name by now
+        status = os.fstat(file.fileno())  # of the open file: the name may be another file's by now
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{path} belongs to another user, of id {status.st_uid}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -61,9 +61,9 @@ def read_own_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps others out who lock the same path, in any process or thread; its folder must exist.
+    """Holds a lock on a path; other processes and threads that lock the path wait. Its folder must exist.
 
-    Where there are no locks, on some network file systems, it says so once and goes on without.
+    Where files cannot be locked, as on some network file systems, it warns once and goes on without a lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -78,15 +78,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """jgg's in the platform's folder for caches ($XDG_CACHE_HOME on Linux), which need not exist.
+    """jgg's folder in the platform's folder for caches ($XDG_CACHE_HOME on Linux); it need not exist.
 
-    None where there is none, as for a user without a home; it says so once.
+    None if the platform has no folder for caches, as for a user without a home; a warning says so once.
     """
     try:
         folder = platformdirs.user_cache_path("jgg", appauthor=False)
     except RuntimeError:
         folder = None
-    if folder is None or not folder.is_absolute():  # "~/..." where no one knows what ~ is
+    if folder is None or not folder.is_absolute():  # "~/..." if the home is unknown
         warn_once("Nothing is kept for later processes, since this user has no home: set HOME or XDG_CACHE_HOME.")
         return None
     return folder

@@ -10,13 +10,13 @@ from jgg.core.arguments import as_int
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A CUDA device as far as kernels depend on it.
+    """The properties of a CUDA device that kernels depend on.
 
     Attributes:
       compute_capability: 10 * major + minor, such as 90 for sm_90.
       num_sms: multiprocessors, each of which runs one or more persistent programs.
-      name: as the driver gives it, such as "NVIDIA H200"; "" where no device was asked.
-      is_interpreted: whether it stands for Triton's interpreter, which runs plain Triton kernels alone.
+      name: as the driver gives it, such as "NVIDIA H200"; "" if no device was asked for it.
+      is_interpreted: whether it stands for Triton's interpreter, which runs only plain Triton kernels.
     """
 
     compute_capability: int
@@ -27,7 +27,7 @@ class Target:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory one program can have."""
-        return _SHARED_MEMORY.get(self.compute_capability, 101_376)  # that of 8.6, 8.9, 12.0 and 12.1
+        return _SHARED_MEMORY.get(self.compute_capability, 101_376)  # as 8.6, 8.9, 12.0 and 12.1 have
 
     @property
     def has_tma(self) -> bool:
@@ -74,7 +74,7 @@ def current_target() -> Target:
 
 
 def known_target() -> Target | None:
-    """The target set by `target`, else the first CUDA device; None where programs are unlikely to be for one."""
+    """The target set by `target`, else the first CUDA device; None if there is neither."""
     return _context.value or device_target()
 
 

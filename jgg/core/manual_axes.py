@@ -1,4 +1,4 @@
-"""Under `jax.shard_map`, arrays carry the mesh axes over which they vary; a loop or a kernel wants them all alike."""
+"""Makes arrays inside `jax.shard_map` vary over the same mesh axes, as a loop or a kernel needs them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def varying_axes(*arrays: jax.Array | None) -> frozenset[str]:
 
 
 def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | Any:
-    """`array` (or None) as varying over `axes` too. Its transpose sums the cotangents over the axes added."""
+    """The array, marked as varying over `axes` too; None stays None. Its transpose sums over the added axes."""
     if array is None:
         return None
     added = tuple(axes - jax.typeof(array).manual_axis_type.varying)

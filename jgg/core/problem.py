@@ -1,4 +1,4 @@
-"""What is to be computed: shapes, dtypes and options of one grouped GEMM. Every argument error is raised here."""
+"""The description of one grouped GEMM, its shapes, dtypes and options, and the checks of its arguments."""
 
 import dataclasses
 import math
@@ -39,17 +39,17 @@ class GroupedGemmProblem:
       in_features: K.
       out_features: N.
       topk: k, rows of each token in token order.
-      dtype: of x, w and dy; QUANTIZED_DTYPE if x and w are quantized.
-      out_dtype: of y.
+      dtype: the dtype of x, w and dy; QUANTIZED_DTYPE if x and w are quantized.
+      out_dtype: the dtype of y.
       w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
       permute_x: x is [T, K] in token order.
       permute_y: y is in token order.
-      has_topk_weights: rows are scaled.
+      has_topk_weights: rows are scaled by topk_weights.
       has_bias: a bias is added.
       precision: how float32 operands are multiplied.
-      num_tokens: T where tokens have M rows for only some of their T * k choices; None where all choices have one.
+      num_tokens: T, if only some of the T * k choices have a row; None if every choice has one.
       combine_y: y is [T, N], the sum of each token's rows, scaled.
-      expected_rows: about how many rows will be of a group, by which kernels are chosen; None for all of them.
+      expected_rows: about how many of the M rows will belong to a group, used to choose kernels; None for all.
     """
 
     num_rows: int
@@ -76,7 +76,7 @@ class GroupedGemmProblem:
 
     @property
     def num_positions(self) -> int:
-        """T * k, the positions in token order that gather_indices are of."""
+        """T * k, the number of positions in token order, which gather_indices name."""
         return self.num_rows if self.num_tokens is None else self.num_tokens * self.topk
 
     @property
@@ -109,12 +109,12 @@ class GroupedGemmProblem:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether x and w are of 8 bits, with scales."""
+        """Whether x and w are in FP8, with scales."""
         return self.dtype.itemsize == 1
 
     @property
     def quantized(self) -> Self:
-        """The problem of the same operands quantized, where w lies along the reduced axis."""
+        """The same problem with x and w quantized; w is then [E, N, K], so that the reduced axis is its last."""
         return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk")
 
     @property
@@ -124,12 +124,12 @@ class GroupedGemmProblem:
 
     @property
     def label(self) -> str:
-        """What a profiler shows."""
+        """The sizes and the dtype as a profiler shows them."""
         sizes = {"M": self.num_rows, "K": self.in_features, "N": self.out_features, "E": self.num_experts}
         return ",".join(f"{letter}={size}" for letter, size in sizes.items()) + f",{self.dtype}"
 
     def of_a_device(self, devices: dict[str, int]) -> Self:
-        """One device's part, of so many that split e, the experts, k, the in-features, and n, the out-features."""
+        """One device's part; `devices` says how many split e, the experts, k, the in-features, n, the out-features."""
         names = {"num_experts": "e", "in_features": "k", "out_features": "n"}
         part = {name: getattr(self, name) // devices.get(letter, 1) for name, letter in names.items()}
         return dataclasses.replace(self, **part)
@@ -154,11 +154,11 @@ def check_problem(
     precision: jax.lax.PrecisionLike = None, out_dtype: DTypeLike | None = None, group_offset: Shaped | None = None,
     some_choices: bool = False,
 ) -> GroupedGemmProblem:  # fmt: skip
-    """The problem that the given arrays describe; those that an operation does not take are None.
+    """The problem that the given arrays describe, checked; arrays that an operation does not take are None.
 
     Args:
-      x, w: both quantized, or neither.
-      out_dtype: dtype of y; by default that of x, or bfloat16 for a quantized one.
+      x, w: both are quantized, or neither is.
+      out_dtype: dtype of y; by default the dtype of x, or bfloat16 if x is quantized.
       some_choices: gather_indices name only some of the positions in the token order of x.
 
     Raises:
@@ -235,7 +235,7 @@ def check_known_groups(group_sizes: Shaped) -> None:
 
 
 def check_num_rows(name: str, num_rows: int) -> None:
-    """Raises where the routed rows of an argument are more than kernels can number."""
+    """Raises if an argument has more routed rows than kernels can number."""
     is_known = not jax.export.is_symbolic_dim(num_rows)
     check(not is_known or num_rows <= MAX_ROWS, f"{name} must have at most 2**30 - 1 routed rows, got {num_rows}.")
 
@@ -271,7 +271,7 @@ def _check_topk_weights(topk_weights: Shaped | None, num_rows: int, topk: int) -
 
 
 def check_operands(operands: Mapping[str, Shaped | QuantizedArray], axes: dict[str, str]) -> jnp.dtype:
-    """The dtype that all of them must have; raises unless they do, and the axes by their names."""
+    """The dtype that all operands share; raises if dtypes differ or an operand's number of axes is wrong."""
     dtypes: dict[str, jnp.dtype] = {}
     for name, array in operands.items():
         dtypes[name] = QUANTIZED_DTYPE if isinstance(array, QuantizedArray) else as_dtype(name, array.dtype, DTYPES)

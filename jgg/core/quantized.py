@@ -1,4 +1,4 @@
-"""Arrays in FP8 with a scale for each block, as DeepSeek-V3 trains with and its checkpoints hold."""
+"""Arrays in FP8 with a scale for each block, as in the training and the checkpoints of DeepSeek-V3."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jgg.core.arguments import as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-QUANTIZED_DTYPE = E4M3  # of a problem of quantized operands, whichever of DTYPES their values have
+QUANTIZED_DTYPE = E4M3  # the dtype of a problem with quantized operands, whichever of DTYPES their values have
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 BLOCKS = 1, 32, BLOCK
 NO_DERIVATIVES = (
@@ -29,7 +29,7 @@ class Format:
     """How kernels store an array that they quantize; a static parameter of products.
 
     Attributes:
-      dtype: of the values.
+      dtype: dtype of the values.
       power_of_2_scales: whether scales are rounded up to powers of two, so that scaling rounds nothing.
     """
 
@@ -40,11 +40,12 @@ class Format:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """An array as floats of 8 bits and a scale for each block of them; a pytree of the two.
+    """An array in FP8: values of 8 bits and a scale for each block of values; a pytree of the two.
 
     Attributes:
       values: float8_e4m3fn or float8_e5m2 [..., rows, columns].
-      scales: float32 [..., rows / block, columns / block], rounded up. A block has 1, 32 or 128 rows, and columns.
+      scales: float32 [..., rows / rows of a block, columns / columns of a block], rounded up. A block has 1, 32 or 128
+        rows and 1, 32 or 128 columns.
     """
 
     values: jax.Array | np.ndarray
@@ -52,10 +53,10 @@ class QuantizedArray:
 
     @classmethod
     def from_qwix(cls, array: Any) -> "QuantizedArray":
-        """A QArray of the qwix library, with its values as they are and its scales repeated to blocks.
+        """Converts a QArray of the qwix library: keeps its values as they are and repeats its scales for each block.
 
         Args:
-          array: a QArray [..., rows, columns] in FP8, symmetric, whose scales are of any tiles or whole axes.
+          array: a QArray [..., rows, columns] in FP8, symmetric, with scales of any tiles or of whole axes.
 
         Raises: TypeError: array is no QArray, or not in FP8. ValueError: it has a zero_point.
         """
@@ -82,11 +83,13 @@ class QuantizedArray:
 
     @property
     def mT(self) -> "QuantizedArray":
-        """The array with rows and columns exchanged; equal to what was quantized so."""
+        """The array with rows and columns exchanged; quantizing the exchanged array gives the same."""
         return QuantizedArray(self.values.mT, self.scales.mT)
 
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-        """values * scales, rounded once; what quantization rounded up past the dtype's largest number is that number.
+        """Computes values * scales, rounded once to `dtype`.
+
+        A product that passes the dtype's largest number only because quantization rounded it up becomes that number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
@@ -103,7 +106,7 @@ class QuantizedArray:
         values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
         product = scaled(values, scales, block, jnp)
         limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
-        # rounded by less than an eighth, which float8_e5m2 rounds by at most
+        # quantization rounds by at most an eighth, in float8_e5m2
         is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
         return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
 
@@ -118,7 +121,7 @@ class ToQuantize:
     Attributes:
       array: float [..., rows, columns].
       is_turned: whether the product multiplies by them with rows and columns exchanged.
-      stored_as: how they are quantized.
+      stored_as: how the weights are quantized.
     """
 
     array: jax.Array
@@ -132,7 +135,7 @@ class ToQuantize:
 
 
 def is_quantized(array: Any) -> bool:
-    """Whether an operand is multiplied as what it dequantizes to."""
+    """Whether an operand is a QuantizedArray, or will be one when a product quantizes it."""
     return isinstance(array, QuantizedArray | ToQuantize)
 
 
@@ -148,27 +151,30 @@ class WeightForms(NamedTuple):
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:
-    """The values and scales of a QuantizedArray; for another array itself and None."""
+    """The values and scales of a QuantizedArray; for any other array, the array and None."""
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
 
 
 def as_bits(array: Any) -> jax.Array:
-    """An array in FP8 as uint8, any other as it is: XLA keeps FP8 in 16-bit floats where a loop of a CPU reads it."""
+    """An array in FP8 as uint8, any other as it is.
+
+    Loops on a CPU read the bits, because XLA would keep FP8 values as 16-bit floats there.
+    """
     return jax.lax.bitcast_convert_type(array, jnp.uint8) if array.dtype.itemsize == 1 else array
 
 
 def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The array of that dtype that `as_bits` made bits of."""
+    """The array of the FP8 dtype `dtype` whose bits `as_bits` returned."""
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of the scales of an array with so many rows and columns in a block."""
+    """The shape of the scales of an array, where `block` says how many rows and columns a block has."""
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
 def scaled(values: Any, scales: Any, block: tuple[int, int], numpy: Any) -> Any:
-    """values * scales in float32, of JAX's arrays by `jnp` or NumPy's by `np`."""
+    """values * scales in float32; `numpy` is `jnp` for arrays of JAX and `np` for arrays of NumPy."""
     return values.astype(np.float32) * _of_elements(scales.astype(np.float32), values.shape, block, numpy)
 
 
@@ -184,14 +190,14 @@ def _of_elements(scales, shape, block, numpy):
 
 
 def quantized_types(shape: tuple[int, ...], block: tuple[int, int], stored_as: Format) -> Any:
-    """The QuantizedArray of an array of a shape, with a jax.ShapeDtypeStruct in place of values and scales."""
+    """The QuantizedArray that an array of this shape becomes, with a jax.ShapeDtypeStruct for values and for scales."""
     scales: Any = jax.ShapeDtypeStruct(scales_shape(shape, block), jnp.float32)
     values: Any = jax.ShapeDtypeStruct(shape, stored_as.dtype)
     return QuantizedArray(values, scales)
 
 
 def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> QuantizedArray:
-    """An array [..., rows, columns] with a scale for each block, as `jgg.quantize_tokens` says; in plain JAX."""
+    """Quantizes an array [..., rows, columns] with a scale for each block, in plain JAX; see `jgg.quantize_tokens`."""
     largest = float(jnp.finfo(stored_as.dtype).max)
     array = array.astype(jnp.float32)
     window = (*[1] * (array.ndim - 2), *block)
@@ -203,7 +209,7 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
         for each in (jnp.abs(array), jnp.isnan(array).astype(jnp.float32))
     )
     highest = jnp.where(is_nan > 0, jnp.nan, highest)
-    # times the inverse, here and below, by which XLA may or may not replace a division
+    # multiplies by the inverse, here and below, because XLA may replace a division by that or may not
     scales = highest * np.float32(1 / largest)
     scales = jnp.where(scales < _LEAST_SCALE, _LEAST_SCALE, scales)
     if stored_as.power_of_2_scales:
@@ -215,9 +221,9 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
 
 
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
-    """A QuantizedArray with blocks of so many rows and of BLOCK columns.
+    """The value, checked to be a QuantizedArray with blocks of `rows` rows and BLOCK columns.
 
-    Raises: TypeError: it is none, or its values are not in FP8. ValueError: its blocks are others.
+    Raises: TypeError: it is no QuantizedArray, or its values are not in FP8. ValueError: its blocks have another size.
     """
     check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
     assert isinstance(value, QuantizedArray)
@@ -231,7 +237,7 @@ def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
 
 
 def as_dense(name: str, value: ArrayLike | QuantizedArray, dtype: DTypeLike) -> jax.Array:
-    """`as_array`, but of a QuantizedArray what it dequantizes to in a dtype, without a gradient."""
+    """The value as `as_array` returns it; a QuantizedArray is dequantized to `dtype` and gets no gradient."""
     if isinstance(value, QuantizedArray):
         return jax.lax.stop_gradient(value.dequantize(dtype))
     return as_array(name, value)

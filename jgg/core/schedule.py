@@ -1,8 +1,8 @@
-"""Group sizes to row ranges and tiles: pure functions of one small array, computed on the device.
+"""Turns group sizes into row ranges and tiles: pure functions of one small array, computed on the device.
 
-Up to a number of groups, running sums, searches and sorts are comparisons of all with all and a sum, which XLA fuses
-into one kernel; scans and binary searches take several, of one or two microseconds each. Of more groups they are those,
-whose memory grows with the number of groups rather than with its square.
+For up to `_MAX_COMPARED` groups, running sums, searches and sorts compare every group with every other and add up,
+which XLA fuses into one kernel. Scans and binary searches take several kernels, of one or two microseconds each. They
+serve for more groups, since their memory grows with the number of groups rather than with its square.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class GroupBounds(NamedTuple):
 
     Attributes:
       starts, ends: the first row and one past the last.
-      sizes: as many rows, or as many as were asked for if no group after this one has rows, from 0 to M.
+      sizes: ends - starts; where group_sizes sum to more than M, it may be the size asked for, at most M.
     """
 
     starts: jax.Array
@@ -34,10 +34,10 @@ class GroupBounds(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """M routed rows: row `at[i]` of `array` [any, features] is the i-th; `at` is int32 [M] or None for i itself.
+    """M routed rows in an array [any, features]: the i-th is row `at[i]`, or row i where `at` is None.
 
-    An index past the end reads zero and writes nothing. A QuantizedArray, whose scales are of single rows, reads as
-    the float32 rows that it dequantizes to.
+    `at` is int32 [M] or None. An index past the end reads zero and writes nothing. A QuantizedArray, whose blocks must
+    have one row, is read as dequantized float32 rows.
     """
 
     array: Any
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """M."""
+        """M, the number of routed rows."""
         return (self.array if self.at is None else self.at).shape[0]
 
     @property
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 
 def guarded(indices, num_rows):
-    """Indices with every one outside [0, M) far past the end, where `at` neither wraps it around nor writes it."""
+    """The indices, with NO_ROW for each one outside [0, num_rows), which `.at` neither wraps around nor writes."""
     return jnp.where((indices >= 0) & (indices < num_rows), indices, NO_ROW)
 
 
@@ -66,8 +66,8 @@ class TileSchedule(NamedTuple):
       group: int32 [T], the group of each tile.
       start: int32 [T], the tile's first row.
       end: int32 [T], one past the last row of the tile's group.
-      tiles_through: int32 [E], how many tiles each group and those before it have; of T tiles the last of these numbers
-        are in use, and entries past them mean nothing. Tiles for rows that were asked for but are not there are empty.
+      tiles_through: int32 [E], how many tiles each group and all groups before it have together. Its last entry is the
+        number of tiles in use; later entries of [T] mean nothing. Tiles for rows past the end of a group are empty.
     """
 
     group: jax.Array
@@ -84,7 +84,7 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
 
     Args:
       group_sizes: integer [G], rows of each group.
-      num_rows: rows there are.
+      num_rows: M, the number of routed rows.
       group_offset: integer scalar or [1], the first of the `num_groups` groups to return; the rest keep their rows.
       num_groups: number of groups to return where `group_offset` is given.
 
@@ -103,9 +103,9 @@ def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_g
 
 
 def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """min(limit, sum of the terms before each) and the same with its own, of int32 terms from 0 to `limit`."""
+    """The sums before each term and through each term, int32, both cut off at `limit`; terms are from 0 to `limit`."""
     if len(terms) > _MAX_COMPARED:
-        # no more than what is above any limit, though sums may pass int32
+        # sums stop at _MOST, which is above any limit, before they can pass int32
         through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]])
     else:
@@ -118,7 +118,7 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_up_to_most(terms):
-    """min(_MOST, sum of each row of terms), int32, of up to 2**15 terms a row from 0 to _MOST."""
+    """The sum of each row of terms, cut off at _MOST, int32; a row has up to 2**15 terms from 0 to _MOST."""
     # plain sums of each half of the bits, which XLA can also split over devices
     high, low = (jnp.sum(half, axis=1, dtype=jnp.int32) for half in (terms >> 15, terms & 0x7FFF))
     high += low >> 15
@@ -128,8 +128,8 @@ def _sum_up_to_most(terms):
 def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSchedule:
     """Cuts each group's rows into tiles of `block_rows`, the last of a group possibly short.
 
-    Groups may lie anywhere, with rows of none between them, as long as no two share a row. Those of rows 0-4, none and
-    7-9, with tiles of 4 rows:
+    Groups may lie anywhere, with rows of no group between them, as long as no two groups share a row. Example: group 0
+    has rows 0-4, group 1 has none, group 2 has rows 7-9, and tiles have 4 rows:
 
         group          0  0  2        rows 0-3, row 4, rows 7-9
         start          0  4  7
@@ -138,7 +138,7 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
     """
     num_groups = len(bounds.ends)
     max_tiles = min(num_rows, num_rows // block_rows + num_groups)
-    # of sizes, not of ends - starts, for which XLA would have to wait
+    # computed from sizes, because XLA would have to wait for ends - starts
     tiles = jnp.minimum((bounds.sizes + (block_rows - 1)) // block_rows, max_tiles)
     first_tile, tiles_through = _running_sums(max_tiles, tiles)
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
@@ -156,16 +156,16 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
 
 
 def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
-    """The group of each row, int32 [num_rows]; E for a row of none."""
+    """The group of each row, int32 [num_rows]; E for a row of no group."""
     num_groups, row = len(bounds.ends), jnp.arange(num_rows, dtype=jnp.int32)
     method = "scan" if num_groups > _MAX_COMPARED else "compare_all"
     group = jnp.searchsorted(bounds.ends, row, side="right", method=method).astype(jnp.int32)
-    start = bounds.starts[jnp.minimum(group, num_groups - 1)]  # not past the last, which checkify reports
+    start = bounds.starts[jnp.minimum(group, num_groups - 1)]  # checkify reports indices past the end
     return jnp.where(start <= row, group, num_groups)
 
 
 def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
-    """Whether each row lies from the first group's first to the last group's last, bool [num_rows]."""
+    """Whether each row lies between the start of the first group and the end of the last group, bool [num_rows]."""
     if len(bounds.starts) == 0:
         return jnp.zeros(num_rows, bool)
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -173,7 +173,7 @@ def between_groups(bounds: GroupBounds, num_rows: int) -> jax.Array:
 
 
 def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The groups from that with most rows to that with fewest, of equal ones the lower first.
+    """The groups sorted by their number of rows, largest first; among equal groups the lower index comes first.
 
     Sizes (3, 0, 5, 3) give (2, 0, 3, 1), (3, 0, 8, 3) and (8, 3, 11, 3).
 
@@ -197,7 +197,7 @@ def largest_first(bounds: GroupBounds) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def saturated_int32(array: jax.Array) -> jax.Array:
-    """`array` of any integer dtype as int32, values past int32's range at its ends."""
+    """An array of any integer dtype as int32; values outside the range of int32 are clipped to it."""
     info = jnp.iinfo(array.dtype)
     if info.bits < 32 or array.dtype == jnp.int32:
         return array.astype(jnp.int32)
@@ -211,9 +211,9 @@ def as_indices(gather_indices: jax.Array | None) -> jax.Array | None:
 
 
 def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = None) -> jax.Array:
-    """For each position in token order the row in expert order that names it, or -1 where none does.
+    """The row in expert order that names each position in token order, or -1 for a position that no row names.
 
-    Of several such rows it is the last; indices outside the positions name nothing.
+    Where several rows name a position, the last of them counts. Indices outside the positions name nothing.
 
     Args:
       gather_indices: integer [M].

@@ -1,4 +1,4 @@
-"""The version of jgg, and which versions of Triton and jax-triton serve for what; asked without importing them."""
+"""The version of jgg, and the versions of Triton and jax-triton that it works with, found without importing them."""
 
 import functools
 import importlib.metadata
@@ -6,21 +6,21 @@ import re
 from collections.abc import Mapping
 
 __version__ = "0.1.0"  # of jgg
-REQUIREMENTS = {  # as in pyproject.toml, which a checkout that is not installed cannot be asked for
+REQUIREMENTS = {  # as in pyproject.toml; a checkout that is not installed has no metadata to read
     "jax": ">=0.11.1,<0.13",
     "jax-triton": ">=0.4.1,<0.5",
     "triton": ">=3.7.1",
 }
-# How the versions begin that launching/jax_triton_fixes.py is for, and those that compile kernels/hopper.py:
-# Gluon, its language, changes between releases of Triton, and before 3.9 cannot arrive at another multiprocessor's
-# barrier.
+# FIXED: the beginnings of the versions that launching/jax_triton_fixes.py is for. WARP_SPECIALIZED: the beginnings of
+# the versions that compile kernels/hopper.py. Its language, Gluon, changes between releases of Triton, and before 3.9
+# it cannot arrive at another multiprocessor's barrier.
 FIXED = {"triton": ("3.7.", "3.8.", "3.9."), "jax-triton": ("0.4.1",)}
 WARP_SPECIALIZED = {"triton": ("3.9.",), "jax-triton": ("0.4.1",)}
 
 
 @functools.cache
 def installed(package: str) -> str | None:
-    """The version of a package that is installed here."""
+    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -28,11 +28,11 @@ def installed(package: str) -> str | None:
 
 
 def unlike(wanted: Mapping[str, tuple[str, ...]], versions: Mapping[str, str | None] | None = None) -> str | None:
-    """Which package is not of a wanted version, in words, or None.
+    """A sentence about the first package whose version is not a wanted one, or None.
 
     Args:
-      wanted: such as FIXED.
-      versions: of packages; those installed here by default.
+      wanted: beginnings of versions by package, such as FIXED.
+      versions: versions by package; by default the installed ones.
     """
     for package, beginnings in wanted.items():
         version = installed(package) if versions is None else versions[package]
@@ -45,7 +45,7 @@ def unlike(wanted: Mapping[str, tuple[str, ...]], versions: Mapping[str, str | N
 
 
 def check_kernels_can_run() -> None:
-    """Raises ImportError, with what helps, for a Triton or a jax-triton that is too old for any kernel."""
+    """Raises ImportError if Triton or jax-triton is too old for any kernel; the message says what to install."""
     for package in ("triton", "jax-triton"):
         version, at_least = installed(package), REQUIREMENTS[package].partition(",")[0]
         if version is not None and numbers(version) < numbers(at_least):
@@ -63,6 +63,6 @@ def satisfies(version: str, specifier: str) -> bool:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Those of a version such as "0.11.2.dev3" up to its first other part: (0, 11, 2)."""
+    """The leading numbers of a version: (0, 11, 2) for "0.11.2.dev3"."""
     found = re.search(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

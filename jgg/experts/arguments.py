@@ -1,4 +1,4 @@
-"""What an expert MLP is given, checked once: its weights, its options, its routing."""
+"""Checks the arguments of an expert MLP once: its weights, its options, its routing."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
       w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`.
-      quantized_gate_up, quantized_down: w_gate_up and w_down in FP8, where they are before a product needs them.
+      quantized_gate_up, quantized_down: w_gate_up and w_down in FP8, if quantized before a product needs them.
     """
 
     w_gate_up: jax.Array
@@ -54,7 +54,7 @@ class MlpOptions:
 
     Attributes:
       activation, interleaved, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
-      x_name, pre_activation_name: of what is kept for the backward pass, as policies of `jax.checkpoint` know it.
+      x_name, pre_activation_name: the names by which policies of `jax.checkpoint` know x and the pre-activation.
       spare_sms, expected_rows: as in `jgg.moe_mlp`.
     """
 
@@ -75,7 +75,7 @@ class MlpOptions:
         quantization: Fp8 | None, implementation: str | None, residual_names: Mapping[str, str] | None = None,
         spare_sms: int = 0, expected_rows: int | None = None,
     ) -> "MlpOptions":  # fmt: skip
-        """The options of these arguments of `jgg.moe_mlp`; raises where it would not take one."""
+        """The options that these arguments of `jgg.moe_mlp` give; raises if one of them is wrong."""
         activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
         check_quantization(quantization)
         spare_sms = as_int("spare_sms", spare_sms, least=0)
@@ -107,7 +107,7 @@ def in_quantization(
     x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
     quantization: Fp8 | None,
 ) -> ExpertWeights:  # fmt: skip
-    """The parameters with what the recipe quantizes before a product needs it; other QuantizedArrays dequantized."""
+    """The parameters, with weights in FP8 if the recipe quantizes them early; other QuantizedArrays are dequantized."""
     w_gate_up, gate_up_forms = _in_quantization("w_gate_up", w_gate_up, quantization, x)
     w_down, down_forms = _in_quantization("w_down", w_down, quantization, x)
     return ExpertWeights(w_gate_up, w_down, b_gate_up, b_down, gate_up_forms, down_forms)
@@ -121,7 +121,7 @@ def _in_quantization(
     quantized = as_quantized_weights(name, w, quantization, x)
     if quantized is not None:
         return as_array(name, quantized.array), quantized.forms
-    assert not isinstance(w, QuantizedWeights)  # which are quantized
+    assert not isinstance(w, QuantizedWeights)  # as_quantized_weights returns these
     return as_dense(name, w, x.dtype), None
 
 
@@ -135,7 +135,7 @@ def check_shapes(
 ) -> None:  # fmt: skip
     """Raises where the tokens and the parameters disagree, with each other or with the activation.
 
-    A QuantizedArray may have any dtype: it is multiplied as it is, or dequantized to that of x.
+    A QuantizedArray may have any dtype: it is multiplied as it is, or dequantized to the dtype of x.
     """
     w_gate_up, w_down = (
         jax.ShapeDtypeStruct(w.shape, x.dtype) if isinstance(w, QuantizedArray) else w for w in (w_gate_up, w_down)
@@ -161,7 +161,7 @@ def check_shapes(
 
 
 def checked_routing(x: jax.Array, routing: Routing, num_experts: int) -> Routing:
-    """The routing as arrays; raises unless it is of x's tokens among so many experts."""
+    """The routing as arrays; raises unless it routes x's tokens among `num_experts` experts."""
     check_instance("routing", routing, Routing, "a jgg.Routing")
     weights = as_array("routing.topk_weights", routing.topk_weights)
     choices = as_array("routing.topk_indices", routing.topk_indices)
@@ -188,7 +188,7 @@ def checked_routing(x: jax.Array, routing: Routing, num_experts: int) -> Routing
 
 
 def check_choices(x: Shaped, topk_weights: Shaped, topk_indices: Shaped, prefix: str = "") -> None:
-    """Raises unless both are [T, k] with T of x, floats and integers; `prefix` goes before their names."""
+    """Raises unless both are [T, k], the weights floats and the indices integers; errors put `prefix` before names."""
     as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
     check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
     check_integers(f"{prefix}topk_indices", topk_indices)

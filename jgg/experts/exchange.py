@@ -1,8 +1,8 @@
-"""Tokens to the devices that hold their experts and back, inside `jax.shard_map`: two ways with one result.
+"""Sends tokens to the devices that hold their experts, and results back, inside `jax.shard_map`, in two ways.
 
-Both are a function of the device's own tokens and of `mlp`, which maps tokens and their Routing among this device's
-experts to the sums of their rows, of which there are R. R, the buffer, is `capacity` rows on every device; rows that
-find no room in it, those of a device's last experts, are counted and add nothing to y.
+Both functions take the device's own tokens and a function `mlp`, and give the same result. `mlp` maps tokens, and their
+Routing among this device's experts, to the sum of each token's rows. The buffer of every device has room for R rows,
+`Placement.capacity`. Rows that find no room, which are rows of a device's last experts, are counted and add nothing.
 """
 
 import functools
@@ -21,14 +21,14 @@ from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
 
 Mlp = Callable[[jax.Array, Routing], jax.Array]
-_RUNS = 1024  # that a device sends within a machine, beside those that experts make
+_RUNS = 1024  # runs that a device sends within a machine, beside those that start at an expert
 
 
 class Placement(NamedTuple):
     """Where the experts are.
 
     Attributes:
-      axis: mesh axis over which they are split, in order.
+      axis: mesh axis over which the experts are split, in order.
       num_experts: experts of each device.
       capacity: R, rows that a device has room for.
     """
@@ -48,15 +48,15 @@ def by_all_gather(
     Args:
       x: [T, H], this device's tokens.
       topk_weights, topk_indices: [T, k].
-      how: rows are sorted and copied.
+      how: how rows are sorted and copied.
 
-    Returns: y [T, H], and how many rows of all tokens found no room on this device, int32: those of its last experts.
+    Returns: y [T, H], and how many rows of all tokens found no room on this device, int32.
     """
     axis = placement.axis
     tokens, weights, experts = (
         jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
     )
-    experts -= jax.lax.axis_index(axis) * placement.num_experts  # those of other devices go past every group
+    experts -= jax.lax.axis_index(axis) * placement.num_experts  # other devices' experts lie outside the groups
     group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
     partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
     y = jax.lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
@@ -66,11 +66,11 @@ def by_all_gather(
 def by_ragged_all_to_all(
     x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement, how: How
 ) -> tuple[jax.Array, jax.Array]:
-    """Every row goes to the device of its expert and its result comes back; arguments as `by_all_gather`.
+    """Every row goes to the device of its expert and its result comes back; takes the arguments of `by_all_gather`.
 
     Moves only rows, on average k * T * (p - 1) / p from each device and as many back. Rows arrive in expert order.
 
-    Returns: y [T, H], and how many rows found no room on this device, int32: those of its last experts.
+    Returns: y [T, H], and how many rows found no room on this device, int32.
     """
     num_tokens, topk = topk_indices.shape
     num_devices = jax.lax.axis_size(placement.axis)
@@ -93,13 +93,13 @@ EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_
 
 
 class Moves(NamedTuple):
-    """Runs of rows to and from every device, u for each: int32 [p * u], as `jax.lax.ragged_all_to_all` takes them.
+    """Runs of rows to and from p devices, u runs each: int32 [p * u], the arguments of `jax.lax.ragged_all_to_all`.
 
     Attributes:
-      input_offsets: first row here of each run.
-      send_sizes: its rows.
-      output_offsets: where it begins on the other device.
-      recv_sizes: rows of each run that comes.
+      input_offsets: first row, on this device, of each run that it sends.
+      send_sizes: rows of each run that it sends.
+      output_offsets: first row, on the other device, of each run that this device sends.
+      recv_sizes: rows of each run that this device gets.
     """
 
     input_offsets: jax.Array
@@ -113,11 +113,11 @@ class Plan(NamedTuple):
 
     Attributes:
       there: moves to the experts.
-      back: moves of their results.
+      back: moves of the experts' results to the tokens' devices.
       positions: int32 [M], the position in token order of each row that is sent, in order of its expert; -1 for a row
         that finds no room or has no expert.
-      group_sizes: int32 [num_experts], rows of each of this device's experts that have room.
-      overflow: int32, rows for this device that have none.
+      group_sizes: int32 [num_experts], rows that find room, for each of this device's experts.
+      overflow: int32, rows for this device that find no room.
     """
 
     there: Moves
@@ -131,9 +131,9 @@ class _Runs(NamedTuple):
     """Runs of rows from one device to another, each of one expert; int32 [u].
 
     Attributes:
-      starts: the first row of each, counted from the first for that device.
-      sizes: its rows that find room.
-      arrivals: where its first row goes.
+      starts: the first row of each run, counted from the first row for that device.
+      sizes: the rows of each run that find room.
+      arrivals: the row at which each run begins on the other device.
     """
 
     starts: jax.Array
@@ -142,11 +142,11 @@ class _Runs(NamedTuple):
 
 
 def _plan(group_sizes: jax.Array, gather_indices: jax.Array, placement: Placement) -> Plan:
-    """The plan for rows in expert order, `group_sizes` [E] of each expert of any device.
+    """The plan for rows in expert order; `group_sizes` [E] counts this device's rows for each expert of all devices.
 
-    Two devices of two experts each, with room for 4 rows, where device 0 has (2, 1, 0, 0) rows of the experts and
-    device 1 has (1, 2, 0, 0): device 0 gets expert 0's 2 + 1 rows, then of expert 1's 1 + 2 rows its own one. The
-    2 of device 1 find no room.
+    Example: two devices have two experts each, and room for 4 rows. Device 0 has (2, 1, 0, 0) rows for the experts,
+    device 1 has (1, 2, 0, 0). Device 0 gets the 2 + 1 rows for expert 0, then its own row for expert 1. The 2 rows of
+    device 1 for expert 1 find no room.
     """
     axis, num_experts, capacity = placement
     here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
@@ -182,7 +182,7 @@ def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Ar
     Rows (3, 5) of two experts in 2 parts are the runs 0-2, 3-3 and 4-7.
 
     Args:
-      counts, fitting, arrivals: of each expert the rows, those of them that find room, and where they begin there.
+      counts, fitting, arrivals: for each expert its rows, how many find room, and at which row they arrive.
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     firsts, num_rows = ends - counts, ends[-1]
@@ -190,7 +190,7 @@ def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Ar
     even = jnp.minimum(part * jnp.arange(num_parts, dtype=jnp.int32), num_rows)
     starts = jnp.sort(jnp.concatenate([firsts, even[1:]]))
     stops = jnp.concatenate([starts[1:], num_rows[None]])
-    # of experts that begin at the same row, the last is the one that has it
+    # where several experts begin at the same row, it belongs to the last: the others have no rows
     expert = jnp.searchsorted(firsts, starts, side="right", method="compare_all").astype(jnp.int32) - 1
     offsets = starts - firsts[expert]
     sizes = jnp.clip(fitting[expert] - offsets, 0, stops - starts)
@@ -198,7 +198,7 @@ def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Ar
 
 
 def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.Array) -> jax.Array:
-    """gather_indices [M] with -1 for the rows past the first `fitting` of each expert, and for those of none."""
+    """gather_indices [M] with -1 for the rows past the first `fitting` of each expert, and for rows of no expert."""
     num_rows = len(gather_indices)
     bounds = group_bounds(group_sizes, num_rows)
     expert = group_of_rows(bounds, num_rows)
@@ -207,7 +207,7 @@ def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.A
 
 
 class Target(NamedTuple):
-    """The array that rows are moved into: over a mesh axis, so many rows on each device, made as `how` says."""
+    """The array that rows are moved into: `num_rows` rows on each device of a mesh axis, allocated as `how` says."""
 
     axis: str
     num_rows: int
@@ -218,8 +218,8 @@ class Target(NamedTuple):
 def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
     """Rows [any, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
 
-    XLA has no ragged all-to-all for CPUs, where an all-gather of everything does the same by the same plan. Within a
-    machine it copies each run by one block of 128 threads, so that few runs are slow (`_RUNS`).
+    XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
+    each run with one block of 128 threads, so that a few long runs would be slow (`_RUNS`).
     """
     num_written = jnp.sum(there.recv_sizes, dtype=jnp.int32)[None]
     out = BUFFER(target.how, Buffer(num_written), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
@@ -244,7 +244,7 @@ def _ragged_all_to_all_by_gather(
     operand: jax.Array, output: jax.Array, input_offsets: jax.Array, send_sizes: jax.Array, output_offsets: jax.Array,
     recv_sizes: jax.Array, *, axis_name: str,
 ) -> jax.Array:  # fmt: skip
-    """`jax.lax.ragged_all_to_all` from what every platform has."""
+    """Computes `jax.lax.ragged_all_to_all` with operations that every platform has."""
     del recv_sizes
     here = jax.lax.axis_index(axis_name)
     sent, *plans = (

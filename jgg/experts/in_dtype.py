@@ -24,7 +24,7 @@ class InDtype(Mlp):
         return super().is_plain or is_plain_jax(self.how.implementation)
 
     def up(self, operands: Operands, keeps: bool) -> Activated:
-        """The hidden features [M, I] and, if it `keeps` that, the pre-activation [M, 2 * I], in expert order."""
+        """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""
         x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)
         return UP(
             self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up),

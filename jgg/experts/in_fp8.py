@@ -16,16 +16,16 @@ from jgg.products.up import UP
 
 @dataclasses.dataclass(frozen=True)
 class InFp8(Mlp):
-    """Rows and weights are quantized before they are multiplied, and what the activation makes as it is stored.
+    """Rows and weights are quantized before they are multiplied; the activation's results are quantized when stored.
 
     Attributes:
-      recipe: how each of them is quantized.
+      recipe: how rows, weights and the activation's results are quantized.
     """
 
     recipe: Fp8
 
     def up(self, operands: Operands, keeps: bool) -> Activated:
-        """The hidden features [M, I] and, if it `keeps` that, the pre-activation [M, 2, I], both quantized."""
+        """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2, I], both quantized."""
         weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "ekn")
         of_up = self._operands(operands, self._rows(operands.x, self.recipe.format), weights)
         return UP(
@@ -57,7 +57,7 @@ class InFp8(Mlp):
         return FORWARD(self.how, of_dx, problem=self.transposed_up.quantized)
 
     def kept_for_backward(self, operands: Operands) -> Operands:
-        """The operands, of quantized weights only the forms that dX and z multiply."""
+        """The operands, with only those forms of quantized weights that the products for dX and z read."""
         is_turned = self.of_up.w_layout == "enk"
 
         def kept(forms: WeightForms | None) -> WeightForms | None:

@@ -1,4 +1,4 @@
-"""How a mesh splits experts, their features and tokens: `MoESharding`, and functions under `jax.shard_map` by it."""
+"""How a mesh splits experts, their features and tokens: `MoESharding`, and `map_tokens`, which applies it."""
 
 import dataclasses
 import math
@@ -29,9 +29,9 @@ class MoESharding:
     | tensor | replicated | split over I | y is summed |
 
     Args:
-      mesh: of Auto or Explicit axes.
-      data: one axis or several.
-      fsdp, expert, tensor: an axis each.
+      mesh: a mesh of Auto or Explicit axes.
+      data: one axis, or a tuple of several; () for none.
+      fsdp, expert, tensor: one axis each, or None.
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
         less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
         give the same y and drop the same rows.
@@ -103,11 +103,11 @@ class MoESharding:
         }
 
     def named(self, spec: P) -> jax.NamedSharding:
-        """A PartitionSpec on this mesh."""
+        """The NamedSharding of a PartitionSpec on this mesh."""
         return jax.NamedSharding(self.mesh, spec)
 
     def split_init(self, init: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
-        """The initializer of a layer's parameter, whose result comes into being split."""
+        """An initializer for a layer's parameter of this name, which creates the parameter already split."""
         spec = self.weight_specs("ekn").get(name, P())
         split = jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
 
@@ -144,7 +144,7 @@ def check_divides(name: str, shape: tuple[int, ...], spec: P, sharding: MoEShard
 
 
 def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.Array:
-    """On Explicit axes, the array split as spec says; weights only where nothing of them has to move."""
+    """The array, split as `spec` says on Explicit axes; raises if weights are split in another way already."""
     if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return array
     spec = P(*spec, *[None] * (array.ndim - len(spec)))

@@ -1,4 +1,4 @@
-"""What an expert MLP is computed from: the problems of its products, its operands, and the steps that are computed."""
+"""The parts of an expert MLP: the problems of its products, its operands, and the steps of the computation."""
 
 import abc
 import dataclasses
@@ -20,7 +20,7 @@ from jgg.router.routing import Routing
 def problems(
     x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions
 ) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:
-    """The problems of the two products."""
+    """The problems of the two products: x to pre-activation, and hidden features to y."""
     in_axis, out_axis = (2, 1) if options.w_layout == "enk" else (1, 2)
     num_tokens, topk = routing.topk_weights.shape
     indices = routing.gather_indices
@@ -52,15 +52,16 @@ def problems(
 
 @dataclasses.dataclass(frozen=True)
 class Mlp(abc.ABC):
-    """The static argument of the custom_vjp: the problems, and the four steps that an arithmetic computes its own way.
+    """The static argument of `moe_mlp`'s custom_vjp: its problems, its options and the four steps of the computation.
 
-    Each arithmetic is a subclass, in a file of its own.
+    Each way to compute the steps is a subclass in a file of its own: `InDtype` and `InFp8`.
 
     Attributes:
-      of_up: x in token order (or in expert order, without gather_indices) to the pre-activation in expert order.
-      of_down: hidden features to their product, both in expert order.
+      of_up: the product from x, in token order (without gather_indices in expert order), to the pre-activation in
+        expert order.
+      of_down: the product of hidden features and w_down, both sides in expert order.
       spare_sms: multiprocessors that the last product does not use.
-      x_name, pre_activation_name: of what is kept for the backward pass, as policies of `jax.checkpoint` know it.
+      x_name, pre_activation_name: the names by which policies of `jax.checkpoint` know x and the pre-activation.
     """
 
     of_up: GroupedGemmProblem
@@ -74,7 +75,7 @@ class Mlp(abc.ABC):
 
     @abc.abstractmethod
     def up(self, operands: "Operands", keeps: bool) -> Activated:
-        """The hidden features and, if it `keeps` that, the pre-activation."""
+        """The hidden features and, if `keeps` is True, the pre-activation."""
 
     @abc.abstractmethod
     def down(self, operands: "Operands", hidden: Any) -> jax.Array:
@@ -89,7 +90,7 @@ class Mlp(abc.ABC):
 
     @abc.abstractmethod
     def dx(self, operands: "Operands", d_pre_activation: Any) -> jax.Array:
-        """The gradient of x [T, H], of what `ActivationGradients.rows_of_dx` gives."""
+        """The gradient of x [T, H], computed from `ActivationGradients.rows_of_dx`."""
 
     def kept_for_backward(self, operands: "Operands") -> "Operands":
         """The operands without what the backward pass does not read."""
@@ -97,19 +98,19 @@ class Mlp(abc.ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all is computed in plain JAX, which differentiates itself."""
+        """Whether everything is computed in plain JAX, which needs no custom_vjp."""
         return self.of_up.is_empty or self.of_down.is_empty
 
     @property
     def combined_down(self) -> GroupedGemmProblem:
-        """From hidden features in expert order to y: `of_down` with each token's rows scaled and added up."""
+        """The product from hidden features in expert order to y: `of_down` with a token's rows scaled and added up."""
         return dataclasses.replace(
             self.weighted_down, combine_y=self.of_up.permute_x, num_tokens=self.of_up.num_tokens
         )  # fmt: skip
 
     @property
     def transposed_down(self) -> GroupedGemmProblem:
-        """From dy, in the order of x, to z = dy @ down^T in expert order: dX of `of_down` as a product that gathers."""
+        """The product from dy, in the order of x, to z = dy @ down^T in expert order; it computes dX of `of_down`."""
         return dataclasses.replace(
             self.of_up,
             in_features=self.of_down.out_features,
@@ -120,7 +121,7 @@ class Mlp(abc.ABC):
 
     @property
     def transposed_up(self) -> GroupedGemmProblem:
-        """From d pre-activation in expert order to dx: dX of `of_up` as a product, each token's rows added up."""
+        """The product from d pre-activation in expert order to dx: dX of `of_up`, with each token's rows added up."""
         return dataclasses.replace(
             self.of_up,
             in_features=self.of_up.out_features,
@@ -137,7 +138,7 @@ class Mlp(abc.ABC):
 
     @property
     def how_sparing(self) -> How:
-        """The way to compute on fewer multiprocessors."""
+        """How to compute while `spare_sms` multiprocessors stay idle."""
         target = self.how.target
         return self.how._replace(target=dataclasses.replace(target, num_sms=max(1, target.num_sms - self.spare_sms)))
 
@@ -153,7 +154,7 @@ class Mlp(abc.ABC):
 
 
 class Operands(NamedTuple):
-    """The arrays that the custom_vjp takes."""
+    """The arrays that `moe_mlp`'s custom_vjp takes."""
 
     x: jax.Array
     w_gate_up: jax.Array
@@ -168,5 +169,5 @@ class Operands(NamedTuple):
 
     @property
     def scales_hidden(self) -> bool:
-        """Whether dW of down takes scaled hidden features; else, for the gradient of b_down, scaled rows of dy."""
+        """Whether dW of w_down takes scaled hidden features; with a b_down it takes scaled rows of dy, like db_down."""
         return self.b_down is None

@@ -47,7 +47,7 @@ def moe_mlp(
     expected_rows: int | None = None,
     residual_names: Mapping[str, str] | None = None,
 ) -> jax.Array:
-    """Each token through the MLPs of its experts, added up with the routing's weights.
+    """Applies the MLPs of each token's experts to the token, and adds up the results with the routing's weights.
 
     Computes `y[t] = sum over j of topk_weights[t, j] * MLP_e(x[t])` with e the token's j-th expert and, for "swiglu",
     `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`. Differentiable in x, the weights, the biases and
@@ -63,25 +63,26 @@ def moe_mlp(
       x: [T, H].
       w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
         that is not gated, I instead of 2 * I.
-      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. Either may be a QuantizedArray, which gets no gradient and
-        without `quantization` is dequantized to the dtype of x first; or, with it, what `Fp8.weights` made.
-      routing: of the T tokens, by `route`. Its gather_indices may also be fewer than M: choices that they do not name
-        add nothing. They may be None if k is 1 and x is in expert order already; y is then too.
+      w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. w_gate_up and w_down may each be a QuantizedArray, which
+        gets no gradient and, without `quantization`, is dequantized to the dtype of x first. With `quantization`, they
+        may also be the result of `Fp8.weights`.
+      routing: the Routing of the T tokens that `route` returns. Its gather_indices may also be fewer than M: choices
+        that they do not name add nothing. They may be None if k is 1 and x is in expert order; then y is too.
       activation: "swiglu", "geglu", "geglu_tanh", "reglu" or "clamped_swiglu", which are gated; "ungated_silu",
         "ungated_gelu", "ungated_gelu_tanh", "ungated_relu" or "ungated_relu_squared", which are not; an Activation; or
         a function such as `jax.nn.silu` for `function(gate) * up`. One function object is traced once; a new lambda in
         each call is traced in each call.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
-      b_gate_up: [E, 2 * I], added to the first product.
-      b_down: [E, H], added to the second.
+      b_gate_up: [E, 2 * I], added to the product with w_gate_up.
+      b_down: [E, H], added to the product with w_down.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
-      quantization: a `jgg.Fp8` to multiply in FP8 what it says; None for the dtype of x. On GPUs of compute capability
-        8.9 and newer, with H and I multiples of 16; elsewhere what is quantized is dequantized first. It has
-        gradients, but no second or forward-mode derivatives.
+      quantization: a `jgg.Fp8`, the recipe for products in FP8; None for the dtype of x. Kernels multiply in FP8 on
+        GPUs of compute capability 8.9 and newer, with H and I multiples of 16; elsewhere quantized operands are
+        dequantized first. Quantized products have gradients, but no second or forward-mode derivatives.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run beside it rather than after it.
-      expected_rows: about how many of the rows will be of an expert, where there is room for many more: kernels are
-        chosen for as many.
+      expected_rows: about how many of the M rows will belong to an expert, if that is far fewer than M; kernels are
+        chosen for this number. None means M.
       residual_names: other names of "x" and "pre_activation" for `jax.checkpoint` policies, such as
         {"pre_activation": "mlp"}.
 
@@ -89,8 +90,8 @@ def moe_mlp(
 
     Raises:
       ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, those of x and the weights differ, or what must be an array, a Routing, an int
-        or a flag is none.
+      TypeError: a dtype is unsupported, x and the weights differ in dtype, or an argument is not the array, Routing,
+        int or flag that it must be.
     """
     options = MlpOptions.checked(
         activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
@@ -124,7 +125,7 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         gather_indices=as_indices(routing.gather_indices),
     )
     if not mlp.is_plain:
-        # before `_compute`: jax.debug_nans would report rows of no expert in what is named, and so made, inside
+        # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         operands = operands._replace(x=checkpoint_name(operands.x, mlp.x_name))
     axes = varying_axes(*jax.tree.leaves(operands))
     return _compute(mlp, jax.tree.map(lambda array: vary_over(axes, array), operands))
@@ -143,7 +144,7 @@ def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    """Which of the large gradients are asked for: a product of one that is not would run for a barrier alone."""
+    """Which of the large gradients are asked for; XLA could not drop the others' products, as barriers use them."""
 
     x: bool
     w_gate_up: bool
@@ -162,7 +163,7 @@ def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, An
 def _down_backward(
     mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array, trained: bool
 ) -> tuple[jax.Array | Any, jax.Array | None, jax.Array | float]:
-    """dw_down where it is `trained`, db_down where there is a b_down, and what that adds to the router's sums."""
+    """dw_down if `trained`, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
     gather_indices, b_down, bounds = operands.gather_indices, operands.b_down, mlp.bounds(operands.group_sizes)
     # rows of dy are copied when z is no longer needed
     hidden, dy = jax.lax.optimization_barrier((hidden if trained else None, dy))
@@ -196,7 +197,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array
     dx: jax.Array | Any = None
     dw_gate_up: jax.Array | Any = None
     db_gate_up = None
-    # one product after the other, that of most memory last: what only those before need is free by then
+    # runs one product after the other, the largest last, when memory that only the others need is free again
     rows_of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier(
         (gradients.rows_of_dx if trained.x else None, gradients.d_pre_activation, dw_down)
     )
@@ -221,7 +222,7 @@ _mlp.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
-    """The same in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
+    """The MLP in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
     bounds = mlp.bounds(group_sizes)
     pre_activation = plain.grouped_gemm(mlp.of_up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)

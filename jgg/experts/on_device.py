@@ -1,4 +1,4 @@
-"""The expert MLP of one device's tokens, whose experts may be on other devices: inside `jax.shard_map`."""
+"""The expert MLP of one device's tokens, whose experts may be on other devices; runs inside `jax.shard_map`."""
 
 import dataclasses
 
@@ -16,7 +16,8 @@ from jgg.experts.moe import compute_mlp
 from jgg.launching.choice import How
 from jgg.router.routing import Routing, compute_order
 
-# Left to the collective that sums the gradient of x while that of w_gate_up is computed; kernels/trials.md has others.
+# Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed;
+# kernels/trials.md has measurements of other numbers.
 _SPARE_SMS = 24
 
 
@@ -31,7 +32,7 @@ def compute_mlp_on_device(
     spare_sms = _SPARE_SMS if sharding.size(sharding.expert, sharding.tensor) > 1 else 0
     options = dataclasses.replace(options, spare_sms=spare_sms, expected_rows=num_rows or None)
     if sharding.tensor is not None:
-        # gradients are summed over the axis as they come back to here: [T, H], not the rows of the exchange
+        # so gradients are summed over the axis here, where they are [T, H], not the rows of the exchange
         x, topk_weights = (vary_over(frozenset({sharding.tensor}), array) for array in (x, topk_weights))
         if b_down is not None:  # added on one of the devices whose results are summed
             b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))

@@ -1,4 +1,4 @@
-"""The router's projection, in float32 by 16-bit tensor cores."""
+"""The router's projection: float32 logits, computed by 16-bit tensor cores."""
 
 import functools
 
@@ -18,15 +18,16 @@ def router_logits(
 ) -> jax.Array:  # fmt: skip
     """The router's logits `x @ w_router + bias`, float32.
 
-    Tokens in bfloat16 are not converted to float32, which takes longer than multiplying them. What is float32, a
-    w_router or in the backward pass the gradient of the logits, is multiplied as the sum of two bfloat16 numbers, of 17
-    bits together (TF32, JAX's default, has 11), with sums in float32. Other dtypes are multiplied in float32.
+    Tokens in bfloat16 are multiplied as they are, since converting them to float32 takes longer than the product. A
+    float32 factor (w_router, or in the backward pass the gradient of the logits) becomes the sum of two bfloat16
+    numbers, which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Tokens of another dtype are
+    multiplied in float32.
 
     Args:
       x: float [T, H].
       w_router: float [H, E].
       bias: float [E] or None.
-      precision: of products in float32, as in `grouped_gemm`; for any but the default all are.
+      precision: precision of float32 products, as in `grouped_gemm`; any but the default makes all products float32.
       implementation: as in `grouped_gemm`. "xla" multiplies in float32 too, and is differentiable in forward mode.
 
     Returns: float32 [T, E].
@@ -78,7 +79,7 @@ def _backward(residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array) -> tu
     dw_router = _sum_of_products(x, d_terms, x_axis=0, like=w_router).astype(w_router.dtype)
     if len(w_terms) == 1:
         w_terms = w_terms * 2
-    else:  # the products of all terms but of the two low ones
+    else:  # all products of terms except low times low
         d_terms, w_terms = [*d_terms, d_terms[0]], [w_terms[0], *w_terms]
     return _dot(jnp.concatenate(d_terms, axis=1), jnp.concatenate(w_terms, axis=1), 1, 1, x.dtype, x), dw_router
 
@@ -87,7 +88,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _terms(matrix: jax.Array) -> list[jax.Array]:
-    """A matrix as the bfloat16 matrices whose sum is it or, of one in float32, its upper 17 bits."""
+    """The bfloat16 matrices whose sum is the matrix or, if that is float32, its upper 17 bits."""
     return [matrix] if matrix.dtype == jnp.bfloat16 else list(two_terms(matrix, jnp.dtype("bfloat16")))
 
 
@@ -95,14 +96,14 @@ def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: ja
     """The sum of x's float32 products with each term, side by side in one product, so that x is read once."""
     products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32, like)
     first, *others = jnp.split(products, len(terms), axis=1)
-    # of what is infinite the low terms, which may be zero, would make NaN
+    # where the first product is infinite, the low terms, which may be zero, would make it NaN
     return jnp.where(jnp.isfinite(first), sum(others, first), first) if others else first
 
 
 def _dot(
     left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike, like: jax.Array | None = None
 ) -> jax.Array:  # fmt: skip
-    """A product, split over Explicit axes of a mesh as another array is, if that is given."""
+    """The product of two matrices; if `like` is given, split over Explicit axes of a mesh as `like` is."""
     dot = functools.partial(
         jax.lax.dot_general,
         dimension_numbers=(((left_axis,), (right_axis,)), ((), ())),
@@ -116,5 +117,5 @@ def _dot(
     def dot_of_float32(left: jax.Array, right: jax.Array) -> jax.Array:
         return dot(left.astype(jnp.float32), right.astype(jnp.float32))
 
-    # XLA for CPUs multiplies bfloat16 to float32 in some forms only: not that of the gradient of w_router under vmap
+    # XLA for CPUs multiplies bfloat16 to float32 in some forms, but not for the gradient of w_router under vmap
     return jax.lax.platform_dependent(left, right, cpu=dot_of_float32, default=dot)

@@ -19,7 +19,7 @@ def load_balancing_loss(
 ) -> jax.Array:  # fmt: skip
     """The auxiliary loss that evens out the experts' loads.
 
-    Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that are expert e's and P[e] the
+    Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that go to expert e and P[e] the
     mean over tokens of the router's probability of e. It is 1 if f or P is uniform, and at most E;
     `load_balancing_loss_func` of Hugging Face Transformers is k times it. The gradient flows through P.
 
@@ -28,7 +28,7 @@ def load_balancing_loss(
       topk_indices: integer [T, k], the expert of each choice.
       score: as in `route`: how logits become probabilities. For "sigmoid", each score is divided by the sum over
         all E experts.
-      mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default none.
+      mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default all count.
       axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split; the means are over the
         tokens of all devices.
 
@@ -59,11 +59,11 @@ def compute_load_balancing_loss(
     """`load_balancing_loss` of checked arguments.
 
     Args:
-      rows: int32 [E], rows of each expert that are of tokens that count.
+      rows: int32 [E], rows of each expert, from tokens that count.
       counts: bool [T], which tokens count; None for all.
     """
     logits = _zeroed(logits.astype(jnp.float32), counts)
-    # of logarithms of the sigmoids, the softmax is each sigmoid divided by their sum
+    # the softmax of the sigmoids' logarithms is each sigmoid divided by the sum of all
     probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits)
     sums = rows, _number_of(counts, logits), jnp.sum(_zeroed(probabilities, counts), axis=0)
     rows, num_counted, probabilities = jax.lax.psum(sums, axis_name)
@@ -139,7 +139,7 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
 
 
 def _counts(mask: ArrayLike | None, num_tokens: int) -> jax.Array | None:
-    """Which tokens a mask lets count, bool [T]; None without a mask. Raises unless it is [T] of numbers."""
+    """The tokens that count by a mask, bool [T]; None without a mask. Raises unless the mask is [T] of numbers."""
     if mask is None:
         return None
     mask = as_array("mask", mask)

@@ -29,14 +29,14 @@ SCORES = ("softmax", "topk_softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to, and the order of the rows that follows.
+    """The experts that each token goes to, and the order that sorts the rows by expert.
 
     Attributes:
       topk_weights: float32 [T, k], the weight of each choice.
       topk_indices: int32 [T, k], the expert of each choice.
       group_sizes: int32 [E], rows of each expert.
-      gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None says that the
-        tokens are the rows (k is 1), in expert order already.
+      gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None means
+        that k is 1 and the tokens are in expert order already.
     """
 
     topk_weights: jax.Array
@@ -84,7 +84,7 @@ def route(
       num_groups: groups of E / num_groups consecutive experts each.
       topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
         score: for "sigmoid" the sum of the group's two highest scores, else its highest score.
-      implementation: of choosing and sorting, as in `grouped_gemm`; all implementations give the same result.
+      implementation: how to choose and sort, as in `grouped_gemm`; all implementations give the same result.
 
     Returns:
       a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
@@ -126,13 +126,13 @@ def _choose(
     logits: jax.Array, topk: int, score: str, selection_bias: jax.Array | None, num_groups: int, topk_groups: int,
     top_k: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:  # fmt: skip
-    """The experts of each token, int32 [T, k], of the highest biased score first."""
+    """The experts of each token, int32 [T, k], the highest biased score first."""
     if score == "topk_softmax":
         scores = logits
     else:
         scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     if selection_bias is None:
-        ranks = logits  # in the order of the scores, of which rounding makes some equal
+        ranks = logits  # logits rank as scores do, but rounding makes some scores equal
     else:
         ranks = scores = scores + selection_bias[None, :]
     if topk_groups == num_groups:
@@ -146,8 +146,8 @@ def _choose(
         group_scores = jnp.sum(jnp.take_along_axis(scores, best, axis=-1), axis=-1)
     else:
         group_scores = jnp.max(ranks.reshape(grouped), axis=-1)
-    # The eligible experts are gathered, since no value that masks the others is lower than every score. In ascending
-    # order, so that of equals the lower still goes first.
+    # The eligible experts are gathered, since no value that masks the others is lower than every score. Groups
+    # are in ascending order, so that among equal scores the lower index still comes first.
     groups = jnp.sort(top_k(group_scores, topk_groups), axis=-1)  # [T, topk_groups]
     eligible = jnp.take_along_axis(ranks.reshape(grouped), groups[:, :, None], axis=1)
     chosen = top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)
@@ -155,7 +155,7 @@ def _choose(
 
 
 def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
-    """Indices [..., k] of the highest scores; of equals the lower index first, NaN counting as infinity."""
+    """Indices [..., k] of the highest scores; among equals the lower index comes first, and NaN counts as infinity."""
     rows = jax.lax.stop_gradient(scores).reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
     indices = TOP_K(how, TopK(rows), topk=k)
     return indices.reshape(*scores.shape[:-1], k)
@@ -167,7 +167,7 @@ def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bo
         return _of_choices(jax.nn.softmax(logits), topk_indices)
     chosen = _of_choices(logits, topk_indices)
     if score != "sigmoid":
-        return jax.nn.softmax(chosen)  # what dividing by the sum makes of a softmax over all experts, too
+        return jax.nn.softmax(chosen)  # equals the softmax over all experts divided by the sum of the chosen
     if not normalize:
         return jax.nn.sigmoid(chosen)
     # s / (sum of s + 1e-20) as a softmax over log(s) and log(1e-20): the gradient of the quotient overflows where all
@@ -214,7 +214,7 @@ def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[
 
 
 def as_logits(logits: ArrayLike) -> jax.Array:
-    """Raises unless logits are float [T, E]."""
+    """The logits as an array; raises unless they are float [T, E]."""
     logits = as_array("logits", logits)
     check_rank("logits", logits, "[T, E]")
     check_floats("logits", logits)
@@ -222,7 +222,7 @@ def as_logits(logits: ArrayLike) -> jax.Array:
 
 
 def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
-    """Raises unless selection_bias is float [E]."""
+    """The selection bias as an array; raises unless it is float [E]."""
     selection_bias = as_array("selection_bias", selection_bias)
     if selection_bias.shape != (num_experts,):
         raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
@@ -231,7 +231,7 @@ def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
 
 
 def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:
-    """normalize and scale; raises where `route` would not take them with this score."""
+    """`normalize` as a bool and `scale` as a float; raises if `route` does not allow them with this score."""
     check_one_of("score", score, SCORES)
     normalize = as_flag("normalize", normalize)
     if score == "topk_softmax" and not normalize:
@@ -240,7 +240,7 @@ def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float
 
 
 def check_counts(num_experts: int, topk: int, num_groups: int, topk_groups: int) -> tuple[int, int, int]:
-    """topk, num_groups and topk_groups; raises where `route` would not take them for so many experts."""
+    """The three counts as ints; raises if `route` does not allow them for `num_experts` experts."""
     topk, num_groups = as_int("topk", topk), as_int("num_groups", num_groups)
     topk_groups = as_int("topk_groups", topk_groups)
     if num_groups < 1 or num_experts % num_groups:
