@@ -15,7 +15,7 @@ class Corpus(NamedTuple):
 
     Attributes:
       train: uint8 [bytes].
-      held_out: uint8 [bytes], whole topics, none of their paragraphs in train.
+      held_out: uint8 [bytes], whole topics; none of their paragraphs is in train.
     """
 
     train: np.ndarray
