@@ -41,7 +41,7 @@ class LayerRow:
       passes: the measurement of each of PASSES.
       dense_seconds: for each of PASSES, the time of dense products as large as the experts' products.
       memory: memory that forward + backward takes.
-      route_seconds: of routing alone, from logits to sorted rows.
+      route_seconds: time of routing alone, from logits to sorted rows.
       group_sizes: fewest, median and most rows of an expert.
       failures: the error of each measurement that raised one, in one line.
     """

@@ -68,9 +68,9 @@ class Facts:
 
     Attributes:
       system: "Linux", "Darwin" or "Windows".
-      versions: of jgg, Python and packages; None where one is not installed.
-      devices: of JAX's default backend.
-      has_nvidia_gpu: the NVIDIA driver sees a GPU, whether or not JAX does.
+      versions: versions of jgg, Python and packages; None for a package that is not installed.
+      devices: devices of JAX's default backend.
+      has_nvidia_gpu: whether the NVIDIA driver sees a GPU, whether or not JAX does.
       jax_platforms: the environment variable JAX_PLATFORMS.
       backend_error: why JAX has no device at all.
       tuned_files: files of tuned configurations that exist, in the order in which jgg looks.
@@ -161,7 +161,7 @@ def _version_problems(facts):
 
 
 def _pjrt_without_gpu(facts):
-    """Yields each package that makes JAX write a traceback for want of a GPU, and the command that mends it."""
+    """Yields each package that makes JAX write a traceback because no GPU is here, and the command that mends it."""
     if facts.has_nvidia_gpu or facts.jax_platforms or any(device.platform == "cuda" for device in facts.devices):
         return
     for plugin, pjrt in _PJRT.items():

@@ -36,7 +36,7 @@ def check_implementation(name: str | None) -> None:
 
 
 def check_layout(args) -> None:
-    """Raises UsageError for FP8 with --w-layout ekn, a layout that jgg does not quantize."""
+    """Raises UsageError for FP8 with --w-layout ekn: jgg quantizes weights in the layout enk only."""
     if args.dtype == FP8 and args.w_layout == "ekn":
         raise UsageError(f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a turned copy")
 
@@ -62,7 +62,7 @@ def layers(args) -> tuple[Layer, ...]:
 
 
 def are_scaled_down(args) -> bool:
-    """Whether layers are made smaller: there is no GPU, and no option names layers or a number of tokens."""
+    """Whether layers are made smaller: there is no GPU, and no option gives layers or a number of tokens."""
     return jax.default_backend() != "gpu" and not (args.layer or args.shapes or getattr(args, "tokens", None))
 
 

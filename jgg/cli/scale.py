@@ -1,6 +1,6 @@
 """Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.
 
-It runs forward and backward, router included, with the strategies of jgg.sharding. Prints tokens a second, efficiency
+A step is forward and backward, router included, with a strategy of jgg.sharding. Prints tokens a second, efficiency
 relative to one device and the bytes that devices send, and writes PREFIX.json.
 """
 

@@ -53,8 +53,8 @@ def choose_strategies(
 ) -> list[Strategy]:
     """Returns the strategies of these families that can split the layer over `devices`, which is a power of two.
 
-    Each family splits over all devices. An exchange also splits the experts over half of the devices, with the tokens
-    of two replicas.
+    Each family splits over all devices. An exchange also splits the experts over half of the devices, with two
+    replicas.
     """
     if devices == 1:
         return [Strategy()]

@@ -42,20 +42,20 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """What was measured, filled in as training goes on.
+    """The measurements of a run, filled in as training goes on.
 
     Attributes:
       settings: options of the run.
       implementation: grouped GEMM's implementation, as found in the compiled step.
       train_bytes, held_out_bytes: sizes of the two texts.
-      parameters: numbers in the model.
-      active_parameters: parameters that act on one byte; only topk experts count.
+      parameters: number of parameters of the model.
+      active_parameters: number of parameters that act on one byte; of the experts, only topk count.
       train: step, bits_per_byte and tokens_per_second (a token is a byte) of every few steps.
       held_out: step and bits_per_byte of each measurement of the whole held-out text.
       expert_load: fraction of the rows that each expert of each layer got in the last few steps.
       train_seconds: time in steps of training, without compilation and measurements.
       sample: text that the model wrote.
-      interrupted: whether the keyboard ended it early.
+      interrupted: whether an interrupt from the keyboard ended the run early.
     """
 
     settings: Settings
