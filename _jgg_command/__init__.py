@@ -1,7 +1,7 @@
-"""The command `jgg` as it is installed: `python -m jgg` with help before JAX, and without the notes about CUDA.
+"""The installed command `jgg`: like `python -m jgg`, but shows help without JAX, and hides notes about CUDA.
 
-JAX's CUDA plugin writes those as it is loaded, before a setting could reach it, and whatever is imported from jgg loads
-it. So this is no part of that package, and parses the arguments first.
+JAX's CUDA plugin writes these notes while it is loaded, before a setting could reach it, and importing anything from
+jgg loads it. So this package is not part of jgg, and parses the arguments before it imports jgg.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from _jgg_command.parser import parse
 
 def main() -> int:
     """Runs `jgg` and returns the exit code."""
-    # ends the process after help, and at a mistake
+    # parse ends the process after help or a mistake
     args = parse(importlib.metadata.version("jgg"), sys.argv[1:])
     with _held_back() as notes:
         import jax
@@ -34,9 +34,9 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator:
-    """Gives a file that takes what goes to stderr meanwhile, C++'s too; what it holds in the end goes there.
+    """Redirects stderr, C++'s too, to a temporary file and yields it; at the end its content goes to stderr.
 
-    Where no folder takes temporary files, as on a full disk, stderr is left alone.
+    If no temporary file can be made, as on a full disk, stderr is not redirected.
     """
     with contextlib.ExitStack() as stack:
         try:

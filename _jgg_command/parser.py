@@ -1,6 +1,6 @@
-"""The commands of `jgg` and their options, without importing jgg, and with it JAX: help needs neither.
+"""Declares the commands of `jgg` and their options without importing jgg, which imports JAX: help needs neither.
 
-So what jgg has to choose from (dtypes, layouts, peers) is written out here; tests/commands/test_help.py compares.
+So the choices that jgg offers (dtypes, layouts, peers) are repeated here; tests/commands/test_help.py compares them.
 """
 
 import argparse
@@ -28,12 +28,12 @@ def _whole_number(text, least, most):
 
 
 def positive_int(text: str) -> int:
-    """Argument type: a whole number from 1 to the largest int32, which is what sizes are computed in."""
+    """Argument type: a whole number from 1 to the largest int32, because sizes are computed in int32."""
     return _whole_number(text, 1, 2**31 - 1)
 
 
 def _seed(text):
-    """Argument type: a whole number that NumPy and JAX take for a seed, each giving other data."""
+    """Argument type: a whole number that NumPy and JAX accept as a seed; different seeds give different data."""
     return _whole_number(text, 0, 2**32 - 1)
 
 
@@ -94,7 +94,7 @@ SIZES = ("m", "k", "n", "experts", "topk")
 
 
 def add_shared(parser, *names, **changes):
-    """Declares options that commands share, by their names; `changes` are those with other settings."""
+    """Declares options that commands share, by their names; `changes` has options with settings to change in them."""
     for name in (*names, *(name.replace("_", "-") for name in changes)):
         parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
 
@@ -184,7 +184,7 @@ def _completion(parser):
 
 
 class Command(NamedTuple):
-    """A command of `jgg`, which the module of its name in jgg.cli runs."""
+    """A command of `jgg`; the module of the same name in jgg.cli runs it."""
 
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -203,7 +203,7 @@ COMMANDS = {
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
-    """The parser of `jgg` and its commands. What it parses has the command's name and parser too."""
+    """Makes the parser of `jgg` and its commands. Parsed arguments also have `command`, its name, and its `parser`."""
     parser = argparse.ArgumentParser(prog="jgg", description="Grouped GEMM for JAX mixture-of-experts training.")
     parser.add_argument("--version", action="version", version=f"jgg {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -215,5 +215,5 @@ def make_parser(version: str) -> argparse.ArgumentParser:
 
 
 def parse(version: str, arguments: list[str]) -> argparse.Namespace:
-    """The parsed arguments; without any, as after a mistake, the process ends here, having shown help."""
+    """Parses arguments. Without any it shows help; after help or a mistake the process ends here."""
     return make_parser(version).parse_args(arguments or ["--help"])

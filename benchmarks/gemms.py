@@ -1,4 +1,4 @@
-"""Times grouped GEMMs as `jgg bench` does, and other libraries' beside them: tokamax, torch and QuACK.
+"""Times grouped GEMMs as `jgg bench` does, and beside them the grouped GEMMs of tokamax, torch and QuACK.
 
     python -m benchmarks.gemms --layer qwen3-30b-a3b --peers dense,torch,quack
 

@@ -17,7 +17,7 @@ from jgg.router.logits import router_logits
 from jgg.router.routing import Routing, route, sort_by_expert
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
-PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and the ops of the experts' products in them
+PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and which ops of the experts' products are in each
 WEIGHTS = ("w_router", "w_gate_up", "w_down")
 CHOICE_ERROR = 1e-5  # relative to the largest logit: float32 sums of products of 16-bit numbers, in another order
 _SCHEDULE_TILES = 64  # rows of the smallest tile that a schedule of many rows has
@@ -28,9 +28,9 @@ class LayerProblem:
     """A layer to measure: a softmax router without bias, which chooses and normalizes, and SwiGLU experts.
 
     Attributes:
-      layer: its sizes.
-      dtype: of x and all weights.
-      w_layout: of the experts' weights, as in `jgg.moe_mlp`.
+      layer: the layer's sizes.
+      dtype: dtype of x and of all weights.
+      w_layout: layout of the experts' weights, as in `jgg.moe_mlp`.
       implementation, quantization: as in `jgg.moe_mlp`.
     """
 
@@ -97,7 +97,7 @@ class LayerProblem:
 
 
 def logits_of(x: jax.Array, w_router: jax.Array) -> jax.Array:
-    """The router's logits, float32 [T, E]; not by TF32, whose rounding would change choices."""
+    """The router's logits, float32 [T, E], computed without TF32, because its rounding would change choices."""
     return router_logits(x, w_router, precision="highest" if x.dtype == jnp.float32 else None)
 
 
@@ -135,13 +135,14 @@ def _run(problem, which, choose, implementation, precision, quantization, arrays
 
 @dataclasses.dataclass(frozen=True)
 class LayerReference:
-    """What a layer's results must be, given the experts that it chose.
+    """The expected results of a layer, given the experts that it chose.
 
     Attributes:
-      parts: of y and, with the backward pass, the gradients by name; computed in float32 by the xla implementation.
-        Allowed is three times its own error in the problem's dtype. (Both are the largest of a few sums of rounded
-        numbers, and differ by a factor of 2 at times.) With quantization, a tenth of the largest element more.
-      logits: float32, by which the choices are judged.
+      parts: references for y and, with the backward pass, for the gradients, by name. The xla implementation computes
+        them in float32. The allowed error is three times the error that it has in the problem's dtype. (The two are
+        the largest of a few sums of rounded numbers, and sometimes differ by a factor of 2.) With quantization, the
+        allowed error is larger by a tenth of the largest element.
+      logits: float32 logits, with which the choices are checked.
     """
 
     parts: dict[str, Reference]
@@ -149,9 +150,9 @@ class LayerReference:
 
     @classmethod
     def of(cls, problem: LayerProblem, which: str, arrays: dict, topk_indices: jax.Array):
-        """Computes it for the experts chosen, topk_indices int32 [T, k].
+        """Computes the reference for the experts that were chosen, topk_indices int32 [T, k].
 
-        A choice depends on the last bit of the logits where two of them are all but equal, so it is judged apart.
+        Where two logits are almost equal, a choice depends on their last bit, so `check` judges choices separately.
         """
         own = _expected(problem, which, None)(arrays, topk_indices)
         in_float32 = {name: array.astype(jnp.float32) for name, array in arrays.items() if name in problem.shapes}
@@ -162,7 +163,7 @@ class LayerReference:
         return cls(parts, logits_of(in_float32["x"], in_float32["w_router"]))
 
     def check(self, results: dict) -> Measurement:
-        """The measurement of results, with the error of the one that comes closest to its bound or passes it."""
+        """Judges results; the measurement has the error of the worst one, compared with the error allowed for it."""
         choice_error = float(_choice_error(self.logits, results["topk_indices"]))
         if not choice_error <= CHOICE_ERROR:
             reason = f"an expert left out beats one chosen by {choice_error:.3g} of the largest logit"
@@ -173,13 +174,13 @@ class LayerReference:
 
 
 def _margin(checked):
-    """How far an error is below its bound; NaN is above all."""
+    """How far an error is below its bound; -inf if the error is NaN or inf."""
     return checked.allowed_error - checked.error if checked.error < jnp.inf else -jnp.inf
 
 
 @functools.cache
 def _expected(problem, which, precision):
-    """The compiled function (arrays, topk_indices) -> results but for the choices."""
+    """Returns the jitted function (arrays, topk_indices) -> results without the choices."""
 
     def run(arrays, topk_indices):
         def choose(logits):
@@ -197,7 +198,7 @@ def _expected(problem, which, precision):
 def _choice_error(logits, topk_indices):
     """The most by which an expert left out beats one chosen, relative to the largest logit; inf for a wrong index.
 
-    It is negative where every choice is right, and about the logits' rounding where they are equal but for that.
+    It is negative if every choice is right, and as small as the rounding of the logits if only rounding changed one.
     """
     num_tokens, num_experts = logits.shape
     in_range = jnp.all((topk_indices >= 0) & (topk_indices < num_experts))
@@ -214,8 +215,9 @@ class Memory:
     """Bytes that a compiled forward + backward takes on its device.
 
     Attributes:
-      arguments, results, temporaries: as the compiler allots them.
-      peak_in_use: the most that the device had in use, where this run raised that; what else was held then counts too.
+      arguments, results, temporaries: bytes that the compiler allots to each of them.
+      peak_in_use: the most bytes that the device ever had in use, other arrays included; None unless this run made
+        it larger.
     """
 
     arguments: int
@@ -225,7 +227,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that must be there at once."""
+        """Bytes that must be allocated at the same time."""
         return self.arguments + self.results + self.temporaries
 
 

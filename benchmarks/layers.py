@@ -38,12 +38,12 @@ class LayerRow:
     """The measurements of one layer.
 
     Attributes:
-      passes: of each of PASSES.
-      dense_seconds: of each of PASSES, the time of dense products with the sizes of the experts' ones.
-      memory: of forward + backward.
-      route_seconds: of routing alone, from logits to sorted rows.
+      passes: the measurement of each of PASSES.
+      dense_seconds: for each of PASSES, the time of dense products as large as the experts' products.
+      memory: memory that forward + backward takes.
+      route_seconds: time of routing alone, from logits to sorted rows.
       group_sizes: fewest, median and most rows of an expert.
-      failures: what raised, by what was measured, in one line each.
+      failures: the error of each measurement that raised one, in one line.
     """
 
     problem: LayerProblem
@@ -60,7 +60,7 @@ class LayerRow:
         return not self.failures and not any(each.status in (FAILED, WRONG) for each in self.passes.values())
 
     def tflops(self, which: str) -> float | None:
-        """TF/s of the experts' products in a pass; None where there is no right one."""
+        """TF/s of the experts' products in a pass; None if the pass was not measured or not right."""
         seconds = self.passes[which].seconds if which in self.passes else None
         return seconds and self.problem.flops(which) / seconds / 1e12
 
@@ -72,7 +72,7 @@ class LayerRow:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser; the options are those of `jgg bench` that serve whole layers."""
+    """Makes the parser; it has the options of `jgg bench` that make sense for whole layers."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +103,7 @@ def problems_of(args) -> list[LayerProblem]:
 
 
 def are_scaled_down(args) -> bool:
-    """Whether two layers are made smaller, for a CPU: where options name neither layers nor sizes."""
+    """Whether only two layers, made smaller, are measured: without a GPU, if options name neither layers nor sizes."""
     return options.sizes(args) is None and options.are_scaled_down(args)
 
 
@@ -142,7 +142,7 @@ def run(args) -> int:
 
 
 def measure_layer(row: LayerRow, seed: int, tell) -> None:
-    """Fills in the measurements, what fails in `failures`; tells of 3 + len(PASSES) steps."""
+    """Fills in the row's measurements, and `failures`; reports 3 + len(PASSES) steps to `tell`."""
     problem = row.problem
     arrays = problem.operands(seed)
 
@@ -154,7 +154,7 @@ def measure_layer(row: LayerRow, seed: int, tell) -> None:
         except Exception as error:  # such as too little memory: report it and go on
             row.failures[what] = first_line(error)
 
-    with attempt("memory"):  # first, while little else is held
+    with attempt("memory"):  # first, while few other arrays take memory
         row.memory = measure_memory(problem, arrays)
     for which in PASSES:
         tell(f"{problem.layer.name} {which}", 1)
@@ -186,7 +186,7 @@ def _measure_routing(row, arrays):
 
 
 def _measure_dense(row, seed):
-    """Fills in the time of dense products with the sizes of the experts' ones: up and down, and their gradients."""
+    """Fills in the time of dense products as large as the experts': up and down, and their gradients."""
     problem = row.problem
     one_expert = dataclasses.replace(problem.layer, experts=1, topk=1, tokens=problem.num_rows)
     gemms = dataclasses.replace(problem, layer=one_expert).gemms

@@ -1,4 +1,4 @@
-"""Other libraries' grouped GEMMs, where those are installed, beside what `jgg bench` measures jgg against."""
+"""Grouped GEMMs of other libraries, if these are installed, as further peers beside the peers of `jgg bench`."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ class TorchProduct(Way):
     """A product computed by torch on the GPU that JAX uses.
 
     Attributes:
-      call: starts it and returns its tensor.
-      bytes_accessed: of a call.
-      out: the tensor that every call writes, where it is always the same one.
+      call: starts the product and returns its tensor.
+      bytes_accessed: bytes of one call.
+      out: the tensor that every call writes; None if each call makes a new one.
     """
 
     call: Callable[[], Any]
@@ -34,7 +34,7 @@ class TorchProduct(Way):
     def compute(self) -> jax.Array:
         """The product."""
         if self.out is not None:
-            self.out.fill_(float("nan"))  # lest an earlier call's result be taken for this one's
+            self.out.fill_(float("nan"))  # so that an earlier call's result cannot pass for this one's
         return _to_jax(self.call())
 
     def measure(self) -> Timing:
@@ -44,9 +44,9 @@ class TorchProduct(Way):
 
 
 def _torch_operands(op, problem, arrays):
-    """A, B, the first row of each group and the token of each row, or None where x is in expert order.
+    """Returns A, B, the first row of each group, and the token of each row or None if rows are in expert order.
 
-    The product is D[i] = A[i] @ B[e]^T, or for dW D[e] = A[:, rows] @ B[:, rows]^T.
+    The product is D[i] = A[i] @ B[e]^T for row i of expert e; dW is D[e] = A[:, rows] @ B[:, rows]^T.
     """
     x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
     w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
@@ -60,10 +60,10 @@ def _torch_operands(op, problem, arrays):
 
 
 def _grouped_mm(op, problem, arrays):
-    """torch._grouped_mm (CUTLASS), after index_select where x is in token order."""
+    """Prepares torch._grouped_mm (CUTLASS); index_select gathers the rows first if x is in token order."""
     torch = importlib.import_module("torch")
     a, b, starts, tokens = _torch_operands(op, problem, arrays)
-    ends = starts[1:].clone()  # aligned
+    ends = starts[1:].clone()  # a copy is aligned, the view is not
 
     def call():
         rows = a if tokens is None else a.index_select(0, tokens)
@@ -72,11 +72,11 @@ def _grouped_mm(op, problem, arrays):
     return [TorchProduct(call, problem.bytes_accessed)]
 
 
-_QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # the last: ping-pong
+_QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # tile_m, tile_n, pingpong
 
 
 def _quack(op, problem, arrays):
-    """QuACK's GEMM of variable lengths (CuTe DSL) by several tiles and clusters; it gathers rows in the kernel."""
+    """Prepares QuACK's GEMM of variable lengths (CuTe DSL) with several tiles and clusters; its kernel gathers rows."""
     torch = importlib.import_module("torch")
     gemm = importlib.import_module("quack.gemm").gemm
     a, b, starts, tokens = _torch_operands(op, problem, arrays)
@@ -142,7 +142,7 @@ def _to_jax(tensor):
 
 
 def _torch_seconds(call, flushes) -> float:
-    """Seconds of a call on the device, taken as by `timing.measure`."""
+    """Seconds of a call on the device, measured in the same way as by `timing.measure`."""
     torch = importlib.import_module("torch")
     filler = torch.zeros(timing.LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
 
@@ -160,7 +160,7 @@ def _torch_seconds(call, flushes) -> float:
 
 
 def _event_seconds(call, calls):
-    """Seconds of that many calls on the device."""
+    """Seconds that `calls` calls together take on the device."""
     torch = importlib.import_module("torch")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()  # while it runs, the host gets ahead of the device

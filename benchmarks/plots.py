@@ -23,7 +23,7 @@ def main(argv=None) -> None:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Draws the speeds of each op, or of whole layers, as bars, and jgg's products under the roofs of the device."""
+    """Draws the speeds of each op or of whole layers as bars; for GEMMs, also a roofline with jgg's products."""
     panels = _panels_of_layers(result) if "layers" in result else _panels_of_gemms(result)
     heights = [height for height, _, _ in panels]
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
@@ -35,7 +35,7 @@ def draw(result: dict, path: Path) -> None:
 
 
 def _panels_of_gemms(result):
-    """The height of each panel, what draws it, and from what."""
+    """Returns each panel's height, the function that draws it, and the arguments for that function."""
     panels = []
     for op in result["settings"]["ops"]:
         rows = [row for row in result["rows"] if row["op"] == op]
@@ -73,7 +73,7 @@ def _plot_bars(axes, title, labels, speeds):
 
 
 def _plot_roofline(axes, result):
-    """Each product's FLOPs per byte and speed, below a copy's bandwidth and the fastest dense product."""
+    """Plots each product's speed over its FLOPs per byte, and two bounds: a copy and the fastest dense product."""
     rows, bandwidth = result["rows"], result["copy_bytes_per_second"]
     for op, marker in _MARKERS.items():
         points = [(row["flops_per_byte"], _tflops(row, "jgg")) for row in rows if row["op"] == op]

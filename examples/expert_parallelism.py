@@ -38,7 +38,7 @@ def several_devices(sharding, x, logits, w_gate_up, w_down):
 
 
 def gradients(function, arrays):
-    """Those of all arrays, and how many rows found no room."""
+    """Computes the gradients of all arrays, and how many rows found no room."""
 
     def loss(*arrays):
         y, overflow = function(*arrays)

@@ -1,4 +1,4 @@
-"""A Flax Linen model with a mixture-of-experts layer, whose experts a selection bias balances, as in DeepSeek-V3.
+"""A Flax Linen model with a mixture-of-experts layer; a selection bias balances the experts, as in DeepSeek-V3.
 
 python examples/flax_linen.py    # on a GPU, or seconds on a CPU; needs `pip install '.[flax]'`
 """

@@ -3,7 +3,7 @@
     python examples/gradient_checks.py                       # plain JAX on a CPU, the kernels on a GPU
     python examples/gradient_checks.py --implementation interpret    # the kernels on a CPU
 
-Copy it to check a function of your own: one expert is empty, and no size is a multiple of a tile.
+Copy this file to check a function of your own: one expert is empty, and no size is a multiple of a tile.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LOGITS[:, 2] -= 99  # nobody chooses expert 2
 
 
 def product(x, w, topk_weights, bias, implementation=None):
-    """Each token times its experts' matrices, in token order."""
+    """Multiplies each token by its experts' matrices; the result is in token order."""
     routing = jgg.route(LOGITS, TOPK)
     return jgg.grouped_gemm(
         x, w, routing.group_sizes, TOPK, routing.gather_indices, permute_x=True, permute_y=True,
@@ -30,7 +30,7 @@ def product(x, w, topk_weights, bias, implementation=None):
 
 
 def expected(x, w, topk_weights, bias, dy):
-    """y and the gradients, by a loop in float64."""
+    """Computes y and the gradients by a loop in float64."""
     experts = np.asarray(jgg.route(LOGITS, TOPK).topk_indices).reshape(-1)
     x, w, weights, bias, dy = (np.asarray(array, np.float64) for array in (x, w, topk_weights, bias, dy))
     weights, y = weights.reshape(-1), np.zeros((TOKENS * TOPK, OUT))

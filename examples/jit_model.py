@@ -1,8 +1,8 @@
-"""Mixture of experts in model code of one's own: functions, `jax.jit` and `jax.grad`, no framework.
+"""A mixture of experts in your own model code: functions, `jax.jit` and `jax.grad`, no framework.
 
     python examples/jit_model.py    # on a GPU, or seconds on a CPU
 
-Learns which half of its input each token has to negate, which a router can tell by the token's first feature.
+The model learns to negate one half of each token. Which half, the router can tell by the token's first feature.
 """
 
 import functools
@@ -27,7 +27,7 @@ def init(key):
 
 
 def layer(params, x):
-    """Two grouped GEMMs, an activation and a sum: what `jgg.moe_mlp` does at once."""
+    """Computes the layer by two grouped GEMMs, an activation and a sum; `jgg.moe_mlp` does all this in one call."""
     routing = jgg.route(x @ params["router"], TOPK)
     sizes, indices = routing.group_sizes, routing.gather_indices
     product = functools.partial(jgg.grouped_gemm, w_layout="ekn")
@@ -41,7 +41,7 @@ def layer(params, x):
 
 
 def fused_layer(params, x):
-    """The same, with less memory for the backward pass."""
+    """Computes the same as `layer`, with less memory for the backward pass."""
     routing = jgg.route(x @ params["router"], TOPK)
     return jgg.moe_mlp(x, params["w_gate_up"], params["w_down"], routing, w_layout="ekn")
 

@@ -4,7 +4,7 @@
     python examples/train_moe.py --text book.txt --preset tiny          # the default without a GPU: a minute on a CPU
     python examples/train_moe.py --text book.txt --checkpoints run1     # saves, and goes on from there when run again
 
-Tokens are split over all devices; experts over `--expert-parallel` of them, everything else is stored split (FSDP).
+Tokens are split over all devices, experts over `--expert-parallel` of them; all other weights are stored split (FSDP).
 MFU is model FLOPs utilization: the FLOPs that the model needs, without those that rematerialization repeats, over what
 the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install '.[flax]'`.
 """
@@ -29,13 +29,13 @@ from jgg.sharding import MoESharding
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
 VOCABULARY = 256  # bytes
 LOG_EVERY = 10
-# What the backward pass reads rather than computes again, with --remat names: jgg's names and those given below.
+# With --remat names, the backward pass computes all arrays again but these: jgg names three, Block the last.
 SAVED_NAMES = ("jgg_x", "jgg_pre_activation", "jgg_routing", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of a step; batch is of sequences on each device."""
+    """Sizes of the model and of a step; `batch` is the number of sequences on each device."""
 
     layers: int
     hidden: int
@@ -69,7 +69,7 @@ PRESETS = {
 
 
 class RaggedDotMoE(jgg.nnx.MoE):
-    """The same layer with `jax.lax.ragged_dot` in jgg's place, for comparison on one device."""
+    """The layer `jgg.nnx.MoE` with `jax.lax.ragged_dot` for its products, for comparison on one device."""
 
     def __call__(self, x):
         tokens = x.reshape(-1, x.shape[-1])
@@ -98,7 +98,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Causal attention with grouped queries, then experts; each is added to what it reads."""
+    """Causal attention with grouped queries, then experts; each has a residual connection."""
 
     def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
         self.config, dense = config, functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
@@ -150,7 +150,7 @@ class LanguageModel(nnx.Module):
 
 
 def split_state(state, sharding: MoESharding):
-    """The parameters on the mesh: each but the experts', which are there already, split over its longest axis."""
+    """Splits arrays over the mesh, each along its longest axis; the experts' arrays are split already and stay so."""
     devices = math.prod(sharding.mesh.shape.values())
 
     def put(array):
@@ -166,7 +166,7 @@ def split_state(state, sharding: MoESharding):
 
 
 def make_step(graphdef, optimizer, sharding: MoESharding):
-    """The jitted step of training: (params, optimizer's state, text [B, S + 1]) -> (both after it, metrics)."""
+    """The jitted step of training: (params, opt_state, text [B, S + 1]) -> (new params, new opt_state, metrics)."""
 
     def loss_of(params, text):
         model = nnx.merge(graphdef, params)
@@ -190,7 +190,7 @@ def make_step(graphdef, optimizer, sharding: MoESharding):
 
 
 def batches(text: np.ndarray, config: Config, devices: int, first_step: int, seed: int):
-    """Windows of the text, uint8 [batch, seq + 1], at random; those of a step are the same in every run."""
+    """Yields random windows of the text, uint8 [batch, seq + 1]; a step has the same windows in every run."""
     for step in range(first_step, 2**31):
         rng = np.random.default_rng((seed, step))
         starts = rng.integers(0, len(text) - config.seq, (config.batch * devices, 1))
@@ -198,7 +198,7 @@ def batches(text: np.ndarray, config: Config, devices: int, first_step: int, see
 
 
 def open_checkpoints(folder: Path | None):
-    """Orbax's manager of a folder, or None; it keeps the last two."""
+    """Opens Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder."""
     if folder is None:
         return None
     import orbax.checkpoint as ocp
@@ -207,7 +207,7 @@ def open_checkpoints(folder: Path | None):
 
 
 def restored(manager, state):
-    """The state and step of the last checkpoint, split as `state` is, or what was given and 0."""
+    """Returns the last checkpoint, split as `state` is, and its step; without a checkpoint, `state` and 0."""
     if manager is None or manager.latest_step() is None:
         return state, 0
     import orbax.checkpoint as ocp
@@ -226,7 +226,7 @@ def save(manager, step: int, state) -> None:
 
 
 def train(config: Config, options: argparse.Namespace) -> float:
-    """Trains, printing progress; the loss of the last step, in nats per byte."""
+    """Trains and prints progress; returns the loss of the last step, in nats per byte."""
     text = np.frombuffer(options.text.read_bytes(), np.uint8)
     if len(text) <= config.seq:
         raise SystemExit(f"--text must have more than {config.seq} bytes, got {len(text)}")
@@ -270,7 +270,7 @@ def train(config: Config, options: argparse.Namespace) -> float:
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
-    """The model and the options of a command line; every size of a preset is an option too."""
+    """Parses a command line to the model's config and the options; every size of a preset is an option too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="the file to learn")
     preset = "qwen3-30b-a3b" if jax.default_backend() == "gpu" else "tiny"

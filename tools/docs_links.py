@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links from docs/ to other files lead to the repository, and names of jgg to their reference."""
+"""A hook of mkdocs: links files outside of docs/ to the repository, and names of jgg to their reference."""
 
 import re
 from pathlib import Path
@@ -7,19 +7,19 @@ from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parent.parent
 _OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)")
-# in text: what is in a link, a heading or a block of code is skipped
+# also matches links, headings and blocks of code as wholes, so that names inside them are skipped
 _NAME = re.compile(r"<(a|autoref|h\d|pre)\b.*?</\1>|<code>(?P<name>jgg\.[\w.]*\w)[^<]*</code>", re.DOTALL)
-# sections of docstrings that fit on a line, which stay text otherwise
+# sections of docstrings that fit on a line; mkdocs leaves them as plain text
 _SECTION = re.compile(r"(<p>|\n)(Returns|Raises|Source): ")
 _SAME_NAME_AS_MODULE = {name: f"{name}.{name[4:]}" for name in ("jgg.grouped_gemm", "jgg.ragged_dot")}
 
 
 def on_page_markdown(markdown: str, *, page, config, files) -> str:
-    """The page's text, with `](../FILE)` as a link to FILE in the repository, where it must be a file."""
+    """Turns `](../FILE)` into a link to FILE in the repository; raises PluginError if there is no such file."""
 
     def link(match):
         if page.file.src_path.count("/"):
-            return match[0]  # of a page in a folder, "../" is docs/
+            return match[0]  # for a page in a folder, "../" is docs/ itself
         if not (ROOT / match["path"]).exists():
             raise PluginError(f"{page.file.src_path} links to {match['path']}, which does not exist")
         return f"]({config.repo_url}/blob/main/{match['path']}"
@@ -28,9 +28,9 @@ def on_page_markdown(markdown: str, *, page, config, files) -> str:
 
 
 def on_page_content(html: str, *, page, config, files) -> str:
-    """The page with names of jgg in code as links to the reference, where that has them.
+    """Turns names of jgg in code into links to the reference, if the reference has them.
 
-    In the reference, short sections of docstrings are paragraphs.
+    On pages of the reference it also makes one-line sections of docstrings into paragraphs.
     """
 
     def link(match):

@@ -1,8 +1,8 @@
-"""Errors of the three products against float64, beside XLA's own dense product, as a table: python tools/numerics.py.
+"""Prints a table of errors against float64, of jgg's three products and XLA's dense product: python tools/numerics.py.
 
-For each dtype and reduced length: K of the forward product, N of dX, a group's rows of dW. An error is the largest of a
-product's elements, relative to its largest element; of sums whose terms cancel, but for one in 64 of them, relative to
-the largest sum of the terms' magnitudes.
+Each row has a dtype and a reduced length, which is K in the forward product, N in dX, and a group's rows in dW. An
+error is the largest error of an element, relative to the product's largest element. In some rows all terms of a sum but
+one in 64 cancel; there, errors are relative to the largest sum of the terms' magnitudes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GROUPS, ROWS, COLUMNS = 3, 40, 48  # each group's product is [ROWS, length] @ [l
 
 
 def operands(rng, dtype, length, cancels):
-    """left [G, ROWS, length] and right [G, length, COLUMNS] of dtype."""
+    """Makes random left [G, ROWS, length] and right [G, length, COLUMNS] of dtype."""
     left = rng.standard_normal((GROUPS, ROWS, length)).astype(dtype)
     right = rng.standard_normal((GROUPS, length, COLUMNS)).astype(dtype)
     if cancels:
@@ -58,13 +58,13 @@ def grouped(product, left, right, precision, implementation):
 
 
 def dense(left, right, precision):
-    """The same by XLA's dense product, accumulated in float32."""
+    """The products of all groups by XLA's dense product, accumulated in float32."""
     out = jnp.einsum("grk,gkc->grc", left, right, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(left.dtype)
 
 
 def measure(dtype, precision, length, cancels, implementation):
-    """Errors by product, and of XLA's dense product."""
+    """Returns the errors of jgg's products and of XLA's dense product, by name."""
     left, right = operands(np.random.default_rng(length), jnp.dtype(dtype), length, cancels)
     exact_left, exact_right = left.astype(np.float64), right.astype(np.float64)
     exact = exact_left @ exact_right

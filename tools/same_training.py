@@ -1,10 +1,10 @@
-"""Trains the demo's model by several variants, from the same weights and batches; writes PREFIX.json and PREFIX.png.
+"""Trains the demo's model in several variants, from the same weights and batches; writes PREFIX.json and PREFIX.png.
 
     python tools/same_training.py                                           # the implementations xla and triton
     python tools/same_training.py --variants triton triton+fp8 --out fp8    # bfloat16 and FP8
 
-Their losses differ by rounding only, which training amplifies: for each variant the spread over seeds is the noise that
-the difference between variants is to be compared with.
+The losses of the variants differ only by rounding, but training amplifies it. So compare the difference between
+variants with the noise, which is the spread of each variant's losses over the seeds.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from jgg.cli.demo.train import TrainState, make_evaluate, make_step
 from jgg.cli.info import devices, versions
 
 PEAK_RATE = 3e-3
-SMOOTHED = 10  # steps that a point of a curve is the mean of; the final training loss is that of 10 points
+SMOOTHED = 10  # steps whose mean is a point of a curve; the final training loss is the mean of 10 points
 
 
 def train(settings: Settings, variant: str):
-    """The curve of a run, and its losses at the end, in bits per byte.
+    """Trains one variant; returns its curve and its final losses, in bits per byte.
 
     Args:
       variant: an implementation, with "+fp8" after it to multiply in FP8.
@@ -66,7 +66,7 @@ def train(settings: Settings, variant: str):
 
 
 def compare(runs):
-    """Mean and spread of the final losses of each variant, and how far those of one seed are apart."""
+    """Mean and spread of each variant's final losses, and the largest difference between losses of the same seed."""
     summary = {"variants": {}, "largest_difference_of_a_seed": {}}
     for loss in ("final_train", "final_held_out"):
         by_seed = {}
@@ -87,7 +87,7 @@ def compare(runs):
 
 
 def plot(runs, title) -> Figure:
-    """The curves, and what those of each seed differ from the first variant's."""
+    """Draws the curves of all runs, and their differences from the first variant with the same seed."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, differences = figure.subplots(1, 2)
     figure.suptitle(title)

@@ -17,7 +17,7 @@ from tools.speed_picture import BARS, BOUND, THEMES, draw
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md", "docs/fp8.md", "docs/scaling.md")
-DIRECTIONS = ("forward", "dX", "dW")  # what a training step computes, gathers apart
+DIRECTIONS = ("forward", "dX", "dW")  # the ops of a training step; "gather" is not counted
 Row = dict[str, str]
 
 
@@ -44,7 +44,7 @@ def layer_speeds() -> dict[str, dict[str, float]]:
 
 
 def summary() -> str:
-    """How fast jgg's GEMMs and layers are beside other libraries, in a paragraph."""
+    """A paragraph that compares the speed of jgg's GEMMs and layers with other libraries."""
     gemms, layers = measurements("gemms"), measurements("layers")
     of_dense = [_ratio(row, "tflops", "dense") for row in gemms]
     quack, torch = (_means_by_op(gemms, name) for name in ("quack", "torch"))
@@ -63,7 +63,7 @@ def summary() -> str:
 
 
 def speed_table() -> str:
-    """The GEMMs of each layer together, and the whole layer."""
+    """A table of the speed of each layer's GEMMs together, and of the whole layer."""
     headings = (
         "layer (T, H, I, E, k)", "GEMMs, TF/s", "of dense", "times QuACK", "times torch",
         "layer forward, ms", "times SonicMoE", "forward + backward, ms", "times SonicMoE", "memory, % of limit",
@@ -87,7 +87,7 @@ def _speed_cells(row: Row, speed: dict[str, float] | None) -> Iterator[str]:
 
 
 def fp8_table() -> str:
-    """FP8 products relative to bfloat16, and whole layers."""
+    """A table of the speed of FP8 products relative to bfloat16, and of whole layers."""
     headings = (
         "layer", "products, times bfloat16", "of dense FP8", "layer in bfloat16, ms", "each pass quantizes",
         "`keeps_weights`", "once for 4 microbatches",
@@ -109,7 +109,7 @@ def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[st
 
 
 def gpus_table() -> str:
-    """A layer on several GPUs, each with as many tokens as one device alone has."""
+    """A table of a layer's times on several GPUs, where each has as many tokens as one device alone has."""
     headings = ("GPUs", "strategy", "ms", "efficiency", "MB sent by each")
     return _table(headings, map(_gpus_cells, measurements("gpus")))
 
@@ -131,7 +131,7 @@ TEXTS: dict[str, Callable[[], str]] = {
 
 
 def outputs() -> dict[Path, str]:
-    """What each page and picture should be."""
+    """Returns the text that each page and picture should have."""
     texts = {ROOT / page: _filled((ROOT / page).read_text()) for page in PAGES}
     speeds = {layer: {name: speed[name] for name in (*BARS, BOUND)} for layer, speed in layer_speeds().items()}
     pictures = ROOT / "docs/pictures"
@@ -139,7 +139,7 @@ def outputs() -> dict[Path, str]:
 
 
 def _filled(page: str) -> str:
-    """The page with its marked texts drawn anew."""
+    """Returns the page with each marked text replaced by a new one."""
 
     def block(match):
         return f"{match[1]}\n\n{TEXTS[match[2]]()}\n\n{match[3]}"

@@ -1,10 +1,10 @@
 """The picture of README: a bar for the speed of each library at the GEMMs of each layer. `tools.speed` writes it."""
 
-BARS = {"tflops": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # columns of gemms.csv: what the picture says
+BARS = {"tflops": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # column of gemms.csv: its name in the picture
 BOUND = "dense"
 TITLE = "Expert GEMMs on one H200, bfloat16, TF/s"
 SUBTITLE = "forward, dX and dW of a layer's two GEMMs together; higher is better"
-THEMES: dict[str, dict] = {  # colors of text; and of bars, with that of the number in them
+THEMES: dict[str, dict] = {  # colors of text, and of each bar with the number in it
     "light": {
         "text": "#24292f",
         "faint": "#57606a",
@@ -27,7 +27,7 @@ WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
 
 
 def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
-    """The picture as SVG, without a background, in colors for one."""
+    """Returns the picture as SVG in the colors of a theme; the background is transparent."""
     scale = (WIDTH - LEFT - RIGHT) / max(each[BOUND] for each in speeds.values())
     parts = [_text(0, 22, TITLE, theme["text"], 20, "bold"), _text(0, 46, SUBTITLE, theme["faint"]), *_legend(theme)]
     y = TOP

@@ -3,9 +3,9 @@
     python tools/versions.py --folder environments    # all combinations
     python tools/versions.py --only oldest --quick    # a few
 
-pip installs this checkout beside the versions of each combination, so that bounds in pyproject.toml that exclude one
-show. Then tests run there, and all that the defaults choose is compiled for compute capabilities 8.0 and 9.0: kernels
-must fit the shared memory and spill no registers. An environment that is in the folder already is used again.
+pip installs this checkout together with the versions of each combination, so it fails if pyproject.toml excludes one.
+Then tests run in that environment, and the kernels of all default configurations are compiled for compute capabilities
+8.0 and 9.0: they must fit into shared memory and spill no registers. Environments already in the folder are reused.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# the minor version of Python, where it matters, and what pip is told
+# the minor version of Python, or "" for any, and the requirements for pip
 COMBINATIONS = {
     "oldest": ("12", "jax==0.11.1", "jax-cuda12-plugin==0.11.1", "triton==3.7.1", "flax==0.12.9"),
     "middle": ("13", "jax==0.11.2", "jax-cuda12-plugin==0.11.2", "triton==3.8.0"),
@@ -35,7 +35,7 @@ XLA_FLAGS = (
 
 
 def make_environment(name: str, folder: Path) -> Path:
-    """The Python of the environment for a combination, made at need."""
+    """Returns the Python of the environment for a combination, which it makes if needed."""
     minor, *pinned = COMBINATIONS[name]
     python = folder / name / "bin" / "python"
     requirements = [*pinned, *REQUIRED]
@@ -58,7 +58,7 @@ def versions(python: Path) -> str:
 
 
 def run_tests(python: Path, *arguments: str) -> str:
-    """How many tests passed and failed; of those that failed, it prints what pytest did."""
+    """Runs tests; returns how many passed and failed, and prints the output of pytest if one failed."""
     with tempfile.TemporaryDirectory() as caches:
         done = subprocess.run(
             [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(min(os.cpu_count(), 8)), *arguments],
@@ -75,7 +75,7 @@ def run_tests(python: Path, *arguments: str) -> str:
 
 
 def results(python: Path, quick: bool) -> dict[str, str]:
-    """What came of each kind of test."""
+    """Runs each kind of test and returns the outcomes, by column of the table."""
     files = [str(path) for name in (QUICK if quick else CORE) for path in ROOT.glob(f"tests/*/test_{name}.py")]
     found = {"tests": run_tests(python, *files)}
     if not quick:

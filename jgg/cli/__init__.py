@@ -22,11 +22,11 @@ def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] |
     """Runs a command, by default the function `run` of its module, and returns the exit code."""
     try:
         code = (command or _runner(args.command))(args)
-        sys.stdout.flush()  # so that what is wrong with it shows here
+        sys.stdout.flush()  # so that an error of stdout is raised here
         return code
     except UsageError as error:
         args.parser.error(str(error))
-        raise  # which it does not come to
+        raise  # not reached: error() ends the process
     except RuntimeError as error:
         if not str(error).startswith("Unable to initialize backend"):
             raise
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] |
         if _stdout_works():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # who reads the output, such as head, has enough
+        if not isinstance(error, BrokenPipeError):  # a broken pipe only means that the reader, such as head, has enough
             print(f"jgg: could not write stdout: {error.strerror}", file=sys.stderr)
         return 1
 
 
 def _runner(name) -> Callable[[argparse.Namespace], int]:
-    """The function that runs a command; its module is imported when it is needed."""
+    """Imports the module of a command and returns its function `run`."""
     return importlib.import_module(f"jgg.cli.{name}").run
 
 
@@ -64,7 +64,7 @@ def _stdout_works():
 
 
 def _has_device():
-    """Whether any backend of JAX starts; where JAX_PLATFORMS names only one that is not installed, JAX asserts."""
+    """Whether a backend of JAX starts; JAX raises AssertionError if JAX_PLATFORMS names only one that is missing."""
     try:
         return bool(jax.devices())
     except (RuntimeError, AssertionError):

@@ -36,7 +36,7 @@ def show(result: Result) -> None:
 
 
 def header(result: Result) -> str:
-    """Where and how it was measured, and which peers were not."""
+    """The lines above the table: device, options, bandwidth of a copy, and the peers that were skipped."""
     settings = result.settings
     lines = [
         f"{devices()[0].kind}, {settings.dtype}, {settings.groups} groups, w {settings.w_layout},"
@@ -51,7 +51,7 @@ def header(result: Result) -> str:
 
 
 def _cells(result, row):
-    """The cells of a table: name, sizes and op; then jgg's numbers, and the speeds of others."""
+    """The cells of a row: name, sizes and op; then jgg's numbers, and the speeds of bounds and peers."""
     numbers = _numbers(result, row, JGG)
     percents = [numbers["percent_of_dense"], numbers["percent_of_roofline"]]
     return (
@@ -74,7 +74,7 @@ def _cell(row, name, value):
 
 
 def _not_right(result):
-    """A line for each product that is wrong or failed; the same reason for many GEMMs once."""
+    """Lines on everything that is wrong or failed; GEMMs with the same reason share a line."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in result.rows:
         for name, measurement in row.measurements.items():
@@ -84,7 +84,7 @@ def _not_right(result):
 
 
 def ratios(rows: list[Row], ops, names) -> dict[str, dict[str, dict]]:
-    """How many times as fast as `name` jgg is, by op and name: geometric mean, smallest, and how many GEMMs."""
+    """The ratios of jgg's speed to others', by op and name: geometric mean, smallest, and the number of GEMMs."""
     found: dict[str, dict[str, dict]] = {}
     for op in ops:
         for name in names:
@@ -135,7 +135,7 @@ def _row_as_json(result, row):
 
 
 def _numbers(result, row, name):
-    """What follows from the seconds of a call; None where there is no right one.
+    """The numbers that follow from the seconds of a call; each is None if the times that it needs are missing.
 
     The roofline is the time of the dense product or of a copy of as many bytes as x, w and y have, whichever is longer.
     """

@@ -1,4 +1,4 @@
-"""Measures for `jgg bench`: products are checked, then timed, beside their bounds and peers."""
+"""The measurements of `jgg bench`: products, their bounds and their peers, each checked and then timed."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ from jgg.measuring.ways import JaxProduct, measure_best
 from jgg.measuring.workloads import computed_as, group_sizes, operands
 
 JGG = "jgg"
-BOUNDS = {"even": "even", "one": "one group"}  # jgg's own product with other group sizes, and what a row calls it
+BOUNDS = {"even": "even", "one": "one group"}  # kind of group sizes: what a row calls jgg's own product with them
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of an op of a GEMM, by JGG, the values of BOUNDS and the names of peers."""
+    """The measurements of one op of one GEMM, under the names JGG, the values of BOUNDS and the names of peers."""
 
     layer: str
     gemm: str
@@ -36,17 +36,17 @@ class Row:
         return f"{self.layer} {self.gemm}"
 
     def seconds(self, name: str) -> float | None:
-        """Seconds of a call; None where there is no right one."""
+        """Seconds of a call; None if `name` was not measured or not right."""
         measurement = self.measurements.get(name)
         return None if measurement is None else measurement.seconds
 
     def tflops(self, name: str) -> float | None:
-        """TF/s, counting the rows that there are."""
+        """TF/s, from the FLOPs of the actual rows, without padding; None where `seconds` is None."""
         seconds = self.seconds(name)
         return seconds and self.problem.flops / seconds / 1e12
 
     def ratio(self, name: str, who: str = JGG) -> float | None:
-        """How many times as fast as `name` jgg is, or who else."""
+        """The speed of `who`, by default jgg, divided by the speed of `name`; None if one of them has no speed."""
         own, other = self.seconds(who), self.seconds(name)
         return other / own if own and other else None
 
@@ -56,12 +56,12 @@ class Result:
     """What a run measured.
 
     Attributes:
-      settings: its options.
+      settings: the options of the run.
       peers: names of the peers that could run.
-      skipped: the reason for each peer that could not.
+      skipped: why each of the other peers could not run.
       copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
       rows: in the order measured; the last may be incomplete after an interrupt.
-      interrupted: there is more to measure, for good where the keyboard or a peer ended the run.
+      interrupted: True while anything is left to measure, so also if the keyboard or a peer ended the run.
     """
 
     settings: Settings
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def is_right(self) -> bool:
-        """Whether no product is wrong and nothing of jgg's failed."""
+        """Whether no product is wrong and none of jgg's own measurements failed."""
         measured = [item for row in self.rows for item in row.measurements.items()]
         return not any(
             m.status == WRONG or (m.status == FAILED and name in (JGG, *BOUNDS.values())) for name, m in measured
@@ -81,9 +81,9 @@ class Result:
 
 
 def run(settings: Settings, keep: Callable[[Result], Any], peers: Mapping[str, Peer] = PEERS) -> Result:
-    """Measures everything; an interrupt from the keyboard ends it with what there is.
+    """Measures everything; after an interrupt from the keyboard it returns what was measured until then.
 
-    keep(result) is called with what there is after each row, for a library that is measured may end the process.
+    It calls keep(result) after each row, because a library that is measured might end the process.
     """
     result = Result(settings)
     try:
@@ -101,7 +101,7 @@ def run(settings: Settings, keep: Callable[[Result], Any], peers: Mapping[str, P
 
 
 def _own(implementation):
-    """jgg, as if it were one of its peers."""
+    """Wraps jgg as a Peer, so that it is measured like the others."""
 
     def prepare(op, problem, arrays):
         return [JaxProduct(product(op, problem, implementation), arrays, problem.flops, problem.bytes_accessed)]
@@ -110,7 +110,7 @@ def _own(implementation):
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a plain copy on the device."""
+    """Measures a plain copy on the device; returns bytes a second, read and written."""
     array = jnp.zeros(2**28 if jax.default_backend() == "gpu" else 2**23, jnp.int32)
     arrays = {"array": array, "group_sizes": jnp.zeros(1, jnp.int32)}
     num_bytes = 2 * array.nbytes
@@ -135,15 +135,15 @@ def _measure_all(result, keep, peers):
 
 
 def _plan(groups, peers) -> dict[str, list[str]]:
-    """What is measured with each kind of group sizes: jgg and the peers with the one asked for, jgg with BOUNDS."""
+    """Returns what is measured with each kind of group sizes: jgg and peers with `groups`, jgg with BOUNDS too."""
     plan = {kind: [JGG] for kind in (groups, *BOUNDS)}
     plan[groups] += [name for name in peers if name != DENSE]
-    plan["one"] += [name for name in peers if name == DENSE]  # a dense product is that of one group
+    plan["one"] += [name for name in peers if name == DENSE]  # the dense product is right if all rows are in one group
     return plan
 
 
 def _measure_row(row, settings, plan, peers, tell):
-    """Fills in the measurements; operands and references are freed before it returns."""
+    """Fills in the measurements of a row; operands and references are freed before it returns."""
     op, problem = computed_as("forward" if row.op == "gather" else row.op, row.problem)
     arrays = operands(problem, settings.groups, settings.seed)
     for groups, names in plan.items():
@@ -165,7 +165,7 @@ def _measure_row(row, settings, plan, peers, tell):
 
 
 def _labels(name, groups, asked):
-    """What a row calls a measurement with this kind of group sizes; jgg's own may be a bound, or both."""
+    """Returns the names of a measurement in a row; with some group sizes, jgg's own is a bound too, or only a bound."""
     if name != JGG:
         return [name]
     labels = {asked: [JGG]}

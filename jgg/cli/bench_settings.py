@@ -1,4 +1,4 @@
-"""The options of `jgg bench`, checked and completed by what depends on the machine."""
+"""Checks the options of `jgg bench` and fills in the defaults that depend on the machine."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _ELSEWHERE = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options of `jgg bench`, as the JSON file has them too.
+    """The options of `jgg bench`; the JSON file records them too.
 
     Attributes:
-      layers: whose GEMMs are measured.
-      sizes: of the one GEMM that is measured instead, as `workloads.gemm` names them.
-      scaled_down: the layers were made smaller because there is no GPU.
-      ops: of OPS; "gather" is the forward product of x in token order.
-      peers: names of those that are measured too.
+      layers: the layers whose GEMMs are measured; empty if `sizes` are given.
+      sizes: sizes of the one GEMM that is measured instead, with their names in `workloads.gemm`; otherwise None.
+      scaled_down: whether the layers were made smaller because there is no GPU.
+      ops: the ops that are measured, from OPS; "gather" is the forward product with x in token order.
+      peers: names of the peers that are measured too.
     """
 
     layers: tuple[Layer, ...]
@@ -59,14 +59,14 @@ class Settings:
             layers=tuple(map(options.scaled_down, layers[:2])) if scaled_down else layers,
             sizes=sizes,
             scaled_down=scaled_down,
-            ops=tuple(op for op in ops if not (op == "dw" and dtype == FP8)),  # dW is made of what is not quantized
+            ops=tuple(op for op in ops if not (op == "dw" and dtype == FP8)),  # dW's operands are not quantized
             peers=_peers(args.peers, known, dtype),
             dtype=dtype,
             **{name: getattr(args, name) for name in ("groups", "w_layout", "implementation", "seed", "out", "quiet")},
         )
 
     def problems(self, op: str) -> dict[tuple[str, str], GroupedGemmProblem]:
-        """What is to be measured, by the names of layer and GEMM."""
+        """Returns the problems to measure for an op, by the names of layer and GEMM."""
         how = {"dtype": self.dtype, "w_layout": self.w_layout, "permute_x": op == "gather"}
         if self.sizes:
             return {("own", "gemm"): gemm(**self.sizes, **how)}
@@ -74,7 +74,7 @@ class Settings:
 
 
 def _peers(text, known, dtype):
-    """The names in a comma list; "all" are those that are measured for the dtype."""
+    """Returns the names in a comma list; "all" stands for every peer that is measured in this dtype."""
     if text == "none":
         return ()
     if text == "all":
@@ -87,7 +87,7 @@ def _peers(text, known, dtype):
 
 
 def _names(option, text, known):
-    """The names in a comma list; an error says where more of them are known."""
+    """Returns the names in a comma list; the error for an unknown name also says which other programs measure more."""
     try:
         return options.names(option, text, known)
     except UsageError as error:

@@ -1,6 +1,6 @@
 """Print a script by which a shell completes commands and options.
 
-shtab makes it from the parser, once: what a shell then runs at each key is plain shell code, which starts no Python.
+shtab makes the script from the parser. It is plain shell code, so completing a command does not start Python.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What commands show: numbers, tables and progress. rich is imported where it is used, for --help needs none."""
+"""Shows numbers, tables and progress. rich is imported only where it is used, because --help does not need it."""
 
 import contextlib
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 
 def number(value: float | None) -> str:
-    """A number of three digits or more; "-" for None."""
+    """Formats a number with three digits or more; None becomes "-"."""
     if value is None:
         return "-"
     decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
@@ -15,7 +15,7 @@ def number(value: float | None) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str] = ()) -> None:
-    """Prints a table, the columns of `texts` to the left and others to the right; rows are never wrapped."""
+    """Prints a table; columns named in `texts` are aligned left, others right, and rows are never wrapped."""
     from rich.console import Console
     from rich.table import Table
 
@@ -29,17 +29,17 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collec
 
 @contextlib.contextmanager
 def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
-    """Shows a bar on stderr, and gives tell(text, steps=0): what is going on, and how many steps more are done."""
+    """Shows a progress bar on stderr; yields tell(text, steps=0), which shows text and advances the bar by steps."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
     console = Console(stderr=True)
-    # a longer text would take the columns of the numbers
+    # limited, because a longer text would take the space of the other columns
     column = Column(no_wrap=True, overflow="ellipsis", max_width=max(10, console.width - 30))
     text_column = TextColumn("{task.description}", markup=False, table_column=column)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text_column
-    # no refreshing by itself: another thread would disturb what is timed
+    # no automatic refresh: its thread would disturb what is timed
     bar = Progress(
         *columns, console=console, auto_refresh=False, disable=quiet,
         redirect_stdout=sys.stdout.isatty(),

@@ -1,6 +1,6 @@
 """Show versions, devices and which implementation runs here.
 
-`gather` asks the machine for facts, of which other commands use some; `assess`, a pure function, draws conclusions.
+`gather` collects facts about the machine; `assess`, a pure function, draws conclusions from them.
 """
 
 import collections
@@ -20,7 +20,7 @@ from jgg.configs.requirements import KERNEL_REQUIREMENTS
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.core.versions import REQUIREMENTS, __version__, installed, numbers, satisfies, unlike
 
-CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and jgg's extras
+CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and the extras of jgg that install them
 # JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.
 _PJRT = {"jax-cuda12-plugin": "jax-cuda12-pjrt", "jax-cuda13-plugin": "jax-cuda13-pjrt"}
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, *_PJRT.values(), "flax")
@@ -28,13 +28,13 @@ _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", *CUDA_PLUGINS, *_PJRT.valu
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device of JAX's default backend; None is what it does not tell.
+    """A device of JAX's default backend; what it does not tell is None.
 
     Attributes:
       platform: "cpu", "cuda" or what else JAX calls it.
       kind: the model, such as "NVIDIA H200".
       compute_capability: such as "9.0".
-      memory_bytes: that JAX may allocate.
+      memory_bytes: bytes that JAX may allocate.
     """
 
     platform: str
@@ -46,7 +46,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class TunedEntries:
-    """How many configurations of a file were measured on a device."""
+    """The number of configurations in a file that were measured on one device."""
 
     device: str
     compute_capability: str
@@ -64,16 +64,16 @@ class TunedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the machine says.
+    """The facts about this machine and what is installed on it.
 
     Attributes:
       system: "Linux", "Darwin" or "Windows".
-      versions: of jgg, Python and packages; None where one is not installed.
-      devices: of JAX's default backend.
-      has_nvidia_gpu: the NVIDIA driver sees a GPU, whether or not JAX does.
+      versions: versions of jgg, Python and packages; None for a package that is not installed.
+      devices: devices of JAX's default backend.
+      has_nvidia_gpu: whether the NVIDIA driver sees a GPU, whether or not JAX does.
       jax_platforms: the environment variable JAX_PLATFORMS.
       backend_error: why JAX has no device at all.
-      tuned_files: those that exist, in the order in which jgg looks.
+      tuned_files: files of tuned configurations that exist, in the order in which jgg looks.
     """
 
     system: str
@@ -97,7 +97,7 @@ def run(args) -> int:
 
 
 def assess(facts: Facts) -> dict:
-    """Says from the facts alone which implementation runs, why, and what to mend by which command, as --json does."""
+    """Concludes from the facts alone which implementation runs, why, and which command mends each problem."""
     implementation, reason, command = _choose(facts)
     problems = dict([*_version_problems(facts), *_pjrt_without_gpu(facts)])
     if facts.backend_error:
@@ -109,7 +109,7 @@ def assess(facts: Facts) -> dict:
 
 
 def _choose(facts: Facts) -> tuple[str, str, str | None]:
-    """The implementation, why it is that, and the command that would let a GPU be used or None."""
+    """Returns the implementation, the reason for it, and the command that would make a GPU usable, or None."""
     if not facts.devices or facts.devices[0].platform != "cuda":
         return "xla", *_why_no_cuda_device(facts)
     device = facts.devices[0]
@@ -130,7 +130,7 @@ def _choose(facts: Facts) -> tuple[str, str, str | None]:
 
 
 def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
-    """The reason, and the command that would help or None."""
+    """Returns why JAX has no CUDA device, and the command that would help, or None."""
     if facts.system != "Linux":
         return f"the Triton kernels run on Linux only, and this is {facts.system}", None
     if not facts.has_nvidia_gpu:
@@ -148,7 +148,7 @@ def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
 
 
 def _version_problems(facts):
-    """What is wrong with each version, and the command that mends it."""
+    """Yields what is wrong with a version, and the command that mends it, for each wrong version."""
     for name, specifier in REQUIREMENTS.items():
         version = facts.versions[name]
         if version is not None and not satisfies(version, specifier):
@@ -161,7 +161,7 @@ def _version_problems(facts):
 
 
 def _pjrt_without_gpu(facts):
-    """What writes a traceback whenever JAX starts, and the command that mends it."""
+    """Yields each package that makes JAX write a traceback because no GPU is here, and the command that mends it."""
     if facts.has_nvidia_gpu or facts.jax_platforms or any(device.platform == "cuda" for device in facts.devices):
         return
     for plugin, pjrt in _PJRT.items():
@@ -211,7 +211,7 @@ def _tuned_lines(facts):
 
 
 def _describe(device: Device):
-    parts = list(dict.fromkeys((device.platform, device.kind)))  # of a CPU they are one word
+    parts = list(dict.fromkeys((device.platform, device.kind)))  # one word if both are the same, as for a CPU
     if device.compute_capability is not None:
         parts += [f"compute capability {device.compute_capability}", f"{device.num_sms} SMs"]
     if device.memory_bytes is not None:
@@ -220,7 +220,7 @@ def _describe(device: Device):
 
 
 def gather() -> Facts:
-    """Asks the machine; starts JAX's backends."""
+    """Collects the facts about this machine; starts JAX's backends."""
     try:
         found, backend_error = devices(), None
     except (RuntimeError, AssertionError) as error:
@@ -238,7 +238,7 @@ def gather() -> Facts:
 
 
 def origin() -> dict:
-    """What a file of measurements says of where it is from: the command, the date, the versions and the device."""
+    """The origin that files of measurements record: the command, the date, the versions and the device."""
     program = Path(sys.argv[0]).name
     return {
         "command": ["jgg" if program == "__main__.py" else program, *sys.argv[1:]],
@@ -255,7 +255,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> tuple[Device, ...]:
-    """The devices of JAX's default backend. JAX raises where none starts."""
+    """The devices of JAX's default backend. JAX raises an error if no backend starts."""
     default = jax.local_devices()
     try:
         cuda = jax.local_devices(backend="cuda")
@@ -284,7 +284,7 @@ def has_nvidia_gpu() -> bool:
     """Whether the NVIDIA driver sees a GPU."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return True
-    try:  # in a container or under WSL /proc may not tell
+    try:  # in a container or under WSL, /proc may not list GPUs
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -1,4 +1,4 @@
-"""Options that commands share: what they stand for, and an error for options that do not fit."""
+"""Interprets the options that commands share, and raises UsageError for options that do not fit."""
 
 import dataclasses
 import importlib
@@ -10,9 +10,9 @@ from jgg.core.gpu_target import device_target
 from jgg.launching import choice
 from jgg.measuring.workloads import FP8, Layer, load_layers
 
-INTERRUPTED = 130  # exit code, as a shell reports a command that an interrupt from the keyboard ended
+INTERRUPTED = 130  # the exit code that shells report for a command ended by an interrupt from the keyboard
 SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
-# option of a single product: what `workloads.gemm` calls it
+# option for a size of a single product: its name in `workloads.gemm`
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
 
 
@@ -21,7 +21,7 @@ class UsageError(ValueError):
 
 
 def default_dtype() -> str:
-    """The dtype where --dtype names none."""
+    """The dtype without --dtype: bfloat16 on a GPU, float32 elsewhere."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
@@ -36,13 +36,13 @@ def check_implementation(name: str | None) -> None:
 
 
 def check_layout(args) -> None:
-    """Raises UsageError for a --w-layout in which nothing is quantized."""
+    """Raises UsageError for FP8 with --w-layout ekn: jgg quantizes weights in the layout enk only."""
     if args.dtype == FP8 and args.w_layout == "ekn":
         raise UsageError(f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a turned copy")
 
 
 def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names in a comma list, each once; all must be known."""
+    """Returns the names in a comma list, each once; raises UsageError for one that is not known."""
     found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in found:
         if name not in known:
@@ -51,7 +51,7 @@ def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def layers(args) -> tuple[Layer, ...]:
-    """The layers that --layer names, by default all, from the file --shapes, by default the layers that jgg knows."""
+    """Returns the layers that --layer names, by default all, from the file --shapes, by default jgg's own file."""
     try:
         known = load_layers(args.shapes)
     except (OSError, ValueError) as error:
@@ -62,12 +62,12 @@ def layers(args) -> tuple[Layer, ...]:
 
 
 def are_scaled_down(args) -> bool:
-    """Whether layers are made smaller, for a CPU: where no option names a layer or gives its tokens."""
+    """Whether layers are made smaller: there is no GPU, and no option gives layers or a number of tokens."""
     return jax.default_backend() != "gpu" and not (args.layer or args.shapes or getattr(args, "tokens", None))
 
 
 def scaled_down(layer: Layer) -> Layer:
-    """The layer as SCALED_DOWN says."""
+    """Returns a smaller layer, reduced as the text SCALED_DOWN says."""
     return dataclasses.replace(
         layer,
         tokens=min(256, layer.tokens),
@@ -79,7 +79,7 @@ def scaled_down(layer: Layer) -> Layer:
 
 
 def one_layer(args) -> Layer:
-    """The layer that --layer names, by default the first, with --tokens tokens."""
+    """Returns the one layer that --layer names, by default the first, with --tokens tokens if given."""
     layer, *others = layers(args)
     if args.layer and others:
         raise UsageError(f"--layer must name one layer, got {', '.join(args.layer)}")
@@ -87,7 +87,7 @@ def one_layer(args) -> Layer:
 
 
 def sizes(args) -> dict[str, int] | None:
-    """Sizes of a single product, as `workloads.gemm` names them; None where no option gives any."""
+    """Returns the sizes of a single product, by their names in `workloads.gemm`; None if no option gives any."""
     given = [name for name in (*_SIZES, "topk") if getattr(args, name) is not None]
     if not given:
         return None
@@ -107,7 +107,7 @@ def sizes(args) -> dict[str, int] | None:
 
 
 def import_with_extra(module: str, extra: str):
-    """Imports a module of jgg that needs an extra; without it, exits with what installs it."""
+    """Imports a module of jgg that needs an extra; if that is not installed, exits and says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The files that a command writes: what cannot be written is told at the end and loses nothing that was measured."""
+"""Writes a command's files; a failure to write one is reported at the end and does not stop the command."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,10 @@ class Output:
     """Writes a command's files, and remembers which could be written."""
 
     def __init__(self) -> None:
-        self._failures: dict[Path, str] = {}  # an empty text for a file that was written
+        self._failures: dict[Path, str] = {}  # why each file could not be written; "" if it was written
 
     def write(self, path: Path, write: Callable[[Path], Any]) -> None:
-        """Writes a file by a function of its path; if that fails, `report` says so, unless a later call succeeds."""
+        """Calls `write(path)`; if it fails, `report` says so, unless a later call for the same path succeeds."""
         try:
             write(path)
             self._failures[path] = ""
@@ -21,7 +21,7 @@ class Output:
             self._failures[path] = error.strerror or str(error)
 
     def report(self, quiet: bool = False) -> int:
-        """Prints which files were written, unless quiet, and to stderr which were not; returns 1 for these, else 0."""
+        """Prints the files written, unless quiet, and the failures to stderr; returns 1 after a failure, else 0."""
         written = [str(path) for path, failure in self._failures.items() if not failure]
         failures = [f"{path}: {failure}" for path, failure in self._failures.items() if failure]
         if written and not quiet:

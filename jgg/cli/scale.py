@@ -1,7 +1,7 @@
 """Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.
 
-Forward and backward, router included, by strategies of jgg.sharding. Prints tokens a second, efficiency against one
-device and the bytes that devices send, and writes PREFIX.json.
+A step is forward and backward, router included, with a strategy of jgg.sharding. Prints tokens a second, efficiency
+relative to one device and the bytes that devices send, and writes PREFIX.json.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ _HEADINGS = ("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "
 
 @dataclasses.dataclass(frozen=True)
 class StrategyRow:
-    """What was measured of forward and backward of a layer, router included, by one strategy.
+    """The measurements of one strategy for forward and backward of a layer, router included.
 
     Attributes:
-      strategy: what was measured.
-      seconds: of a step, the median of several.
-      tokens: of all devices.
-      moved: bytes that a device sends: those of the compiled program's collectives and, of a ragged exchange, those of
-        rows that are routed evenly.
-      overflow: rows that found no room.
-      load: rows of the experts of the fullest device, over the mean.
-      error: of y, for the tokens of the first device: root mean square, relative to y's. (Not the largest error: of two
-        experts that a token likes alike to the last bit, devices may choose different ones.)
+      strategy: the strategy.
+      seconds: time of a step, the median of several.
+      tokens: tokens of all devices together.
+      moved: bytes that a device sends in the compiled program's collectives. For a ragged exchange, they include the
+        bytes that the device would send if rows were routed evenly.
+      overflow: rows that found no room in the buffers.
+      load: rows of the experts on the fullest device, over the mean of the devices.
+      error: root mean square error of y for the first device's tokens, relative to the root mean square of y. (The
+        largest error would not do: where two experts score equally to the last bit, devices may choose differently.)
     """
 
     strategy: Strategy
@@ -63,12 +63,12 @@ class StrategyRow:
     error: float
 
     def efficiency(self, one_device: "StrategyRow") -> float:
-        """Tokens a second of a device, over those of one device alone."""
+        """Tokens a second of each device, divided by the tokens a second of one device alone."""
         return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
 def run(args) -> int:
-    """Measures and reports; returns 0, or 1 where a result was wrong or could not be written."""
+    """Measures and reports; returns 0, or 1 if a result was wrong or the file could not be written."""
     layer, visible = options.one_layer(args), jax.device_count()
     scaled_down = options.are_scaled_down(args)
     if scaled_down:
@@ -86,7 +86,7 @@ def run(args) -> int:
 
 
 def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, path: Path, as_json: bool = False) -> int:
-    """Measures the strategies, the first of which is one device; returns 1 after a wrong result or file, else 0."""
+    """Measures strategies; the first is one device alone. Returns 1 after a wrong result or file, else 0."""
     if not as_json:
         print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
     facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype, "measurements": []}
@@ -99,7 +99,7 @@ def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, pa
                 rows.append(measure(layer, strategy, dtype, steps))
                 facts["measurements"].append(_as_json(rows[-1], rows[0]))
                 text = json.dumps(facts, indent=2) + "\n"
-                # now, lest an end of this process lose it
+                # after each strategy, in case this process ends early
                 output.write(path, functools.partial(replace_text, text=text))
                 tell(str(strategy), 1)
     finally:  # after an interrupt too
@@ -116,7 +116,7 @@ def _as_json(row, one_device):
 
 
 def _is_wrong(row, dtype):
-    """Whether y differs from one device's; rows without room make it differ."""
+    """Whether y differs from y on one device although all rows found room."""
     return not row.error <= MAX_ERROR[dtype] and not row.overflow
 
 
@@ -129,11 +129,11 @@ def _cells(row, one_device, dtype):
 
 
 def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
-    """Times a step on the first devices that JAX sees, `layer.tokens` tokens for each.
+    """Times a step on the first devices that JAX sees, with `layer.tokens` tokens on each.
 
     Args:
-      dtype: of the computation and the experts' weights.
-      steps: in a repeat, one after the other without waiting for the host.
+      dtype: dtype of the computation and of the experts' weights.
+      steps: number of steps in a repeat; they run one after the other without waiting for the host.
     """
     module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, interleaved=True)
     sharding = _sharding(strategy)
@@ -178,7 +178,7 @@ def _sharding(strategy) -> MoESharding:
 
 
 def _data(module, sharding, tokens, dtype):
-    """Random parameters, x and dy, split over the mesh as they are made."""
+    """Makes random parameters, x and dy, split over the mesh from the beginning."""
     keys = iter(jax.random.split(jax.random.key(0), len(module.shapes) + 2))
     specs = dict.fromkeys(module.shapes, jax.P()) | sharding.weight_specs("ekn")
 
@@ -196,7 +196,7 @@ def _data(module, sharding, tokens, dtype):
 
 
 def _sum_of_products(y, dy, sharding):
-    """sum(y * dy), added up where y is."""
+    """Computes sum(y * dy): each device adds up its own part of y, then the sums are added."""
 
     def on_device(arrays):
         product = arrays["y"].astype(jnp.float32) * arrays["dy"].astype(jnp.float32)
@@ -206,7 +206,7 @@ def _sum_of_products(y, dy, sharding):
 
 
 def _error(module, params, x, y, tokens):
-    """The error of y against the same layer on one device."""
+    """Compares the first tokens of y with the same layer on one device; see `StrategyRow.error`."""
     here = jax.devices()[0]
     params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
     want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
@@ -214,7 +214,7 @@ def _error(module, params, x, y, tokens):
 
 
 def _bytes_of_ragged_exchange(layer, strategy, dtype):
-    """Bytes that a device sends of rows routed evenly: there and back, in the forward and the backward pass."""
+    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward."""
     if strategy.exchange != "ragged_all_to_all":
         return 0.0
     row_bytes = layer.hidden * jnp.dtype(dtype).itemsize
@@ -224,13 +224,14 @@ def _bytes_of_ragged_exchange(layer, strategy, dtype):
 def bytes_sent(hlo: str) -> float:
     """Bytes that each device sends in the all-gathers, all-reduces and reduce-scatters of an HLO text, each run once.
 
-    They send what a ring does: of g devices, an all-gather g - 1 times its part, a reduce-scatter as much, an
-    all-reduce both. Other collectives are not counted; what a ragged all-to-all sends depends on data.
+    They are counted for rings: among g devices, each sends g - 1 times the size of its part in an all-gather, as much
+    in a reduce-scatter, and twice that in an all-reduce. Other collectives are not counted; the bytes of a ragged
+    all-to-all depend on data.
     """
     total = 0.0
     for shapes, kind, is_async, groups in _COLLECTIVE.findall(hlo):
         devices = _group_size(groups)
-        if shapes.startswith("(("):  # what starts a collective may show "((operands), results)"
+        if shapes.startswith("(("):  # the type of an async start may be "((operands), results)"
             shapes, is_async = shapes.partition("), ")[2], False
         size = sum(
             _ITEM_BYTES[dtype] * math.prod(int(n) for n in sizes.split(",") if n)
@@ -240,14 +241,14 @@ def bytes_sent(hlo: str) -> float:
             total += size * (devices - 1)
         elif kind == "all-reduce":
             total += 2 * size * (devices - 1) / devices
-        else:  # or, an all-gather, "(operand, result)"
+        else:  # the type of an async all-gather is "(operand, result)"
             results = size * devices / (devices + 1) if is_async else size
             total += results * (devices - 1) / devices
     return total
 
 
 def _group_size(groups):
-    """The devices of a group in {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    """Returns the number of devices in a group, from {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
     if groups.startswith("mesh"):
         mesh, _, names = groups.partition("] {")
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}

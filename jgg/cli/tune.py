@@ -1,6 +1,6 @@
 """Find fast kernel configurations for this GPU and keep them in a file that jgg reads.
 
-Without sizes it tunes the layers that jgg knows. Interrupted, it keeps what it found.
+Without sizes it tunes the layers that jgg knows. After an interrupt, what was found before stays in the file.
 """
 
 import dataclasses
@@ -20,23 +20,23 @@ from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
 from jgg.measuring.workloads import FP8, computed_as, gemm
 from jgg.tuning import ops_of, output_file, tune_op
 
-# option: the problem's name for it, and what progress says of a product that has it
+# option: (attribute of GroupedGemmProblem, word for it in progress messages)
 _FLAGS = {
     "permute_x": ("permute_x", "gathered"),
     "permute_y": ("permute_y", "scattered"),
     "weighted": ("has_topk_weights", "weighted"),
     "biased": ("has_bias", "biased"),
 }
-# how layers use their products: rows in expert order, or gathered and scattered
+# how layers call their products: with rows in expert order, or gathering rows (up) or scattering them (down)
 _LAYER_OPTIONS: dict[str, tuple[dict[str, bool], ...]] = {
     "up": ({}, {"permute_x": True}),
     "down": ({}, {"permute_y": True, "weighted": True}),
 }
-_PATIENCE = 5  # seconds between looks at whether the processes still live
+_PATIENCE = 5  # seconds to wait for a message before looking whether any process is alive
 
 
 class Search(NamedTuple):
-    """A product to tune; name is for the user's eyes."""
+    """A product and an op to tune; `name` is only shown to the user."""
 
     name: str
     op: str
@@ -48,7 +48,7 @@ class Search(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What a search tells: its trials and best TF/s so far, and at its end the entry or why there is none."""
+    """The state of a search: its trials and best TF/s so far; in the last message, the entry or why there is none."""
 
     search: Search
     trials: int
@@ -62,13 +62,13 @@ class _Message(NamedTuple):
         return f"{self.search}: {self.outcome}"
 
     def as_json(self) -> dict:
-        """The entry that was found, or why there is none."""
+        """Returns the entry that was found, or why there is none, as the JSON output has it."""
         found = self.outcome.as_json() if isinstance(self.outcome, Entry) else {"failure": self.outcome}
         return {"name": str(self.search), "trials": self.trials, **found}
 
 
 def run(args) -> int:
-    """Tunes each product and op; returns 0, or 1 where for some no configuration works."""
+    """Tunes each op of each product; returns 0, or 1 if one of them has no configuration that works."""
     # the processes share the GPU's memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     problems = _problems(args)
@@ -89,7 +89,7 @@ def run(args) -> int:
 
 
 def _problems(args):
-    """(name, problem) of each product to tune."""
+    """Returns (name, problem) for each product to tune."""
     options.check_layout(args)
     is_quantized = args.dtype == FP8
     known = W_LAYOUTS[:1] if is_quantized else W_LAYOUTS
@@ -115,7 +115,7 @@ def _products(layer, dtype, w_layout):
 
 
 def _quantized_products(layer, dtype, w_layout):
-    """The forward products of a layer and, as forward products with K and N exchanged, its dX."""
+    """Yields a layer's forward products and its dX, which in FP8 are forward products with K and N exchanged."""
     for product, gathers in (("up", True), ("down", False)):
         problem = layer.gemms(dtype=dtype, w_layout=w_layout, permute_x=gathers)[product]
         yield f"{layer.name} {product}", problem
@@ -124,7 +124,7 @@ def _quantized_products(layer, dtype, w_layout):
 
 
 def run_all(searches: list[Search], out: Path, implementation: str, workers: int, as_json: bool = False) -> int:
-    """Runs the searches with a progress bar; returns 1 if for one no configuration works, else 0."""
+    """Runs the searches with a progress bar; returns 1 if one of them finds no configuration that works, else 0."""
     ended: list[_Message] = []
     with progress(len(searches)) as tell:
 
@@ -172,7 +172,7 @@ def _run(search, out, implementation, send, **how):
 
 
 def _run_in_processes(searches, out, implementation, workers, receive):
-    """Runs them in processes that compile at once and take turns on the GPU."""
+    """Runs the searches in several processes, which compile at the same time and take turns on the GPU."""
     context = multiprocessing.get_context("spawn")  # JAX has threads, which do not survive a fork
     tasks, messages, lock = context.Queue(), context.Queue(), context.Lock()
     for task in (*searches, *[None] * workers):

@@ -1,4 +1,4 @@
-"""MoE blocks of checkpoints: the layer that config.json describes, its parameters, and back."""
+"""Converts MoE blocks of checkpoints: config.json to a layer, and tensors to its parameters and back."""
 
 import functools
 import re
@@ -34,9 +34,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def family(config: Mapping[str, Any]) -> Family:
-    """The model family, from config["model_type"].
+    """Returns the model family that config["model_type"] names.
 
-    Raises: ValueError: its model_type is none of FAMILIES. TypeError: config is no mapping.
+    Raises: ValueError: the model_type is not a key of FAMILIES. TypeError: config is not a mapping.
     """
     check_instance("config", config, Mapping, "a mapping, as read_config returns it")
     model_type = config.get("model_type")
@@ -46,14 +46,14 @@ def family(config: Mapping[str, Any]) -> Family:
 
 
 def moe_layer(config: Mapping[str, Any]) -> MoELayer:
-    """Sizes and options of a model's MoE layers.
+    """Returns the sizes and options of a model's MoE layers, as a `MoELayer`.
 
     Args:
-      config: as in config.json; see `read_config`.
+      config: content of config.json, as `read_config` returns it.
 
     Raises:
       ValueError: the family is unknown, the config lacks a key or has null there, or its values fit no layer.
-      TypeError: a value is of another type; the message names its key.
+      TypeError: a value has the wrong type; the message names its key.
     """
     own = family(config)
     try:
@@ -71,19 +71,19 @@ def from_hf(
 ) -> dict[str, Any]:
     """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
 
-    There is also "selection_bias" if the router has one.
+    The result also has "selection_bias" if the router has one.
 
     Args:
-      config: the model's; its "quantization_config" says how tensors are quantized.
+      config: content of config.json; its "quantization_config" says how tensors are quantized.
       tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
         read once.
       layer: index of the decoder layer.
-      keep_quantized: weights that are quantized become a QuantizedArray, with values in float8_e4m3fn, rather than
-        bfloat16. MXFP4's numbers of four bits take eight then.
+      keep_quantized: if True, quantized weights become a QuantizedArray with values in float8_e4m3fn; if False, the
+        default, they are converted to bfloat16. A QuantizedArray takes eight bits for each 4-bit number of MXFP4.
 
     Raises:
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
-        checkpoint is quantized in another way than FP8 in blocks or MXFP4, or a QuantizedArray cannot hold it.
+        checkpoint is quantized, but neither in blocks of FP8 nor in MXFP4, or a QuantizedArray cannot hold a weight.
     """
     own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
     how = quantization(config)
@@ -112,7 +112,7 @@ def from_hf(
 def _filled(
     stored: Tensor, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
 ) -> np.ndarray:
-    """A parameter of that shape from its parts."""
+    """Reads the parts of a parameter and joins them to an array of `shape`."""
     first_part, _ = next(stored.parts(block, np.broadcast_to(0, shape)))
     first = np.asarray(read(first_part))
     array = np.empty(shape, first.dtype)
@@ -126,9 +126,9 @@ def _filled(
 
 
 def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
-    """Of a parameter's scales.
+    """Returns the shape of a parameter's scales.
 
-    Raises: ValueError: a block has parts of two tensors, or other sizes than those of a QuantizedArray.
+    Raises: ValueError: a block would span two tensors, or a QuantizedArray cannot have blocks of this size.
     """
     rows_of, columns_of = how.block
     block = (columns_of, rows_of) if stored.is_transposed else how.block
@@ -144,12 +144,12 @@ def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quanti
 def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
 
-    A QuantizedArray is stored as config["quantization_config"] says. Weights that were quantized but not kept so are
-    not quantized again: write them with a config.json without that entry.
+    A QuantizedArray is stored in the format of config["quantization_config"]. Weights that `from_hf` converted to
+    bfloat16 are not quantized again: save them with a config.json that lacks this entry.
 
     Raises:
-      ValueError: a parameter is missing, not expected, has a wrong shape, is quantized where the config says nothing
-        of it, or holds what the config's format cannot store exactly; the message names it.
+      ValueError: a parameter is missing, is not expected, has a wrong shape, is a QuantizedArray although config has
+        no quantization_config, or holds values that the config's format cannot store exactly; the message names it.
     """
     own, shapes = family(config), _shapes(config)
     _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
@@ -177,7 +177,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of a layer's parameters and its selection bias."""
+    """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
 
@@ -194,15 +194,15 @@ def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a folder of safetensors files, each read when it is asked for.
+    """A mapping from names to the tensors in a folder of safetensors files; each is read when it is looked up.
 
     Args:
-      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. They must be
-        inside the folder by their names; symbolic links are followed, as the Hub's cache has them.
+      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. The names must
+        not lead out of the folder, but the files may be symbolic links, as they are in the Hub's cache.
 
     Raises:
       FileNotFoundError: there is no such folder, or a file of it is missing.
-      ValueError: a file is damaged, or the index names one outside of the folder; the message names the file.
+      ValueError: a file is damaged, or the index names a file outside of the folder; the message names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -218,7 +218,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
             raise FileNotFoundError(f"{path} must have {_SINGLE} or {_INDEX}, got neither.")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The tensor, in host memory."""
+        """Reads a tensor into host memory."""
         path = self._files[name]
         with opened(self.path / path) as file:
             dtype = file.get_slice(name).get_dtype()

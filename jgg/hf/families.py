@@ -14,19 +14,19 @@ SELECTION_BIAS = "selection_bias"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """How a parameter is stored, as one tensor or several.
+    """The checkpoint tensors that hold one parameter: a single tensor, or several parts side by side.
 
     Attributes:
-      names: of its parts, which follow each other along the out-features; "{e}" stands for an expert's number, and
-        experts are then stacked.
-      is_transposed: the file has [.., out, in], jgg [.., in, out].
+      names: names of the parts, in their order along the out-features. A name with "{e}" stands for one tensor for
+        each expert, with the expert's number in place of "{e}"; the parameter stacks the experts.
+      is_transposed: True if the file stores [.., out, in]; jgg always has [.., in, out].
     """
 
     names: tuple[str, ...]
     is_transposed: bool = True
 
     def parts(self, block: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Each tensor's full name and the view of the parameter that it fills, in the tensor's order of axes."""
+        """Yields each tensor's full name and the view of `array` that it fills, with axes in the tensor's order."""
         for expert, own in enumerate(array) if "{e}" in self.names[0] else [(0, array)]:
             for name, part in zip(self.names, np.split(own, len(self.names), axis=-1), strict=True):
                 yield block + name.replace("{e}", str(expert)), part.swapaxes(-1, -2) if self.is_transposed else part
@@ -38,9 +38,9 @@ class Family:
 
     Attributes:
       block: name of the MoE block in a decoder layer.
-      options: (config) -> the arguments of `MoELayer`.
-      tensors: by parameter, names within the block.
-      prefix: what precedes "layers.N." in a checkpoint.
+      options: function from a config to the arguments of `MoELayer`.
+      tensors: the tensors of each parameter, with names relative to the block.
+      prefix: the beginning of tensor names, before "layers.N.".
     """
 
     block: str
@@ -49,17 +49,17 @@ class Family:
     prefix: str = "model."
 
     def block_name(self, layer: int) -> str:
-        """What the names of a decoder layer's tensors begin with."""
+        """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
         return f"{self.prefix}layers.{layer}.{self.block}."
 
 
-_COUNTS = ("n_shared_experts",)  # keys that are null where there are none
+_COUNTS = ("n_shared_experts",)  # configs have null rather than 0 for these keys
 
 
 def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of the language model; keys that are null are left out, but for counts, which become 0.
+    """Returns the language model's part of a config, without keys that are null; counts that are null become 0.
 
-    Raises: ValueError: its "text_config" is no object.
+    Raises: ValueError: the config's "text_config" is not an object.
     """
     found = config.get("text_config") or config
     if not isinstance(found, Mapping):
@@ -80,7 +80,7 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _options(config: Mapping[str, Any], experts: str, hidden_features: str, **others: Any) -> dict[str, Any]:
-    """The arguments of `MoELayer`, of which some architectures name two otherwise than others."""
+    """Returns the arguments of `MoELayer`; `experts` and `hidden_features` are the keys that a family has for them."""
     activation = config.get("hidden_act", "silu")
     check_one_of("hidden_act", activation, sorted(_ACTIVATIONS))
     return {

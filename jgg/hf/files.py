@@ -1,4 +1,4 @@
-"""The files of checkpoints of Hugging Face, read with errors that name them."""
+"""Reads the files of Hugging Face checkpoints; every error names the file."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file; errors in it, now or as a tensor is read, become errors that name it."""
+    """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -37,12 +37,12 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index's "weight_map"."""
+    """Reads the file name of each tensor from the "weight_map" of an index file."""
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f'{index} must have a "weight_map" from tensors to files, got {reprlib.repr(files)}.')
     for tensor, file in files.items():
-        # judged by the name: the Hub's cache has links to files elsewhere
+        # only the name is checked: in the Hub's cache the files are links to other folders
         own = PurePath(file) if isinstance(file, str) else PurePath()
         if own.anchor or ".." in own.parts or not own.name:
             raise ValueError(f"{index} must name a file inside its folder for {tensor!r}, got {file!r}.")
@@ -50,7 +50,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def read_float8(path: Path, name: str) -> np.ndarray:
-    """A tensor in float8_e4m3fn, for which safetensors 0.8 asks NumPy, which has no such dtype.
+    """Reads a float8_e4m3fn tensor, which safetensors 0.8 cannot: it asks NumPy, which has no such dtype.
 
     Source: https://github.com/huggingface/safetensors#format
     """

@@ -1,4 +1,4 @@
-"""How checkpoints of Hugging Face are quantized: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
+"""Quantization formats of Hugging Face checkpoints: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -11,22 +11,25 @@ from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
 from jgg.hf.families import language_model
 
 GROUP = 32  # elements of MXFP4 that share a scale
-# by the four bits of a number; float8_e4m3fn holds all of them
+# the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
 _MAGNITUDES = ", ".join(f"{number:g}" for number in _NUMBERS[:8].astype(np.float32)) + " and their negatives"
-_IS_NUMBER = np.isin(np.arange(256), _NUMBERS.view(np.uint8))  # by the eight bits of a float8_e4m3fn
+_IS_NUMBER = np.isin(np.arange(256), _NUMBERS.view(np.uint8))  # indexed by the bits of a float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How tensors are stored as values and scales.
+    """A format that stores each tensor as two: its values and its scales.
+
+    Each function takes a name for its error messages and a tensor, and raises ValueError if the format cannot hold the
+    tensor exactly.
 
     Attributes:
-      suffixes: what the names of values and of scales have beyond the tensor's.
-      block: rows and columns that share a scale, of the tensor as transformers keeps it.
-      read_values, read_scales: from a stored tensor to float8_e4m3fn [..., rows, columns], and to its scales, floats
-        [..., rows / block, columns / block]. write_values, write_scales: the inverse. Each takes a name for its
-        errors, and raises ValueError for a tensor that the format cannot hold exactly.
+      suffixes: added to a tensor's name, they give the names of its values and of its scales.
+      block: number of rows and of columns that share a scale, in the layout that the tensor has in transformers.
+      read_values: converts stored values to float8_e4m3fn [..., rows, columns].
+      read_scales: converts stored scales to floats [..., rows / block, columns / block].
+      write_values, write_scales: the inverse of `read_values` and of `read_scales`.
     """
 
     suffixes: tuple[str, str]
@@ -37,7 +40,7 @@ class Quantization:
     write_scales: Callable[[str, np.ndarray], np.ndarray]
 
     def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """A tensor in bfloat16."""
+        """Returns the tensor with these values and scales, in bfloat16."""
         expected = scales_shape(values.shape, self.block)
         if scales.shape != expected:
             raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
@@ -45,9 +48,9 @@ class Quantization:
 
 
 def quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """How a checkpoint is quantized, from its config's "quantization_config"; None if it is not.
+    """Returns the format that a config's "quantization_config" names; None if the checkpoint is not quantized.
 
-    Raises: ValueError: in a way that is none of the two.
+    Raises: ValueError: the format is neither FP8 in blocks nor MXFP4.
     """
     how = config.get("quantization_config") or language_model(config).get("quantization_config")
     if how is None:
@@ -88,10 +91,10 @@ def _as_is(name, scales):
 
 
 def _unpacked(name, blocks):
-    """Bytes [..., columns, groups, 16] of two numbers each, the lower half first, as [..., rows, columns].
+    """Unpacks bytes [..., columns, groups, 16] of two numbers each, the low four bits first, to [..., rows, columns].
 
-    Source: OCP Microscaling Formats (MX) Specification 1.0; the order is that of `convert_moe_packed_tensors` in
-    transformers.
+    Source: OCP Microscaling Formats (MX) Specification 1.0; the order is the same as in `convert_moe_packed_tensors`
+    of transformers.
     """
     if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != GROUP // 2:
         raise ValueError(
@@ -129,11 +132,11 @@ _MXFP4 = Quantization(("_blocks", "_scales"), (GROUP, 1), _unpacked, _read_expon
 
 
 class QuantizedTensors(Mapping[str, np.ndarray]):
-    """A checkpoint's tensors by the names that they would have if they were not quantized, then in bfloat16.
+    """A mapping with a checkpoint's tensors, where each quantized one appears under its own name and in bfloat16.
 
     Attributes:
-      how: they are quantized.
-      names: of those that are.
+      how: the format of the quantized tensors.
+      names: names of the quantized tensors, without the suffixes for values and scales.
     """
 
     def __init__(self, tensors: Mapping[str, np.ndarray], how: Quantization) -> None:
@@ -145,14 +148,14 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         self._all = [name for name in tensors if name not in parts] + sorted(self.names)
 
     def read_values(self, name: str) -> np.ndarray:
-        """A quantized tensor's."""
+        """Reads the values of a quantized tensor, in float8_e4m3fn."""
         stored = name + self.how.suffixes[0]
         return self.how.read_values(stored, np.asarray(self._tensors[stored]))
 
     def read_scales(self, name: str) -> np.ndarray:
-        """A quantized tensor's.
+        """Reads the scales of a quantized tensor.
 
-        Raises: ValueError: there are none.
+        Raises: ValueError: the checkpoint has no scales for it.
         """
         scales = name + self.how.suffixes[1]
         if scales not in self._tensors:
@@ -160,12 +163,12 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         return self.how.read_scales(scales, np.asarray(self._tensors[scales]))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The tensor, in host memory."""
+        """Reads a tensor into host memory."""
         if name in self.names:
             return self.how.dequantize(name, self.read_values(name), self.read_scales(name))
         tensor = np.asarray(self._tensors[name])
         if tensor.dtype == jnp.float8_e4m3fn:
-            self.read_scales(name)  # which says that they are missing
+            self.read_scales(name)  # raises ValueError: the scales are missing
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Levanter's experts and haliax's grouped GEMM by jgg. Tested with marin-levanter and marin-haliax 0.2.227."""
+"""Levanter's experts and haliax's grouped GEMM computed by jgg. Tested with marin-levanter and marin-haliax 0.2.227."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jgg.router.routing import Routing, sort_by_expert
 def ragged_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, ar: bool = False, implementation: str = "auto"
 ) -> jax.Array:
-    """`haliax.nn.ragged_dot` by `jgg.ragged_dot`, which needs no padding to 512 rows.
+    """Computes `haliax.nn.ragged_dot` with `jgg.ragged_dot`, which needs no padding to 512 rows.
 
     Args:
       lhs: [m, k].
@@ -34,21 +34,21 @@ def moe_mlp_local(
     x: jax.Array, selected_experts: jax.Array, combine_weights: jax.Array, token_valid: jax.Array,
     w_gate_up: jax.Array, w_down: jax.Array, *, activation_fn: ActivationLike, num_experts: int, **_: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The experts of one device, as `levanter.grug` calls them; nothing is copied for each expert of a token.
+    """Computes the experts of one device for `levanter.grug`, without a copy of a token for each of its experts.
 
-    Remat policies of Levanter's names (`MOE_REMAT_SAVE_NAMES`) find what is kept.
+    Remat policies find the arrays for the backward pass under Levanter's names (`MOE_REMAT_SAVE_NAMES`).
 
     Args:
       x: [T, H].
       selected_experts: integer [T, k].
       combine_weights: [T, k].
-      token_valid: bool [T]; others go to no expert.
+      token_valid: bool [T]; tokens where it is False go to no expert.
       w_gate_up: [E, H, 2 * I].
       w_down: [E, I, H].
-      activation_fn: of the gate.
+      activation_fn: activation of the gate.
       num_experts: E.
 
-    Returns: y [T, H], and 0 for the rows that were dropped.
+    Returns: y [T, H], and the number of rows that were dropped, which is always 0.
     """
     experts = jnp.where(token_valid[:, None], selected_experts, num_experts)
     routing = Routing(combine_weights, experts, *sort_by_expert(experts, num_experts))

@@ -1,4 +1,4 @@
-"""MaxText's routed experts by jgg: its grouped GEMM, or the whole block. Tested with MaxText 0.2.5.
+"""MaxText's routed experts, computed by jgg: only the grouped GEMM, or the whole block. Tested with MaxText 0.2.5.
 
 from maxtext.kernels import megablox
 from maxtext.layers import moe
@@ -18,7 +18,7 @@ from jgg.activations import ActivationLike, clamped_swiglu
 from jgg.ragged_dot import ragged_dot
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
-# of TPU kernels, or of how they are compiled
+# options of TPU kernels, or of how they are compiled
 _WITHOUT_EFFECT = {
     "tiling", "interpret", "lhs_vma_axes", "rhs_vma_axes", "use_tokamax_backend", "use_gmm_v2",
     "use_gmm_v2_heuristic_tiling",
@@ -29,7 +29,7 @@ def gmm(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, preferred_element_type: DTypeLike = jnp.float32,
     group_offset: jax.Array | int | None = None, partial_sum: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """`maxtext.kernels.megablox.gmm` by `jgg.ragged_dot`; tile sizes are jgg's own.
+    """Computes `maxtext.kernels.megablox.gmm` with `jgg.ragged_dot`; jgg chooses the tile sizes itself.
 
     Args:
       lhs: [m, k].
@@ -38,7 +38,7 @@ def gmm(
       preferred_element_type: dtype of the result.
       group_offset: as in `jgg.ragged_dot`.
       partial_sum: [m, n], added to the product.
-      **options: MaxText's others. Those about TPU kernels have no effect.
+      **options: MaxText's other options. Options of TPU kernels have no effect.
 
     Returns: [m, n].
     Raises: ValueError: an option asks for quantization or for transposed weights, or shapes disagree.
@@ -55,7 +55,7 @@ def sparse_matmul(
     w1_kernel: jax.Array, wo_kernel: jax.Array, w0_bias: jax.Array | None, w1_bias: jax.Array | None,
     wo_bias: jax.Array | None, input_ids: jax.Array | None = None, forced_routed_experts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, None]:  # fmt: skip
-    """`RoutedMoE.sparse_matmul` by `jgg.moe_mlp`: gate and up are one product, and no token is copied for its experts.
+    """Computes `RoutedMoE.sparse_matmul` with `jgg.moe_mlp`: gate and up in one product, and no copies of tokens.
 
     Remat policies know the pre-activation as "mlpwi_0". Meshes may split the batch, the experts and, along one axis,
     the experts' features. Experts on several devices get their tokens by all-gather with `use_ring_of_experts`, else by
@@ -70,7 +70,7 @@ def sparse_matmul(
       input_ids, forced_routed_experts: as in MaxText.
 
     Returns: y [batch, sequence, H], the load balancing loss or None, and None for updates of the router's bias.
-    Raises: ValueError: the config has what this block does not do.
+    Raises: ValueError: the config asks for something that this block cannot do.
     """
     config = self.config
     _check(config)
@@ -99,7 +99,7 @@ def sparse_matmul(
 
 
 def _check(config: Any) -> None:
-    """Raises where the config has what the block does not do."""
+    """Raises ValueError if the config asks for something that the block cannot do."""
     must_be_off = (
         "quantization", "use_qwix_quantization", "routed_bias", "num_moe_emb_chunks", "moe_use_megatron_seq_aux_loss",
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _check(config: Any) -> None:
         if value := getattr(config, name, None):
             raise ValueError(f"{name} must be off with jgg's sparse_matmul, got {value!r}.")
     kind = config.decoder_block.value
-    if kind in ("llama4", "deepseek4"):  # which scale x, or clip gates in another way
+    if kind in ("llama4", "deepseek4"):  # they scale x, or clip gates in another way
         raise ValueError(f"decoder_block must be none of llama4 and deepseek4 with jgg's sparse_matmul, got {kind!r}.")
     if kind == "deepseek" and config.mlp_activations_limit > 0:
         raise ValueError(f"mlp_activations_limit must be off with deepseek, got {config.mlp_activations_limit}.")
@@ -121,7 +121,7 @@ def _activation(block: Any) -> ActivationLike:
 
 
 def _sharding(block: Any) -> MoESharding:
-    """As MaxText's rules split the batch; its axes "expert" and "tensor" split the weights."""
+    """Makes the sharding: MaxText's rules split the batch, the mesh axes "expert" and "tensor" split the weights."""
     config, sizes = block.config, block.mesh.shape
     spec = block._logical_to_mesh_axes(("activation_batch", "activation_norm_length"))
     batch, sequence = (

@@ -1,4 +1,4 @@
-"""What `jgg bench` measures jgg against: a dense product, XLA's ragged_dot, and bfloat16 for products in FP8."""
+"""The peers with which `jgg bench` compares jgg: a dense product, XLA's ragged_dot, and bfloat16 for FP8 products."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ FLOATS = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """What jgg is compared with.
+    """A library or function with which jgg is compared.
 
     Attributes:
-      prepare: (op, problem, arrays) -> the ways in which it computes that product of operands (`workloads.operands`),
-        which it brings into the layout that it wants.
-      dtypes: names of those for which it is measured.
-      unavailable: () -> why it cannot run here, in one line, or None.
+      prepare: function (op, problem, arrays) -> the ways in which the peer computes this product. `arrays` are made by
+        `workloads.operands`; the function converts them to the layout that the peer needs.
+      dtypes: names of the dtypes for which the peer is measured.
+      unavailable: function () -> why the peer cannot run here, in one line, or None if it can.
     """
 
     prepare: Callable[[str, GroupedGemmProblem, dict[str, Any]], Iterable[Way]]
@@ -36,9 +36,9 @@ class Peer:
 
 
 def _dense(op, problem, arrays):
-    """The first expert's matrix with all rows, the same FLOPs; right where all rows are in the first group.
+    """Multiplies all rows by the first expert's matrix: the same FLOPs, and right if all rows are in the first group.
 
-    The product of quantized operands is one of their values alone, which is as large, but no result to check.
+    For quantized operands it multiplies their values without the scales: as much work, but no result to check.
     """
     axes = problem.w_layout[1:]
     left, right, einsum = {
@@ -62,7 +62,7 @@ def _dense(op, problem, arrays):
 
 
 def ragged_dot(module: str, op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> list[JaxProduct]:
-    """Prepares a module's function with the interface of jax.lax.ragged_dot, on w [E, K, N]; gradients by jax.vjp."""
+    """Prepares a module's `ragged_dot`, which must take what jax.lax.ragged_dot takes; dX and dW come from jax.vjp."""
     function = importlib.import_module(module).ragged_dot
     precision = None if problem.precision == jax.lax.Precision.DEFAULT else problem.precision
     swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else as_it_is
@@ -83,7 +83,7 @@ def ragged_dot(module: str, op: str, problem: GroupedGemmProblem, arrays: dict[s
 
 
 def _bfloat16(op, problem, arrays):
-    """jgg's own product of the numbers that the operands stand for, which bfloat16 can hold."""
+    """Prepares jgg's own product in bfloat16 of the dequantized operands, which bfloat16 can hold exactly."""
     plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
     floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}
     return [JaxProduct(product(op, plain, None), arrays | floats, plain.flops, plain.bytes_accessed)]

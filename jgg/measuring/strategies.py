@@ -1,4 +1,4 @@
-"""The ways to split an MoE layer over devices that `jgg scale` measures."""
+"""The strategies that `jgg scale` measures: ways to split an MoE layer over devices."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,12 +11,14 @@ FAMILIES = ("data", "fsdp", *EXCHANGES, "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How the layer is split: tensor x expert x replicas devices, neighbours along tensor, then along expert.
+    """One way to split a layer over tensor * expert * replicas devices.
+
+    Neighbouring devices differ along tensor first, then along expert, then along replicas.
 
     Attributes:
-      exchange: of `jgg.sharding.MoESharding`.
-      fsdp: the replicas store a part of the weights each, rather than all of them.
-      buffer_factor: of MoESharding.
+      exchange: as in `jgg.sharding.MoESharding`.
+      fsdp: True if each replica stores a part of the weights, False if each stores all of them.
+      buffer_factor: as in `jgg.sharding.MoESharding`.
     """
 
     tensor: int = 1
@@ -33,13 +35,13 @@ class Strategy:
 
     @property
     def family(self) -> str:
-        """Which of FAMILIES it belongs to."""
+        """The member of FAMILIES to which the strategy belongs."""
         if self.tensor > 1:
             return "tensor"
         return self.exchange if self.expert > 1 else "fsdp" if self.fsdp else "data"
 
     def __str__(self):
-        """Such as "expert 8 by all_gather, data 4"."""
+        """The strategy in words, such as "expert 8 by all_gather, data 4"."""
         parts = [f"tensor {self.tensor}"] if self.tensor > 1 else []
         parts += [f"expert {self.expert} by {self.exchange}"] if self.expert > 1 else []
         parts += [f"{'fsdp' if self.fsdp else 'data'} {self.replicas}"] if self.replicas > 1 else []
@@ -49,9 +51,10 @@ class Strategy:
 def choose_strategies(
     layer: Layer, devices: int, buffer_factor: float, families: Iterable[str] = FAMILIES
 ) -> list[Strategy]:
-    """The strategies of the families that can split the layer over a power of two of devices.
+    """Returns the strategies of these families that can split the layer over `devices`, which is a power of two.
 
-    Each family is tried alone, and the exchanges also with experts over half of the devices beside data.
+    Each family splits over all devices. An exchange also splits the experts over half of the devices, with two
+    replicas.
     """
     if devices == 1:
         return [Strategy()]

@@ -1,4 +1,4 @@
-"""How long a product takes on the device, whether it is right, and what came of measuring it."""
+"""Times products on the device and checks whether their results are right."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ from jgg.products.dx import DX, Dx
 
 REPEATS = 5
 MAX_CALLS = 256
-# Seconds of a repeat, about: a GPU at its power limit takes some 50 ms to settle on the clock that it can sustain.
+# Approximate seconds of a repeat: a GPU at its power limit takes some 50 ms to settle on the clock that it can sustain.
 _SECONDS = {"gpu": 0.1, "cpu": 0.02}
-# FLOP/s and bytes/s that are not far from reach, to choose how many calls make a repeat.
+# FLOP/s and bytes/s near the best possible: they estimate the time of a call, and so how many calls make a repeat.
 _FAST = {"gpu": (6e14, 3e12), "cpu": (5e10, 1e10)}
 LARGER_THAN_L2 = 128 * 2**20  # bytes
 RIGHT, WRONG, FAILED = "right", "WRONG", "failed"
@@ -33,16 +33,16 @@ RIGHT, WRONG, FAILED = "right", "WRONG", "failed"
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What came of checking and timing one thing.
+    """The outcome of checking and timing one computation.
 
     Attributes:
       status: RIGHT, WRONG or FAILED (it raised).
-      seconds: of a call; None unless right.
+      seconds: time of a call; None unless right.
       error: largest error relative to the largest element.
-      allowed_error: what error may be.
+      allowed_error: the largest `error` that is still right.
       reason: why it failed, in one line.
-      variant: which of several configurations it is, the fastest; of a layer the result that error is of.
-      others: what came of those configurations that were not right.
+      variant: the fastest of several configurations; for a layer, the name of the result that has `error`.
+      others: a line for each other configuration that was not right.
     """
 
     status: str
@@ -54,7 +54,7 @@ class Measurement:
     others: tuple[str, ...] = ()
 
     def __str__(self):
-        """The status with what explains it."""
+        """The status and its explanation: a reason or the error."""
         if self.reason is not None:
             return f"{self.status}: {self.reason}"
         return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
@@ -74,7 +74,7 @@ def first_line(error: Exception) -> str:
 
 @functools.cache  # so that programs of the same product share what is compiled
 def product(op: str, problem: GroupedGemmProblem, implementation: str | None, config=None) -> Callable:
-    """The function from operands (`workloads.operands`) to y, dx or dw."""
+    """Returns the function that computes y, dx or dw from arrays, which `workloads.operands` makes."""
     options = {
         "topk": problem.topk,
         "permute_x": problem.permute_x,
@@ -91,7 +91,7 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
         if op == "forward":
             y_options = {"bias": arrays.get("bias"), "preferred_element_type": problem.out_dtype}
             return grouped_gemm_forward(arrays["x"], arrays["w"], group_sizes=sizes, **shared, **y_options, **options)
-        if op == "dx" and problem.has_topk_weights:  # as training computes it, with the gradient of the weights
+        if op == "dx" and problem.has_topk_weights:  # as in training, with the gradient of topk_weights
             dx_operands = Dx(arrays["dy"], arrays["w"], group_bounds(sizes, problem.num_rows), arrays["x"], **shared)
             return DX(How(implementation, current_target(), config), dx_operands, problem=problem).dx
         if op == "dx":
@@ -103,7 +103,9 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a product must be: the xla implementation's in float32, within twice its own error in the problem's dtype.
+    """The expected product, computed by the xla implementation in float32, and the largest error allowed.
+
+    `of` allows twice the error that the xla implementation itself has in the problem's dtype.
 
     Attributes:
       exact: the product in float32.
@@ -115,7 +117,7 @@ class Reference:
 
     @classmethod
     def of(cls, op: str, problem: GroupedGemmProblem, arrays, lock: AbstractContextManager = nullcontext()):  # noqa: B008
-        """Computes both products of the operands; lock as in `measure`."""
+        """Computes the product in float32 and in the problem's dtype; `lock` is as in `measure`."""
         programs = _reference_programs(op, problem)
         with lock:
             exact, own = (program(arrays) for program in programs)
@@ -123,7 +125,7 @@ class Reference:
 
     @classmethod
     def beside(cls, exact: jax.Array, own: jax.Array, factor: float):
-        """Allows factor times the error of `own`, the same product in the dtype of what is checked."""
+        """Makes a reference that allows `factor` times the error of `own`, the product in the dtype to be checked."""
         return cls(exact, factor * float(relative_error(own, exact)) + 1e-5)
 
     def error(self, result) -> float:
@@ -131,7 +133,7 @@ class Reference:
         return float(relative_error(result, self.exact))
 
     def check(self, result) -> Measurement:
-        """The measurement of a result, without seconds."""
+        """Judges a result; the measurement has no seconds."""
         error = self.error(result)
         return Measurement(RIGHT if error <= self.bound else WRONG, error=error, allowed_error=self.bound)
 
@@ -158,7 +160,7 @@ def _in_float32(array):
 
 
 def jit_reference(function: Callable) -> jax.stages.Wrapped:
-    """jax.jit for a program that runs once or twice: XLA would take far longer to try ways to multiply on a GPU."""
+    """jax.jit without XLA's autotuning of GEMMs, which would take far longer than a program that runs once or twice."""
     return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -183,13 +185,13 @@ def measure(
 ) -> Timing:  # fmt: skip
     """Times `function(arrays)` on the device; arrays must have group_sizes.
 
-    Many calls run one after the other inside one compiled program, so that none waits for the host. Where their arrays
-    could stay in the L2 cache, a larger one is read between the calls, and what that takes is subtracted.
+    Many calls run one after the other inside one compiled program, so that none waits for the host. If the
+    arrays could stay in the L2 cache, a larger array is read between the calls, and the time for that is subtracted.
 
     Args:
-      flops, bytes_accessed: of one call, to choose how many there are.
-      max_calls: no more than so many.
-      lock: held while the device is used, and not while programs are compiled.
+      flops, bytes_accessed: FLOPs and bytes of one call; the number of calls depends on them.
+      max_calls: the largest number of calls.
+      lock: held while the device is used, but not while programs are compiled.
     """
     calls = min(_calls(flops, bytes_accessed), max_calls)
     flushes = jax.default_backend() == "gpu" and stays_in_l2(bytes_accessed)
@@ -204,7 +206,7 @@ def measure(
 
 @functools.cache
 def _baseline(calls):
-    """The program that only fills the L2 cache between its calls."""
+    """Compiles the program whose time is subtracted: it only reads the larger array, as often as `calls` calls do."""
     shapes = {"group_sizes": jax.ShapeDtypeStruct((1,), jnp.int32)}
     return _repeated(lambda arrays: arrays["group_sizes"], calls, True).lower(shapes).compile()
 
@@ -220,12 +222,12 @@ def _calls(flops, bytes_accessed):
 
 
 def calls_of_repeat(seconds: float) -> int:
-    """How many calls of so many seconds make a repeat."""
+    """Returns how many calls make a repeat if one takes `seconds`."""
     return max(1, min(MAX_CALLS, int(_SECONDS.get(jax.default_backend(), _SECONDS["cpu"]) / seconds)))
 
 
 def _repeated(function, calls, flushes):
-    """A program of that many calls; arrays depend on the call before, lest XLA compute a part of it just once."""
+    """A program with many calls; each depends on the one before, so that XLA cannot compute a part of it just once."""
 
     def program(arrays):
         def call(_, carry):
@@ -251,7 +253,7 @@ def _time(program, arrays):
 
 
 def median_seconds(call: Callable, repeats: int) -> tuple[float, Any]:
-    """The median of the seconds that each of so many calls takes on the device, and the last one's result."""
+    """Makes `repeats` calls; returns the median of their times on the device, in seconds, and the last result."""
     seconds, result = [], None
     for _ in range(repeats):
         start = time.perf_counter()

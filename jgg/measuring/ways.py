@@ -15,8 +15,8 @@ class Way:
     """A way to compute a product.
 
     Attributes:
-      variant: what tells it from other ways of the same library.
-      is_checked: False for a bound, which computes something else that is as large.
+      variant: a name that distinguishes it from other ways of the same library.
+      is_checked: False for a bound, which computes another product of the same size.
     """
 
     variant: str = ""
@@ -32,7 +32,7 @@ class Way:
 
 
 class Reference(Protocol):
-    """What a result must be."""
+    """The expected result, against which results are checked."""
 
     def check(self, result: Any, /) -> Measurement:
         """Judges a result; the measurement has no seconds."""
@@ -46,11 +46,11 @@ def as_it_is(array: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class JaxProduct(Way):
-    """A product computed by JAX, or another function of arrays.
+    """A product, or another function of arrays, computed by JAX.
 
     Attributes:
       function, arrays: `function(arrays)` is the product.
-      flops, bytes_accessed: of a call.
+      flops, bytes_accessed: the FLOPs and the bytes of one call.
       finish: brings the product into jgg's layout; not timed.
     """
 
@@ -75,7 +75,7 @@ class JaxProduct(Way):
 
 
 def measure_best(prepare: Callable[[], Iterable[Way]], reference: Reference) -> Measurement:
-    """Checks and times each way that `prepare()` gives: the fastest right one, else the first wrong one."""
+    """Checks and times each way that `prepare()` gives; returns the fastest right one, else the first wrong one."""
     try:
         ways = prepare()
     except Exception as error:  # whatever another library raises
@@ -88,7 +88,7 @@ def measure_best(prepare: Callable[[], Iterable[Way]], reference: Reference) -> 
 
 
 def _check_and_time(way, reference):
-    """Checks a result, times what computes it if that is right, and checks the result of the calls that were timed."""
+    """Checks the result of a way; if it is right, times the way and checks the result of the timed calls too."""
     try:
         if not way.is_checked:
             return Measurement(RIGHT, way.measure().seconds, variant=way.variant)

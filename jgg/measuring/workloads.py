@@ -1,4 +1,4 @@
-"""What is tuned and measured: the GEMMs of well-known MoE layers or of the user's own, and data for them."""
+"""The GEMMs that are tuned and measured, from well-known MoE layers or the user's own, and data for them."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ _LAYERS = Path(__file__).parent / "layers.json"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Sizes of an MoE layer with a gated MLP; experts are those of one device.
+    """Sizes of an MoE layer with a gated MLP on one device.
 
     Attributes:
       tokens: T, tokens of a step on one device.
       hidden: H, features of a token.
       expert_intermediate: I, hidden features of an expert.
-      experts: E.
+      experts: E, experts on the device.
       topk: k, experts of a token.
     """
 
@@ -69,10 +69,10 @@ def gemm(
     *, num_rows, in_features, out_features, num_experts, topk=1, dtype: Any = "bfloat16", w_layout="enk",
     permute_x=False, permute_y=False, weighted=False, biased=False, precision=None,
 ) -> GroupedGemmProblem:  # fmt: skip
-    """A grouped GEMM by its sizes; plain, rows in expert order, unless options say otherwise.
+    """Makes the problem of a grouped GEMM from its sizes; rows are in expert order unless options say otherwise.
 
     Args:
-      dtype: of x and w; with quantized ones, in FP8, y is in bfloat16.
+      dtype: dtype of x and w, bfloat16 by default. With "fp8", x and w are quantized and y is in bfloat16.
     """
     dtype = E4M3 if dtype == FP8 else jnp.dtype(dtype)
     if num_rows % topk:
@@ -95,9 +95,9 @@ def gemm(
 
 
 def computed_as(op: str, problem: GroupedGemmProblem) -> tuple[str, GroupedGemmProblem]:
-    """The product by which an op of a problem is computed.
+    """Returns the op and the problem that compute an op of `problem`; only for dX in FP8 do they differ from it.
 
-    dX of quantized operands is the forward product with K and N exchanged, as their weights are turned.
+    dX of quantized operands is computed as a forward product with the transposed w, so K and N are exchanged.
     """
     if op != "dx" or problem.dtype != E4M3:
         return op, problem
@@ -109,7 +109,7 @@ def load_layers(path: str | Path | None = None) -> dict[str, Layer]:
 
     Keys that `Layer` has no attribute for are ignored.
 
-    Raises: ValueError: the file is no JSON of that form; the message names it.
+    Raises: ValueError: the file is not JSON of this form; the message names the file.
     """
     path = Path(path or _LAYERS)
     names = [field.name for field in dataclasses.fields(Layer)]

@@ -19,7 +19,7 @@ HEAD_DIM = 64
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options of `jgg demo`, as the JSON file has them too."""
+    """The options of `jgg demo`; the JSON file records them too."""
 
     steps: int
     batch: int
@@ -53,12 +53,12 @@ class Settings:
 
     @property
     def quantization(self) -> Fp8 | None:
-        """The recipe by which the experts are multiplied, if any."""
+        """The FP8 recipe of the experts' products; None without --fp8."""
         return Fp8() if self.fp8 else None
 
     @property
     def arithmetic(self) -> str:
-        """The words that say in which dtypes is computed."""
+        """The dtypes of the computation, in words."""
         return f"{self.dtype} with experts in FP8" if self.fp8 else self.dtype
 
 

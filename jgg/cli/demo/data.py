@@ -15,7 +15,7 @@ class Corpus(NamedTuple):
 
     Attributes:
       train: uint8 [bytes].
-      held_out: uint8 [bytes], whole topics, none of their paragraphs in train.
+      held_out: uint8 [bytes], whole topics; none of their paragraphs is in train.
     """
 
     train: np.ndarray
@@ -65,7 +65,7 @@ def _as_bytes(texts: list[str]) -> np.ndarray:
 def held_out_windows(text: np.ndarray, seq: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts a text into windows such that every byte but the first is predicted exactly once.
 
-    A window is seq + 1 bytes, of which the last seq are predicted; the next window begins at its
+    A window has seq + 1 bytes, and all but its first are predicted; the next window begins at its
     last byte.
 
     Args:

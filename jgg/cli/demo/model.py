@@ -47,7 +47,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One layer: attention, then experts, each added to what it reads."""
+    """One layer: attention, then experts, each with a residual connection."""
 
     def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
         hidden, dtype = settings.hidden, settings.dtype
@@ -73,7 +73,7 @@ class LanguageModel(nnx.Module):
         self.embed = nnx.Embed(NUM_BYTES, hidden, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
-        # zeros: training starts at 8 bits per byte, where knowing nothing is
+        # zeros make all bytes equally likely, so that training starts at 8 bits per byte
         zeros = nnx.initializers.zeros
         self.head = nnx.Linear(hidden, NUM_BYTES, use_bias=False, dtype=dtype, kernel_init=zeros, rngs=rngs)
 
@@ -86,10 +86,10 @@ class LanguageModel(nnx.Module):
 
 
 class Measured(NamedTuple):
-    """What a model makes of windows of text.
+    """How well a model predicts windows of text, and how it loads its experts.
 
     Attributes:
-      bits: float32 [B, S], the cost of each byte.
+      bits: float32 [B, S], bits that each byte costs.
       group_sizes: int32 [layers, E], rows that each expert got.
       imbalance: float32 [], the layers' mean load-balancing loss: 1 where every router loads its experts evenly.
     """
@@ -100,9 +100,9 @@ class Measured(NamedTuple):
 
 
 def measure(graphdef, params, windows: jax.Array) -> Measured:
-    """Predicts the last S bytes of windows [B, S + 1], uint8, each from those before it.
+    """Predicts the last S bytes of windows, uint8 [B, S + 1], each from the bytes before it.
 
-    `graphdef` and `params` are those of a LanguageModel, as `nnx.split` gives them.
+    `graphdef` and `params` are what `nnx.split` returns for a LanguageModel.
     """
     logits, sown = _forward(graphdef, params, windows[:, :-1])
     targets = windows[:, 1:, None].astype(jnp.int32)
@@ -137,6 +137,6 @@ def sample(graphdef, params, key, settings: Settings, prompt: bytes, length: int
 
 
 def _forward(graphdef, params, text):
-    """Logits of text [B, S], and the state of what the layers sow."""
+    """Returns the logits of text [B, S], and the values that the layers sow."""
     model = nnx.merge(graphdef, params)
     return nnx.capture(model, nnx.Intermediate)(text)

@@ -14,7 +14,7 @@ from jgg.core.files import replacing
 
 
 def header(result: Result) -> str:
-    """What is going to be trained, on what and how."""
+    """The lines before training: the text, the model, and how and where it runs."""
     settings = result.settings
     return (
         f"Text: Python's language reference, {result.train_bytes:,} bytes to train on and"
@@ -26,7 +26,7 @@ def header(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """What came out, in one line."""
+    """The final result in one line."""
     final = final_numbers(result)
     if final["held_out_bits_per_byte"] is None:
         return f"Interrupted after {final['steps']} steps, before the first held-out measurement"
@@ -47,7 +47,7 @@ def show_details(result: Result) -> None:
 
 
 def final_numbers(result: Result) -> dict:
-    """The results at the end of some steps; None for what an interrupt left unmeasured."""
+    """The results after the last step that was recorded; None for what an interrupt left unmeasured."""
     steps = result.train[-1]["step"]
     tokens = steps * result.settings.batch * result.settings.seq
     return {
@@ -80,7 +80,7 @@ def write_plot(result: Result, path: Path) -> None:
     losses.grid(alpha=0.3)
     percent = 100 * np.asarray(result.expert_load)  # [layers, E]
     even = 100 / percent.shape[1]
-    darkest = max(2 * even, percent.max())  # the middle color is that of an even load
+    darkest = max(2 * even, percent.max())  # so that an even load has the middle color, or a lighter one
     image = loads.imshow(percent, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
     for (layer, expert), load in np.ndenumerate(percent):
         color = "white" if load > 0.6 * darkest else "black"

@@ -26,7 +26,7 @@ _SAMPLE_BYTES = 400
 
 
 class TrainState(NamedTuple):
-    """What a step of training replaces; its buffers are donated."""
+    """The state that a step of training takes and replaces; its buffers are donated."""
 
     params: optax.Params
     opt_state: optax.OptState
@@ -42,20 +42,20 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """What was measured, filled in as training goes on.
+    """The measurements of a run, filled in as training goes on.
 
     Attributes:
       settings: options of the run.
-      implementation: the one that the compiled step contains.
+      implementation: grouped GEMM's implementation, as found in the compiled step.
       train_bytes, held_out_bytes: sizes of the two texts.
-      parameters: numbers in the model.
-      active_parameters: those that one byte meets, its topk experts' only.
+      parameters: number of parameters of the model.
+      active_parameters: number of parameters that act on one byte; of the experts, only topk count.
       train: step, bits_per_byte and tokens_per_second (a token is a byte) of every few steps.
       held_out: step and bits_per_byte of each measurement of the whole held-out text.
       expert_load: fraction of the rows that each expert of each layer got in the last few steps.
       train_seconds: time in steps of training, without compilation and measurements.
       sample: text that the model wrote.
-      interrupted: whether the keyboard ended it early.
+      interrupted: whether an interrupt from the keyboard ended the run early.
     """
 
     settings: Settings
@@ -76,7 +76,7 @@ class Trainer:
     """A model, its optimizer and its text, ready to run.
 
     Attributes:
-      result: what is known before training, and after `run` all of it.
+      result: only what is known before training; `run` fills in the rest.
     """
 
     def __init__(self, settings: Settings):
@@ -130,7 +130,7 @@ class Trainer:
                     start = time.perf_counter()
 
     def _log(self, step, metrics, seconds):
-        """Records the last few steps, which took so many seconds."""
+        """Records the metrics of the last few steps, which together took `seconds`."""
         group_sizes = np.sum([m.group_sizes for m in metrics], axis=0)
         tokens = len(metrics) * self.settings.batch * self.settings.seq
         self.result.train_seconds += seconds
@@ -172,7 +172,7 @@ def make_step(graphdef, optimizer, settings: Settings, key):
 def make_evaluate(graphdef):
     """The jitted measurement: (params, windows, is_real) -> bits per byte of the whole text.
 
-    For windows and is_real as `held_out_windows` gives them.
+    `windows` and `is_real` are as `held_out_windows` returns them.
     """
 
     @jax.jit
@@ -207,7 +207,7 @@ def progress_line(result: Result) -> str:
 
 
 def _make_optimizer(settings):
-    """AdamW with a warm-up and a cosine decay; vectors, which are scales, do not decay."""
+    """AdamW with a warm-up and a cosine decay of the rate; vectors, which are scales, have no weight decay."""
     warmup = max(settings.steps // 10, 1)
     decay_end = max(settings.steps, warmup + 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, _PEAK_RATE, warmup, decay_end, end_value=_PEAK_RATE / 20)
@@ -220,7 +220,7 @@ def _make_optimizer(settings):
 
 
 def _count_parameters(model, settings):
-    """All parameters, and those that one byte meets."""
+    """Counts all parameters, and the parameters that act on one byte."""
     total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
     return total, total - experts * (settings.experts - settings.topk) // settings.experts
