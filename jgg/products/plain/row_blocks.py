@@ -106,7 +106,7 @@ def zeros(shape, dtype, rows: Rows):
 
 
 def ones(rows: Rows):
-    """As many rows as `rows` has, each a single 1."""
+    """Rows that each hold a single 1, as many as `rows` has."""
     return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 
