@@ -17,7 +17,7 @@ workers.share_gpus()
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Of -n auto, the default: one process, or for tests that need a GPU as many as have room there."""
+    """Decides what -n auto, the default, means: one process; for GPU tests, as many workers as the GPU has room for."""
     if config.option.numprocesses != "auto":
         return None
     expression = config.option.markexpr

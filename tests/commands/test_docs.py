@@ -33,7 +33,7 @@ def messages():
 
 
 def pattern(quoted):
-    """Of the messages that a quotation with "…" for some of their parts can be from."""
+    """A pattern that finds the messages in the code that `quoted`, with "…" for parts left out, can come from."""
     return re.compile(".*".join(map(re.escape, quoted.split("…"))))
 
 

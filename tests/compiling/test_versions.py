@@ -39,7 +39,7 @@ print(sorted(path.name.partition("-")[0] for path in pathlib.Path(os.environ["XD
     ],
 )
 def test_the_way_that_a_triton_takes(triton, module, kept, tmp_path, monkeypatch):
-    """As with that one, in a process of its own, since jax-triton is corrected for good."""
+    """jgg lowers as with Triton `triton`, in a process of its own: jgg's corrections of jax-triton last for good."""
     if versions.unlike(versions.WARP_SPECIALIZED):
         pytest.skip("this Triton cannot stand for 3.9")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -40,7 +40,7 @@ def gradients(function, arrays):
 
 
 def replace_ragged_dot(monkeypatch):
-    """As docs/integrations.md says."""
+    """Puts jgg's ragged_dot into haliax, with the code of docs/integrations.md."""
     for name in ("haliax.nn.ragged_dot", "haliax.nn.linear"):
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "ragged_dot", module.ragged_dot)  # to be put back after the test

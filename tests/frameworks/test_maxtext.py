@@ -82,12 +82,12 @@ def gradients(**options):
 
 @functools.cache
 def reference():
-    """By `jax.lax.ragged_dot`, which MaxText cannot use for a ring of experts, and without one."""
+    """MaxText's loss and gradients with `jax.lax.ragged_dot`; without a ring of experts, where it cannot use that."""
     return gradients(megablox=False)
 
 
 def replace(monkeypatch, how):
-    """As docs/integrations.md says; returns the option of MaxText that goes with it."""
+    """Puts jgg into MaxText, with the code of docs/integrations.md; returns the MaxText option that it needs."""
     from maxtext.kernels import megablox
     from maxtext.layers import moe
 

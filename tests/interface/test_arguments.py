@@ -32,7 +32,7 @@ def rows(name, features):
 
 
 def tune(**arguments):
-    """Of no products, so that nothing runs where there is a GPU."""
+    """Calls `jgg.tune`; FUNCTIONS gives it no products (ops=()), so that nothing runs where there is a GPU."""
     if jax.default_backend() == "gpu":
         jgg.tune(**arguments)
     else:

@@ -36,7 +36,7 @@ def own_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_home(monkeypatch):
-    """As in a container that runs as a user whom it does not know."""
+    """There is no home folder, as in a container whose user has no entry in its list of users."""
 
     def getpwuid(uid):
         raise KeyError(f"uid not found: {uid}")
@@ -77,7 +77,7 @@ def test_what_is_tuned_at_once_is_all_kept(own_file):
 
 
 def test_what_is_written_at_once_is_whole_at_any_time(tmp_path):
-    """As a kernel that several processes compile."""
+    """Several writers replace one file, like processes that compile the same kernel; a reader never sees a mixture."""
     path = files.replace_text(tmp_path / "kernel", "0" * 100_000)
 
     def write_and_read(writer):

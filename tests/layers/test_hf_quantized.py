@@ -86,7 +86,7 @@ def check_there_and_back(config, params, tensors):
 
 
 def test_mxfp4_checkpoints():
-    """As transformers 5.23 reads the same bytes: its `convert_moe_packed_tensors` made the weights of data/hf/mxfp4."""
+    """jgg reads the bytes as transformers 5.23 does: its `convert_moe_packed_tensors` made the weights in mxfp4.npz."""
     with np.load(DATA / "mxfp4.npz") as file:
         arrays = dict(file)
     experts, hidden, features = arrays["w_down"].shape

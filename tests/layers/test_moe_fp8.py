@@ -127,7 +127,7 @@ def test_close_to_bfloat16(recipe, implementation):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [0, 48])
 def test_without_rows(tokens, interleaved, implementation):
-    """Of no tokens, or of tokens without an expert."""
+    """There are no tokens, or only tokens without an expert: y and the gradients are zero."""
     arrays, (weights, chosen, sizes, indices) = make()
     arrays |= {name: arrays[name][:tokens] for name in ("x", "dy")}
     routing = jgg.Routing(weights[:tokens], chosen[:tokens], jnp.zeros_like(sizes), indices[:0])
@@ -226,7 +226,7 @@ def test_exported_for_both_platforms():
 
 
 def test_second_derivatives_are_refused():
-    """Of x, of the weights, and of the router's."""
+    """Second derivatives by x, by the weights and by topk_weights raise an error; so does forward mode."""
     arrays, routing = make()
 
     def slope(arrays, topk_weights, name):

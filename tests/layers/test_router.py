@@ -108,7 +108,7 @@ def test_vmap_and_shard_map():
 @pytest.mark.parametrize("w_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("batched", ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"])
 def test_vmap_over_some_arguments(batched, w_dtype):
-    """Of tokens in bfloat16: logits, their gradients and the gradients of those."""
+    """Checks logits, their gradients and the second derivatives, for tokens in bfloat16."""
 
     def run(x, w, d_logits):
         def gradients(x, w, d_logits):

@@ -61,7 +61,7 @@ def test_parts_of_columns_of_the_warp_specialized_kernel(biased, w_layout, part_
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
 def test_copies_of_columns(implementation):
-    """Those of x itself, bad indices left out, at the edges of blocks and past them."""
+    """The copies hold x's columns, and zeros for bad indices, for ranges at the edges of blocks and past them."""
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(7, 600)).astype(np.float32), np.array([12, 0, -1, 3, 13, 14, 5, 5], np.int32)
     launcher = Launcher.of(How(implementation, current_target()))
@@ -143,7 +143,7 @@ def lower_layer(tokens, hidden, features, experts, topk, **options):
 
 
 def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
-    """Of a layer whose rows of hidden features outweigh its weights."""
+    """The layer's rows of hidden features take more memory than its weights."""
     tokens, features, topk = 24576, 256, 8
     lower_layer(tokens, 1536, features, 128, topk)
     widths = [result.shape[1] for _, launch in launched for result in launch.result_types.values()

@@ -38,7 +38,7 @@ def on(implementation, *dtypes_and_precisions, marks=()):
 
 
 def thoroughly_on(implementation, *dtypes_and_precisions):
-    """Of what another implementation or dtype shows at every change, in plain JAX."""
+    """Parameters marked thorough: plain JAX shows the same at every change, in another implementation or dtype."""
     return on(implementation, *dtypes_and_precisions, marks=[pytest.mark.thorough])
 
 
@@ -310,7 +310,7 @@ def test_interpret_refuses_bfloat16():
 
 @pytest.mark.parametrize("bad", [-1, -6, 6, 2**31 - 1])
 def test_a_bad_index_reads_zero_where_rows_are_summed(bad):
-    """Of the sums that topk_weights' gradient is made of, and of the weights of rows."""
+    """Checks the row sums from which the gradient of topk_weights is made, and the weights of rows."""
     indices = jnp.array([2, bad, 0, 5, 1, 3])
     arrays = {"x": jnp.ones((6, 4)), "w": jnp.ones((2, 3, 4)), "group_sizes": jnp.array([2, 4])}
     problem = check_problem(**arrays, gather_indices=indices, permute_y=True)

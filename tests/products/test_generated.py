@@ -131,7 +131,7 @@ def test_forward_mode_and_second_order(implementation, number):
 
 @functools.cache
 def _derivatives(options):
-    """Of sum(dy * y): the tangent of y, and the second derivative times the tangents, by two ways."""
+    """A function for the tangent of y and, in two ways, the second derivative of sum(dy * y) times the tangents."""
 
     @jax.jit
     def derivatives(primals, tangents, dy, group_sizes, gather_indices):

@@ -50,7 +50,7 @@ def float64(array):
 
 
 def assert_near(got, expected, tolerance=8e-3):
-    """By default as bfloat16 rounds, which has 8 bits."""
+    """Compares with the oracle; the default tolerance allows for the rounding of bfloat16, which has 8 bits."""
     error = np.abs(float64(got) - expected)
     assert np.max(error) <= tolerance * np.max(np.abs(expected))
 

@@ -44,7 +44,7 @@ def test_large_case(case, columns, band, dtype, fuse_gather):
 
 @pytest.mark.skipif(versions.unlike(versions.WARP_SPECIALIZED) is not None, reason="other versions")
 def test_one_row_is_compiled():
-    """Of a number that is 1 Triton makes a constant."""
+    """Triton turns an argument that is 1 into a constant; the kernel compiles with it too."""
     config = dict(specialized_configs("enk", fuse_gather=True))["kernel_config_bwd_dw"]
 
     def products(x, w, group_sizes, gather_indices):
@@ -290,7 +290,7 @@ def test_other_tiles_are_refused():
 
 @pytest.mark.interpret
 def test_the_interpreter_runs_the_plain_kernels():
-    """Of 16-bit products too, for whose sizes a GPU would run the warp-specialized one."""
+    """Interpreted 16-bit products use the plain kernels, at sizes where a GPU would run the warp-specialized one."""
     x, w = jnp.ones((136, 16), jnp.float16), jnp.ones((2, 136, 16), jnp.float16)
     y = jgg.grouped_gemm(x, w, jnp.array([70, 66]), implementation="interpret")
     assert (y == 16).all()

@@ -99,7 +99,7 @@ def _any_int32(key, array, rows, probability):
 
 
 def rows_of(case, sizes, indices):
-    """Of each row in expert order its group, or E; and its position, or M where the index is out of range."""
+    """The group of each row in expert order, or E; and its position, or M where the index is out of range."""
     rows = case.num_rows
     # clamped one after the other, since their sum may pass int32
     ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), jnp.clip(sizes, 0, rows))
@@ -201,9 +201,9 @@ def _specified(case, position, members, topk_weights):
 
 
 def errors(case, values, outputs):
-    """Of each output whether it is wrong: not finite, not zero where it must be, or off by more than rounding.
+    """Measures how wrong each output is: not finite, not zero where it must be, or off by more than rounding.
 
-    Returns: float64 [5], the largest error relative to the largest element and to what is right, above 1 if wrong.
+    Returns: float64 [5], the largest error relative to the largest element and to the tolerance; above 1 is wrong.
     """
     expected, fixed = reference(case, values)
     results = []

@@ -105,7 +105,7 @@ def every_problem():
 
 
 def configs_of_problems(target, dtype, precision):
-    """Those chosen for small problems that together have every configuration, those with most options first."""
+    """The configurations chosen for small problems, which together have all there are; most options come first."""
     features = ((512, 512), (1024, 1024), (513, 513), (64, 512), (512, 64), (512, 8192), (513, 8192))
     problems = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
     problems = [(rows, *sizes, layout, options) for rows, sizes, layout, options in problems]

@@ -89,7 +89,7 @@ def wanted():
 
 
 def check_local(name, specs, implementation=None, mesh=None):
-    """That y and the gradients are right, and that no weights move."""
+    """Checks that y and the gradients are right, and that no weights move between devices."""
     split = place(mesh or mesh_of(), make()[0], specs)
     run = program(implementation).lower(split).compile()
     (_, y), got = run(split)

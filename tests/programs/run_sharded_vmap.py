@@ -16,7 +16,7 @@ SEQUENCES, TOKENS, FEATURES, HIDDEN, EXPERTS = 4, 6, 8, 5, 4
 
 
 def loss(weights, x, logits, implementation):
-    """Of all sequences, which share the weights."""
+    """The loss of all sequences, which share the weights."""
 
     def one(x, logits):
         routing = jgg.route(logits, 2)

@@ -202,6 +202,6 @@ def batches(draw, number, **limits) -> list[Drawn]:
 
 
 def stacked(name, elements):
-    """That array of all elements, [B, ...]; None where there is none."""
+    """The arrays `name` of all elements, stacked to [B, ...]; None where the elements have none."""
     arrays = [getattr(element.data, name) for element in elements]
     return None if arrays[0] is None else jnp.asarray(np.stack(arrays))

@@ -41,5 +41,5 @@ LARGE_CASES = [
 
 
 def columns_of(case):
-    """Of the widest tiles that there are for a case's results."""
+    """The number of columns of the widest tiles that the kernel has for a case's output dtype."""
     return 128 if case.out_dtype == "float32" else 256

@@ -57,7 +57,7 @@ def worker_of_large_test(needed: float = LARGE_ARRAYS[0][0]) -> str | None:
 
 
 def num_workers() -> int:
-    """As many as find memory and a CPU each: of several GPUs, each runs on all of them and keeps its arrays on one."""
+    """The number of workers with memory and a CPU each; each uses every GPU and keeps its arrays on one of them."""
     large = large_arrays()
     others = (gpu_memory() - _taken(large)) / (CONTEXT + ARRAYS / len(visible_gpus()))
     return int(max(1, min(len(large) + others, len(os.sched_getaffinity(0)))))

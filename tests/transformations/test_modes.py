@@ -372,7 +372,7 @@ def second_derivative(function, arguments):
 
 @pytest.mark.parametrize("implementation", [None, TRITON])
 def test_second_order_of_the_kernels(implementation):
-    """Of a product and of a layer: what the kernels compute backwards is differentiated in plain JAX."""
+    """A product and a layer have second derivatives: plain JAX differentiates what the kernels compute backwards."""
     (function, arrays, _), (plain, _, _) = (differentiable(WITH_EVERYTHING, name) for name in (implementation, "xla"))
     assert_close(second_derivative(function, (arrays,)), second_derivative(plain, (arrays,)), 1e-4)
     got, expected = (second_derivative(moe(name), moe_arguments()) for name in (implementation, "xla"))
