@@ -174,7 +174,7 @@ def _range(values: list[float], scale: int = 1) -> str:
 
 
 def _percents(ratios: list[float]) -> str:
-    """By how many percent the ratios exceed 1, such as "1%" or "1 to 3%"."""
+    """The percent by which the ratios exceed 1, such as "1%" or "1 to 3%"."""
     least, most = (f"{(limit - 1) * 100:.0f}" for limit in (min(ratios), max(ratios)))
     return f"{most}%" if least == most else f"{least} to {most}%"
 
