@@ -121,8 +121,8 @@ def grouped_gemm_forward(
     Args:
       x, w: as in `grouped_gemm`.
       kernel_config: by default chosen from the shapes and the device.
-      group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias, w_layout, precision,
-        preferred_element_type, implementation: as in `grouped_gemm`.
+      group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias: as in `grouped_gemm`.
+      w_layout, precision, preferred_element_type, implementation: as in `grouped_gemm`.
 
     Returns: y, as `grouped_gemm`.
     Raises: as `grouped_gemm`.

@@ -15,7 +15,7 @@ from jgg.sharding import MoESharding
 from tests.support.closeness import assert_close
 from tests.support.moe_runs import IMPLEMENTATIONS
 from tests.support.passes import forward_and_backward
-from tests.support.sharded_cases import CASES, assert_case_is_right
+from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right
 
 
 def test_runs_are_of_one_expert_and_even():
@@ -97,6 +97,7 @@ def mesh_of_gpus(count, *names):
 
 
 @pytest.mark.gpu
+@SEVERAL_GPUS
 @pytest.mark.parametrize("hides_latency", [False, True])
 @pytest.mark.parametrize("name", RAGGED)
 def test_gradients_by_either_scheduler(name, hides_latency):
@@ -108,6 +109,7 @@ def test_gradients_by_either_scheduler(name, hides_latency):
 
 
 @pytest.mark.gpu
+@SEVERAL_GPUS
 @pytest.mark.parametrize("hides_latency", [False, True])
 def test_scanned_layers_do_not_copy_buffers(hides_latency):
     """Values and gradients are those of all_gather, and no array of a buffer's size is copied in the loop."""

@@ -13,7 +13,7 @@ import jgg
 from jgg.primitives.partitioning import WAY_OUT, Axes, split_letters
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support import processes
-from tests.support.sharded_cases import CASES, assert_case_is_right, make
+from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, make
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -34,6 +34,7 @@ def meshes_of_gpus():
 
 
 @pytest.mark.gpu
+@SEVERAL_GPUS
 @pytest.mark.parametrize(("name", "shape"), list(meshes_of_gpus()))
 def test_every_strategy_on_gpus(name, shape):
     count = np.prod(shape)
@@ -43,6 +44,7 @@ def test_every_strategy_on_gpus(name, shape):
 
 
 @pytest.mark.gpu
+@SEVERAL_GPUS
 @pytest.mark.parametrize(
     ("kind", "spec"), [("Auto", jax.P()), ("Auto", jax.P("a", None, "b")), ("Explicit", jax.P())], ids=str
 )

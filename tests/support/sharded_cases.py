@@ -5,11 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jgg
 from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
 
+# one worker runs the tests of several GPUs, since collectives wait for each other and take memory on every GPU
+SEVERAL_GPUS = pytest.mark.xdist_group("several GPUs")
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 32, 12, 10, 8, 3
 
 # name: (axes of a mesh a, b, c of 2 devices each and what they split, further options, who gets the tokens)
