@@ -47,8 +47,6 @@ def test_runs_of_no_row():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_tokens_in_expert_order_need_no_indices(implementation, biased, quantization):
     """The same as with indices that name each row in turn; NaN of a row of no group reaches nothing."""
-    if quantization and implementation == "interpret":
-        pytest.skip("the interpreter has no FP8")
     rng = np.random.default_rng(0)
     sizes, features, hidden = np.array([5, 0, 9, 3], np.int32), 32, 48
     num_rows = sizes.sum() + 2
