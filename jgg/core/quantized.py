@@ -217,7 +217,20 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
     values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp), -largest, largest)
-    return QuantizedArray(values.astype(stored_as.dtype), scales)
+    return QuantizedArray(_rounded(values, stored_as.dtype).astype(stored_as.dtype), scales)
+
+
+def _rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """float32 values rounded to the nearest numbers of an FP8 dtype, none of which they exceed.
+
+    XLA on a GPU removes a conversion to a narrower dtype and back, and then nothing would be rounded; see
+    xla_allow_excess_precision.
+    """
+    info = jnp.finfo(dtype)
+    step = np.float32(info.smallest_subnormal)
+    subnormal = jnp.round(values / step) * step
+    normal = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=info.nmant)
+    return jnp.where(jnp.abs(values) < np.float32(info.smallest_normal), subnormal, normal)
 
 
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:

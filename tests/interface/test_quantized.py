@@ -69,6 +69,21 @@ def test_the_same_bits_every_time_and_turned(quantize, shape, block):
         np.testing.assert_array_equal(q.mT.dequantize(), q.dequantize().mT)
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_to_the_nearest_in_one_program(dtype, platform):
+    """Also where XLA sees that values are converted to FP8 and back; and ties go to even values."""
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers = np.unique(numbers[np.isfinite(numbers)])
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, *(np.nextafter(ties, np.float32(to)) for to in (-np.inf, np.inf)), ties])
+    x = np.resize(x, (9, 128))
+    x[:, 0] = numbers[-1]  # for scales of one
+    with jax.default_device(jax.devices(platform)[0]):
+        y = jax.jit(lambda x: jgg.quantize_tokens(x, dtype, power_of_2_scales=True).dequantize(jnp.float32))(x)
+    np.testing.assert_array_equal(y, x.astype(dtype).astype(np.float32))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_zeros_outliers_and_what_is_not_finite_stay_in_their_blocks(bad):
     x = np.random.default_rng(1).standard_normal((4, 384)).astype(np.float32)
