@@ -11,7 +11,7 @@ from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instanc
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import BLOCK, DTYPES, Format, QuantizedArray, WeightForms, as_bits, from_bits, scales_shape
 from jgg.launching.choice import How
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
 
 
 def quantize_tokens(
@@ -51,7 +51,9 @@ def quantize_weights(
 
     Raises: as `quantize_tokens`.
     """
-    straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), turns=False).forms.straight
+    operands, stored_as = Quantize(_checked_matrices("w", w)), _format(dtype, power_of_2_scales)
+    matrices = QUANTIZE_WEIGHTS(How(None, current_target()), operands, stored_as=stored_as, keeps=True, turns=False)
+    straight = matrices.forms.straight
     assert straight is not None
     return straight
 
@@ -67,9 +69,8 @@ def _format(dtype: DTypeLike, power_of_2_scales: object) -> Format:
     return Format(as_dtype("dtype", dtype, DTYPES), as_flag("power_of_2_scales", power_of_2_scales))
 
 
-def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) -> QuantizedMatrices:
-    operands = Quantize(_checked(name, w, "[E, N, K] or [E, K, N]"))
-    return QUANTIZE_WEIGHTS(How(None, current_target()), operands, stored_as=stored_as, keeps=True, turns=turns)
+def _checked_matrices(name: str, w: object) -> jax.Array:
+    return _checked(name, w, "[E, N, K] or [E, K, N]")
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +92,7 @@ class QuantizedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """The recipe of `quantization=`: forward and dX multiply in FP8, dW in the dtype of the weights.
+    """The recipe of `quantization=`: forward and dX multiply in FP8, dW in the dtype of x.
 
     Each factor gets scales from its own values: one scale for 128 features of a token, of its hidden features or of a
     gradient, and one for 128 x 128 entries of a weight. Products are summed in float32, promoted every 128 features.
@@ -103,7 +104,7 @@ class Fp8:
       gradient_dtype: dtype of quantized gradients, float8_e4m3fn or float8_e5m2; all other values are float8_e4m3fn.
       power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
       keeps_weights: quantize weights once for both passes, which is faster and keeps a byte a weight for the backward
-        pass; otherwise each pass quantizes what it needs.
+        pass; otherwise each pass quantizes what it needs, unless weights are wider than x: those are read once.
 
     Raises: TypeError: gradient_dtype is neither of the two, or an option is no bool.
     """
@@ -138,8 +139,14 @@ class Fp8:
 
 
 def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
-    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, turns=True))
-    return QuantizedWeights(as_array(name, w), matrices.forms)
+    forms = both_forms(How(None, current_target()), _checked_matrices(name, w), recipe.format)
+    return QuantizedWeights(as_array(name, w), forms)
+
+
+def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
+    """Quantizes weights [E, N, K] or [E, K, N] in one reading, as they are and turned."""
+    matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=True)
+    return jax.tree.map(_named, matrices).forms
 
 
 def _named(array: jax.Array) -> jax.Array:
@@ -157,7 +164,7 @@ def check_quantization(quantization: Fp8 | None) -> None:
 
 
 def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
-    """Weights together with their FP8 forms, if they are quantized before the first pass needs them; else None.
+    """Weights together with their FP8 forms, if they are given in FP8; else None.
 
     A QuantizedArray with blocks of 128 x 128 is copied to make its turned form; one with other blocks is quantized
     again. The field `array` of either is the dequantized array, which gets no gradient.
@@ -172,10 +179,8 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
         shape, own = value.forms.straight.shape, jnp.shape(value.array)
         check(own == shape, f"{name}.array must be {list(shape)}, as what is quantized, got {list(own)}.")
         return value
-    if quantization is None:
+    if quantization is None or not isinstance(value, QuantizedArray):
         return None
-    if not isinstance(value, QuantizedArray):
-        return _quantize_once(name, value, quantization) if quantization.keeps_weights else None
     as_dtype(f"{name}.values", value.values.dtype, DTYPES)
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
     if value.scales.shape != scales_shape(value.shape, (BLOCK, BLOCK)):

@@ -192,6 +192,7 @@ def grouped_gemm_dw(
     topk_weights: ArrayLike | None = None,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     kernel_config: KernelConfigDW | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -205,9 +206,10 @@ def grouped_gemm_dw(
       dy: [M, N] in the order of y: in token order with `permute_y`, else in expert order.
       group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, w_layout, precision, implementation: as in
         `grouped_gemm`.
+      preferred_element_type: dtype of dw, float32, bfloat16 or float16; None for the dtype of x. Sums are float32.
       kernel_config: by default chosen from the shapes and the device.
 
-    Returns: dw [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x.
+    Returns: dw [E, N, K] or, with `w_layout="ekn"`, [E, K, N].
     Raises: as `grouped_gemm`.
     """
     _check_config("kernel_config", kernel_config, KernelConfigDW)
@@ -217,6 +219,7 @@ def grouped_gemm_dw(
     problem = check_problem(
         x=x, dy=dy, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
         permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+        dw_dtype=preferred_element_type,
     )  # fmt: skip
     how = how_of(problem, implementation)._replace(config=kernel_config)
     return compute_dw(problem, how, x, dy, group_sizes, gather_indices, topk_weights)

@@ -1,7 +1,6 @@
 """An MoE layer as a function of its parameters: what the layers of every framework share."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
@@ -132,9 +131,9 @@ class MoELayer(LayerOptions, InFeatures):
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
-          params: arrays by the names and with the shapes in `shapes`; arrays of the experts are in the dtype of x. The
-            router computes in float32. A QuantizedArray gets no gradient, and is dequantized to the dtype of x first;
-            only experts' matrices with `quantization` and without a sharding stay quantized.
+          params: arrays by the names and with the shapes in `shapes`, of any float dtypes. The router computes in
+            float32, all else in the dtype of x. A QuantizedArray gets no gradient, and is dequantized to the dtype of x
+            first; only experts' matrices with `quantization` and without a sharding stay quantized.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
@@ -234,7 +233,10 @@ class MoELayer(LayerOptions, InFeatures):
         """The shared experts' y of all tokens."""
         assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
         activation, tokens = find_activation(self.activation), arrays.x
-        dot = functools.partial(jnp.dot, precision=precision)
+
+        def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.dot(x, w.astype(x.dtype), precision=precision)
+
         y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))
 

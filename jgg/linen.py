@@ -29,7 +29,8 @@ class MoE(nn.Module, LayerOptions):
 
     Args:
       hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
-      dtype: dtype of the computation; by default the promoted dtype of x and all parameters except the router's.
+      dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
+        the router's. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
       quantization: as in `jgg.nnx.MoE`.
@@ -70,9 +71,8 @@ class MoE(nn.Module, LayerOptions):
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
             selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
-        own = [name for name in params if not name.endswith("_router")]
-        x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)
-        params |= zip(own, cast, strict=True)
+        own = [array for name, array in params.items() if not name.endswith("_router")]
+        x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation,

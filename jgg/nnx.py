@@ -53,7 +53,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     Args:
       in_features: H, features of x and y.
       hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
-      dtype: dtype of the computation; by default the promoted dtype of x and all parameters except the router's.
+      dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
+        the router's. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
@@ -117,9 +118,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """
         layer = self.layer
         params = {name: getattr(self, name)[...] for name in layer.shapes}
-        own = [name for name in params if not name.endswith("_router")]
-        x, *cast = dtypes.promote_dtype((x, *(params[name] for name in own)), dtype=self.dtype)
-        params |= zip(own, cast, strict=True)
+        own = [array for name, array in params.items() if not name.endswith("_router")]
+        x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,

@@ -75,7 +75,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
-from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result
+from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result, split_columns
 
 LOOKUP_PART = gl.constexpr(1)  # after storing this part, the warpgroups look up the next tile
 
@@ -153,10 +153,10 @@ def multiply_tiles(
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
+    # registers hold a finished tile of 256 columns in 16 bits, or half of one in 32 bits
+    HELD: gl.constexpr = min(work.BLOCK_COLUMNS, 4096 // dtype.primitive_bitwidth)
     nothing = gl.to_tensor(0)  # a tile that ends before it begins
-    pending = make_pending(
-        gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout), nothing, nothing, nothing, work.HALVES
-    )
+    pending = make_pending(gl.zeros([TILE_ROWS, HELD], dtype, layout), nothing, nothing, nothing, work.HALVES)
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
@@ -179,11 +179,20 @@ def multiply_tiles(
                 acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
             )
             row, end, column = work.place_of_result(item, first, last, column, results.y.TURNED)
-            pending = make_pending(acc.to(dtype), row, end, column, work.HALVES)
+            value = acc.to(dtype)
+            if HELD < work.BLOCK_COLUMNS:
+                at_once, value = split_columns(value)
+                make_pending(at_once, row, end, column, work.HALVES).store_all(results, WARPGROUP)
+                if results.y.TURNED:
+                    row += HELD
+                else:
+                    column += HELD
+            pending = make_pending(value, row, end, column, work.HALVES)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, steps, stage, phase)
     pending.store_all(results, WARPGROUP)
+    tma.store_wait(0)
 
 
 @gluon.jit

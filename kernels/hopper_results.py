@@ -191,10 +191,9 @@ class Pending:
 
     @gluon.jit
     def store_all(self, results, warpgroup):
-        """Stores all parts, and waits until TMA has read them from shared memory."""
+        """Stores all parts; TMA may not have read the last one from shared memory yet."""
         for part in gl.static_range(PARTS):
             self.store(results, warpgroup, part)
-        tma.store_wait(0)
 
 
 @gluon.jit

@@ -86,6 +86,11 @@ class _KernelConfig:
         return Tile(*(sizes[block] for block in cls.blocks(problem.w_layout)))
 
     @classmethod
+    def result_dtype(cls, problem: GroupedGemmProblem) -> Any:
+        """The dtype of the product."""
+        return {"forward": problem.out_dtype, "dx": problem.dtype, "dw": problem.dw_dtype or problem.dtype}[cls.op]
+
+    @classmethod
     def of_tile(cls, tile: Tile, w_layout: str, **options: Any) -> Self:
         """A configuration with the given tile."""
         blocks: dict[str, Any] = dict(zip(cls.blocks(w_layout), tile, strict=True))

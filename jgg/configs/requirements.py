@@ -54,8 +54,14 @@ def _hopper_shared_memory(problem, target, config):
     """Bytes of the ring of blocks and of the part of a tile that is being stored; a multiprocessor has half a tile."""
     rows, columns, step = config.tile(problem.w_layout)
     ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
-    parts = 2 if problem.is_quantized else 4
-    return _BARRIERS + _HANDED_OVER + ring + rows // 2 * columns // parts * _result_size(problem, config)
+    size = config.result_dtype(problem).itemsize
+    stored = columns // 2 if problem.is_quantized else stored_columns(columns, size)
+    return _BARRIERS + _HANDED_OVER + ring + rows // 2 * stored * size
+
+
+def stored_columns(columns: int, size: int) -> int:
+    """How many columns of a tile the hopper kernel stores at once, of results of `size` bytes."""
+    return min(columns // 4, 128 // size)
 
 
 def _plain_shared_memory(problem, target, config):
@@ -81,7 +87,7 @@ def _num_stages(problem, target, config):
 
 def _store(problem, target, config, elements):
     """Bytes of the buffer in which a tile is turned, so that neighbouring threads store neighbouring elements."""
-    size = _result_size(problem, config)
+    size = config.result_dtype(problem).itemsize
     is_summed = isinstance(config, KernelConfigDX) and problem.has_topk_weights  # with x, in float32
     if is_summed and not _multiplies_from_shared_memory(target):
         size = 4
@@ -89,10 +95,6 @@ def _store(problem, target, config, elements):
     is_whole = size == 4 and (target.compute_capability // 10 == 9 or is_in_three_passes)
     tile = elements * size
     return tile if is_whole or not problem.rows_are_aligned else min(tile, _PART * 32 * config.num_warps)
-
-
-def _result_size(problem, config):
-    return (problem.out_dtype if isinstance(config, KernelConfigForward) else problem.dtype).itemsize
 
 
 def _multiplies_from_shared_memory(target):

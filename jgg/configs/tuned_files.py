@@ -60,7 +60,8 @@ class Entry:
     def as_json(self) -> dict:
         """The entry as it is in a file."""
         problem = dataclasses.asdict(self.problem)
-        problem |= {name: problem[name].name for name in ("dtype", "out_dtype", "precision")}
+        named = {name: problem[name] for name in ("dtype", "out_dtype", "dw_dtype", "precision")}
+        problem |= {name: value and value.name for name, value in named.items()}
         own = {name: getattr(self, name) for name in ("device", "compute_capability", "versions", "date")}
         time = {"milliseconds": self.milliseconds, "tflops": round(self.tflops, 1)}
         return {"op": self.op, "problem": problem, "config": dataclasses.asdict(self.config), **time, **own}
@@ -73,8 +74,13 @@ class Entry:
         """
         problem = dict(entry["problem"])
         problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
+        problem["dw_dtype"] = problem.get("dw_dtype") and jnp.dtype(problem["dw_dtype"])
         problem["precision"] = jax.lax.Precision[problem["precision"]]
-        for name, choices in (("dtype", (*DTYPES, QUANTIZED_DTYPE)), ("out_dtype", DTYPES), ("w_layout", W_LAYOUTS)):
+        known = {
+            "dtype": (*DTYPES, QUANTIZED_DTYPE), "out_dtype": DTYPES, "dw_dtype": (*DTYPES, None),
+            "w_layout": W_LAYOUTS,
+        }  # fmt: skip
+        for name, choices in known.items():
             if problem[name] not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")
         milliseconds = float(entry["milliseconds"])

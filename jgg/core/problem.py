@@ -50,6 +50,7 @@ class GroupedGemmProblem:
       num_tokens: T, if only some of the T * k choices have a row; None if every choice has one.
       combine_y: y is [T, N], the sum of each token's rows, scaled.
       expected_rows: about how many of the M rows will belong to a group, used to choose kernels; None for all.
+      dw_dtype: the dtype of dW; None for `dtype`.
     """
 
     num_rows: int
@@ -68,6 +69,7 @@ class GroupedGemmProblem:
     num_tokens: int | None = None
     combine_y: bool = False
     expected_rows: int | None = None
+    dw_dtype: Any = None
 
     @property
     def rows_of_groups(self) -> int:
@@ -152,7 +154,7 @@ def check_problem(
     group_sizes: Shaped, topk: int = 1, gather_indices: Shaped | None = None, permute_x: bool = False,
     permute_y: bool = False, topk_weights: Shaped | None = None, bias: Shaped | None = None, w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None, out_dtype: DTypeLike | None = None, group_offset: Shaped | None = None,
-    some_choices: bool = False,
+    some_choices: bool = False, dw_dtype: DTypeLike | None = None,
 ) -> GroupedGemmProblem:  # fmt: skip
     """The problem that the given arrays describe, checked; arrays that an operation does not take are None.
 
@@ -160,6 +162,7 @@ def check_problem(
       x, w: both are quantized, or neither is.
       out_dtype: dtype of y; by default the dtype of x, or bfloat16 if x is quantized.
       some_choices: gather_indices name only some of the positions in the token order of x.
+      dw_dtype: dtype of dW; by default the dtype of x.
 
     Raises:
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
@@ -196,6 +199,7 @@ def check_problem(
         dtype=dtype, out_dtype=out_dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
         has_topk_weights=topk_weights is not None, has_bias=bias is not None, precision=as_precision(precision),
         num_tokens=num_tokens,
+        dw_dtype=None if dw_dtype is None else as_dtype("preferred_element_type", dw_dtype, DTYPES),
     )  # fmt: skip
 
 

@@ -22,14 +22,25 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
-from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups, check_operands
+from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
 from jgg.core.quantized import QuantizedArray, WeightForms, as_dense
 from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
 from jgg.launching.choice import check_implementation
 from jgg.router.routing import Routing
 
-RESIDUAL_NAMES = {"x": "jgg_x", "pre_activation": "jgg_pre_activation"}
 Matrices = jax.Array | QuantizedArray | QuantizedWeights
+
+
+class ResidualNames(NamedTuple):
+    """The names by which policies of `jax.checkpoint` know what `jgg.moe_mlp` keeps for the backward pass.
+
+    Attributes:
+      weights: of weights in the dtype of x, where theirs is another.
+    """
+
+    x: str = "jgg_x"
+    pre_activation: str = "jgg_pre_activation"
+    weights: str = "jgg_weights"
 
 
 class ExpertWeights(NamedTuple):
@@ -54,7 +65,7 @@ class MlpOptions:
 
     Attributes:
       activation, interleaved, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
-      x_name, pre_activation_name: the names by which policies of `jax.checkpoint` know x and the pre-activation.
+      names: as `residual_names` of `jgg.moe_mlp` gives them.
       spare_sms, expected_rows: as in `jgg.moe_mlp`.
     """
 
@@ -64,8 +75,7 @@ class MlpOptions:
     precision: jax.lax.Precision
     quantization: Fp8 | None
     implementation: str | None
-    x_name: str
-    pre_activation_name: str
+    names: ResidualNames
     spare_sms: int = 0
     expected_rows: int | None = None
 
@@ -83,10 +93,10 @@ class MlpOptions:
             expected_rows = as_int("expected_rows", expected_rows, least=1, expected="None or an int of at least 1")
         check_one_of("w_layout", w_layout, W_LAYOUTS)
         check_implementation(implementation)
-        names = as_names("residual_names", residual_names, RESIDUAL_NAMES)
+        names = ResidualNames(**as_names("residual_names", residual_names, ResidualNames()._asdict()))
         return cls(
-            activation, interleaved, w_layout, as_precision(precision), quantization, implementation, names["x"],
-            names["pre_activation"], spare_sms, expected_rows,
+            activation, interleaved, w_layout, as_precision(precision), quantization, implementation, names,
+            spare_sms, expected_rows,
         )  # fmt: skip
 
 
@@ -133,15 +143,15 @@ def check_shapes(
     x: Shaped, w_gate_up: Shaped | QuantizedArray, w_down: Shaped | QuantizedArray, b_gate_up: Shaped | None,
     b_down: Shaped | None, options: MlpOptions,
 ) -> None:  # fmt: skip
-    """Raises where the tokens and the parameters disagree, with each other or with the activation.
-
-    A QuantizedArray may have any dtype: it is multiplied as it is, or dequantized to the dtype of x.
-    """
-    w_gate_up, w_down = (
-        jax.ShapeDtypeStruct(w.shape, x.dtype) if isinstance(w, QuantizedArray) else w for w in (w_gate_up, w_down)
-    )
-    axes = {"x": "[T, H]", "w_gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "w_down": "[E, H, I] or [E, I, H]"}
-    check_operands({"x": x, "w_gate_up": w_gate_up, "w_down": w_down}, axes)
+    """Raises where the tokens and the parameters disagree, with each other or with the activation."""
+    as_dtype("x", x.dtype, DTYPES)
+    check_rank("x", x, "[T, H]")
+    for name, w, axes in (
+        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"), ("w_down", w_down, "[E, H, I] or [E, I, H]"),
+    ):  # fmt: skip
+        if not isinstance(w, QuantizedArray):
+            as_dtype(name, w.dtype, DTYPES)
+        check_rank(name, w, axes)
     activation = options.activation
     in_by_out = [w.shape[1:] if options.w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
     (got_features, wide), down_features = in_by_out

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.schedule import between_groups
 from jgg.experts.mlp import Mlp, Operands
@@ -16,12 +17,21 @@ from jgg.products.up import UP
 
 @dataclasses.dataclass(frozen=True)
 class InDtype(Mlp):
-    """Everything is multiplied and kept in the dtype of x."""
+    """Everything is multiplied and kept in the dtype of x; the gradients of weights are in the dtype of the weights."""
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing to compute, or nothing but plain JAX can compute it."""
         return super().is_plain or is_plain_jax(self.how.implementation)
+
+    def with_factors(self, operands: Operands, keeps: bool) -> Operands:
+        """The operands with the weights in the dtype of x."""
+        dtype = operands.x.dtype
+
+        def cast(w: jax.Array) -> jax.Array:
+            return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), self.names.weights)
+
+        return operands._replace(w_gate_up=cast(operands.w_gate_up), w_down=cast(operands.w_down))
 
     def up(self, operands: Operands, keeps: bool) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""

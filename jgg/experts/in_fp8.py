@@ -1,4 +1,4 @@
-"""The steps of an expert MLP in FP8, by a recipe; dW and the gradients of biases are in the dtype of x."""
+"""The steps of an expert MLP in FP8, by a recipe; dW and the gradients of biases are computed in the dtype of x."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 from jgg.core.quantized import Format, QuantizedArray, ToQuantize, WeightForms
 from jgg.experts.mlp import Mlp, Operands
-from jgg.fp8 import Fp8
+from jgg.fp8 import Fp8, both_forms
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, Activated, ActivationGradients
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.quantize import QUANTIZE_ROWS, Quantize
@@ -23,6 +23,25 @@ class InFp8(Mlp):
     """
 
     recipe: Fp8
+
+    def with_factors(self, operands: Operands, keeps: bool) -> Operands:
+        """The operands, with weights quantized if both passes are to use what is quantized once.
+
+        The recipe says so, or weights wider than x, which would take long to read again.
+        """
+        if not keeps:
+            return operands
+
+        def quantized(w: jax.Array, forms: WeightForms | None) -> WeightForms | None:
+            is_wider = w.dtype.itemsize > operands.x.dtype.itemsize
+            if forms is None and (is_wider or self.recipe.keeps_weights):
+                forms = both_forms(self.how, w, self.recipe.format)
+            return forms
+
+        return operands._replace(
+            quantized_gate_up=quantized(operands.w_gate_up, operands.quantized_gate_up),
+            quantized_down=quantized(operands.w_down, operands.quantized_down),
+        )
 
     def up(self, operands: Operands, keeps: bool) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2, I], both quantized."""

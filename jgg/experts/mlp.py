@@ -10,7 +10,7 @@ from jgg.activations import Activation
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.quantized import WeightForms
 from jgg.core.schedule import GroupBounds, group_bounds
-from jgg.experts.arguments import ExpertWeights, MlpOptions
+from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.launching.choice import How
 from jgg.products.activate import Activated, ActivationGradients
 from jgg.products.plain import grouped_gemm as plain
@@ -42,10 +42,11 @@ def problems(
         precision=options.precision,
         num_tokens=None if num_rows == num_tokens * topk else num_tokens,
         expected_rows=options.expected_rows,
+        dw_dtype=weights.w_gate_up.dtype,
     )
     down = dataclasses.replace(
         up, in_features=weights.w_down.shape[in_axis], out_features=up.in_features, permute_x=False,
-        has_bias=weights.b_down is not None, num_tokens=None,
+        has_bias=weights.b_down is not None, num_tokens=None, dw_dtype=weights.w_down.dtype,
     )  # fmt: skip
     return up, down
 
@@ -61,7 +62,7 @@ class Mlp(abc.ABC):
         expert order.
       of_down: the product of hidden features and w_down, both sides in expert order.
       spare_sms: multiprocessors that the last product does not use.
-      x_name, pre_activation_name: the names by which policies of `jax.checkpoint` know x and the pre-activation.
+      names: the names by which policies of `jax.checkpoint` know what the backward pass reads.
     """
 
     of_up: GroupedGemmProblem
@@ -70,8 +71,11 @@ class Mlp(abc.ABC):
     activation: Activation
     interleaved: bool
     spare_sms: int
-    x_name: str
-    pre_activation_name: str
+    names: ResidualNames
+
+    @abc.abstractmethod
+    def with_factors(self, operands: "Operands", keeps: bool) -> "Operands":
+        """The operands with the weights as products take them; with `keeps`, for the backward pass too."""
 
     @abc.abstractmethod
     def up(self, operands: "Operands", keeps: bool) -> Activated:
@@ -117,6 +121,7 @@ class Mlp(abc.ABC):
             out_features=self.of_down.in_features,
             w_layout="ekn" if self.of_down.w_layout == "enk" else "enk",
             has_bias=False,
+            dw_dtype=self.of_down.dw_dtype,
         )
 
     @property

@@ -57,12 +57,16 @@ def moe_mlp(
     gathered x, nor the activation, nor the down product. `jax.checkpoint` policies know the pre-activation as
     "jgg_pre_activation" and x as "jgg_x".
 
+    Weights may have another float dtype than x, as when parameters are float32 and tokens bfloat16. They are cast to
+    the dtype of x once for both passes, and policies know what was cast as "jgg_weights"; their gradients are stored in
+    the dtype of the weights, from the float32 sums.
+
     Shapes: T tokens, H features, I hidden features of an expert, E experts, k choices, M = T * k.
 
     Args:
       x: [T, H].
       w_gate_up: gate and up side by side: [E, 2 * I, H] or, with `w_layout="ekn"`, [E, H, 2 * I]; for an activation
-        that is not gated, I instead of 2 * I.
+        that is not gated, I instead of 2 * I. w_gate_up and w_down are each float32, bfloat16 or float16.
       w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. w_gate_up and w_down may each be a QuantizedArray, which
         gets no gradient and, without `quantization`, is dequantized to the dtype of x first. With `quantization`, they
         may also be the result of `Fp8.weights`.
@@ -83,15 +87,14 @@ def moe_mlp(
         collective that takes the gradient of x can then run beside it rather than after it.
       expected_rows: about how many of the M rows will belong to an expert, if that is far fewer than M; kernels are
         chosen for this number. None means M.
-      residual_names: other names of "x" and "pre_activation" for `jax.checkpoint` policies, such as
+      residual_names: other names of "x", "pre_activation" and "weights" for `jax.checkpoint` policies, such as
         {"pre_activation": "mlp"}.
 
     Returns: y [T, H] in the dtype of x.
 
     Raises:
       ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, x and the weights differ in dtype, or an argument is not the array, Routing,
-        int or flag that it must be.
+      TypeError: a dtype is unsupported, or an argument is not the array, Routing, int or flag that it must be.
     """
     options = MlpOptions.checked(
         activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
@@ -108,7 +111,7 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
     up, down = problems(x, weights, routing, options)
     described = (
         up, down, how_of(up, options.implementation), options.activation, options.interleaved, options.spare_sms,
-        options.x_name, options.pre_activation_name,
+        options.names,
     )  # fmt: skip
     recipe = options.quantization
     mlp = InDtype(*described) if recipe is None else InFp8(*described, recipe=recipe)
@@ -126,7 +129,7 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
     )
     if not mlp.is_plain:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
-        operands = operands._replace(x=checkpoint_name(operands.x, mlp.x_name))
+        operands = operands._replace(x=checkpoint_name(operands.x, mlp.names.x))
     axes = varying_axes(*jax.tree.leaves(operands))
     return _compute(mlp, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
@@ -138,6 +141,7 @@ def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
+    operands = mlp.with_factors(operands, keeps=False)
     return mlp.down(operands, mlp.up(operands, keeps=False).hidden)
 
 
@@ -153,9 +157,9 @@ class _Trained:
 
 def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _Trained]]:
     trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
-    operands = jax.tree.map(lambda primal: primal.value, primals)
+    operands = mlp.with_factors(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
     activated = mlp.up(operands, keeps=True)
-    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.pre_activation_name), activated.kept)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), activated.kept)
     y = mlp.down(operands, activated.hidden)
     return y, (mlp.kept_for_backward(operands), kept, trained)
 

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import vary_over
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.experts.arguments import MlpOptions, in_quantization
 from jgg.experts.exchange import EXCHANGES, Placement
 from jgg.experts.mesh import MoESharding
@@ -42,10 +42,13 @@ def compute_mlp_on_device(
     ) -> tuple[jax.Array, jax.Array]:
         if sharding.fsdp is not None:
             specs = sharding.weight_specs(options.w_layout)
-            w_gate_up, w_down = (
-                jax.lax.all_gather(w, sharding.fsdp, axis=specs[name].index(sharding.fsdp), tiled=True)
-                for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
-            )
+
+            def gathered(name: str, w: jax.Array | QuantizedArray) -> jax.Array:
+                # in the dtype of x, so that wider weights take no longer to communicate
+                w = as_dense(name, w, x.dtype).astype(x.dtype)
+                return jax.lax.all_gather(w, sharding.fsdp, axis=specs[name].index(sharding.fsdp), tiled=True)
+
+            w_gate_up, w_down = gathered("w_gate_up", w_gate_up), gathered("w_down", w_down)
 
         def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
@@ -59,7 +62,7 @@ def compute_mlp_on_device(
         return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
 
     if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
-        names = options.x_name, options.pre_activation_name, "jgg_routing"
+        names = options.names.x, options.names.pre_activation, "jgg_routing"
         compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names))
     y, overflow = compute(x, topk_weights, w_gate_up, w_down)
     if sharding.tensor is not None:

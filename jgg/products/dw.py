@@ -41,7 +41,8 @@ def _plain(operands: Dw, problem: GroupedGemmProblem):
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
     left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
     scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
-    return outer_dot(left, right, bounds, scales=scales, precision=problem.precision, out_dtype=problem.dtype)
+    options = {"precision": problem.precision, "out_dtype": KernelConfigDW.result_dtype(problem)}
+    return outer_dot(left, right, bounds, scales=scales, **options)
 
 
 def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
@@ -97,7 +98,7 @@ def _multiply_on_every_gpu(
             "num_groups": problem.num_experts,
         },
         descriptors=descriptors,
-        outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype)},
+        outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, config.result_dtype(problem))},
         constants={
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
             "LEFT_HAS_TERMS": terms.num_terms is not None and dy_is_left,
@@ -161,11 +162,11 @@ def _letters(operands: Dw, problem: GroupedGemmProblem):
 DW: Product[jax.Array] = Product(
     "dw",
     Dw,
-    result_types=lambda operands, problem: array_type(problem.w_shape, problem.dtype),
+    result_types=lambda operands, problem: array_type(problem.w_shape, KernelConfigDW.result_dtype(problem)),
     plain=_plain,
     launch=_launch,
     letters=_letters,
     merge_batch=_merge_batch,
     config_type=KernelConfigDW,
 )
-"""dw in the shape, layout and dtype of w; the parameter is the problem."""
+"""dw in the shape and layout of w and in `problem.dw_dtype`; the parameter is the problem."""

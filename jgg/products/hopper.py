@@ -7,7 +7,7 @@ import jax
 
 from jgg.activations import Activation
 from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.requirements import checked_tile
+from jgg.configs.requirements import checked_tile, stored_columns
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format
 from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
@@ -24,8 +24,6 @@ from jgg.products.row_tiles import (
     row_operands,
 )
 from jgg.products.terms import Terms
-
-_PARTS = 4  # an output tile is stored in so many parts, one after the other
 
 
 class Hidden(NamedTuple):
@@ -67,12 +65,12 @@ def multiply_rows(
     config = launcher.config
     is_forward = isinstance(config, KernelConfigForward)
     _, block_columns, step = checked_tile(problem, config)
-    dtype = problem.out_dtype if is_forward else problem.dtype
+    dtype = config.result_dtype(problem)
     columns = config.sizes(problem).columns
     schedule = tile_schedule(bounds, problem.num_rows, TILE_ROWS)
     tiles = math.ceil(len(schedule.group) / 2) * math.ceil(columns / block_columns)
     has_halves = hidden is not None and hidden.has_halves
-    results = _results(columns, block_columns, hidden)
+    results = _results(columns, stored_columns(block_columns, dtype.itemsize), hidden)
     # w [E, columns, reduced] is transposed in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
     block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
@@ -112,9 +110,8 @@ def multiply_rows(
     return launcher.run(hopper_kernel, launch)
 
 
-def _results(columns: int, block_columns: int, hidden: Hidden | None) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """For each result the number of its columns and the block that is stored at once."""
-    width = block_columns // _PARTS
+def _results(columns: int, width: int, hidden: Hidden | None) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """For each result the number of its columns and the block that is stored at once, of `width` columns of a tile."""
     if hidden is None:
         return {"y": (columns, (TILE_ROWS, width))}
     results: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -128,7 +125,7 @@ def multiply_row_blocks(
     launcher: Launcher, problem: GroupedGemmProblem, x, dy: Terms, bounds: GroupBounds, gather_indices=None, *,
     dw=None, first_feature: int = 0,
 ):  # fmt: skip
-    """Computes dW in the shape and layout of w.
+    """Computes dW in the shape and layout of w and in `problem.dw_dtype`.
 
     Args:
       x, dy: rows in expert order. The kernel gathers the rows of one of them from token order: x with
@@ -145,8 +142,9 @@ def multiply_row_blocks(
     is_turned = gathered is right  # the kernel gathers only its left operand, whose columns become result rows
     if is_turned:
         left, right = right, left
-    part = block_columns // _PARTS
-    stored = (part, TILE_ROWS) if is_turned else (TILE_ROWS, part)
+    dtype = config.result_dtype(problem)
+    width = stored_columns(block_columns, dtype.itemsize)
+    stored = (width, TILE_ROWS) if is_turned else (TILE_ROWS, width)
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     # largest groups first: if the last tile were of a large group, all clusters but one would wait for it
@@ -171,7 +169,7 @@ def multiply_row_blocks(
             "right": bounded_rows(right.shape[1], (step, block_columns)),
             "y": bounded_rows(w_columns, stored, cta_axis=3 if is_turned else 2),
         },
-        outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, problem.dtype) if dw is None else dw},
+        outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, dtype) if dw is None else dw},
         constants={
             "HAS_TERMS": "" if dy.num_terms is None else "left" if left is dy.rows else "right",
             "RAGGED_M": False,

@@ -468,7 +468,7 @@ ERRORS = {
         ValueError,
         r"w_down must have E, I, H = \[5, 20, 24\].*\[5, 21, 24\]",
     ),
-    "dtype": ({"w_down": jnp.ones((5, 24, 20), jnp.bfloat16)}, TypeError, "w_down must have the dtype of x, float32"),
+    "dtype": ({"w_down": jnp.ones((5, 24, 20), jnp.int8)}, TypeError, "w_down must be one of float32, .*, got int8"),
     "b_gate_up": ({"b_gate_up": jnp.ones((5, 20))}, ValueError, r"b_gate_up must be \[E, N\] = \[5, 40\]"),
     "b_down": ({"b_down": jnp.ones((4, 24))}, ValueError, r"b_down must be \[E, N\] = \[5, 24\]"),
     "activation": (

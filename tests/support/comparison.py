@@ -99,7 +99,7 @@ def assert_matches(case: Case, data: Data, outputs, precision=None):
             continue
         assert got.shape == want.shape, name
         mask = np.broadcast_to(fixed[index], want.shape)
-        error = _error(got, want, mask, f"{case.name}: {name}")
+        error = error_of(got, want, mask, f"{case.name}: {name}")
         if error <= 1e-5:
             continue
         if own is None:
@@ -129,7 +129,7 @@ def oracle_arguments(case: Case, data: Data):
     }
 
 
-def _error(got, want, mask, name):
+def error_of(got, want, mask, name):
     """The largest error of the elements in `mask`, relative to the largest of them."""
     got, want = got[mask], want[mask]
     finite = np.isfinite(want)
@@ -150,7 +150,7 @@ def _own_errors(case, data, precision):
     expected, fixed = _expected(case, data)
     own = _own_outputs(case, data, precision)
     return {
-        name: max(_error(o[i], want, np.broadcast_to(fixed[i], want.shape), f"plain XLA's {name}") for o in own)
+        name: max(error_of(o[i], want, np.broadcast_to(fixed[i], want.shape), f"plain XLA's {name}") for o in own)
         for i, (name, want) in enumerate(zip(OUTPUTS, expected, strict=True))
         if want is not None
     }

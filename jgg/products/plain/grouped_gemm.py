@@ -11,7 +11,10 @@ from jgg.products.plain.multilinear import rows_dot
 
 
 def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias):
-    """y of `problem.y_shape`, differentiable to any order in x, w, topk_weights and bias."""
+    """y of `problem.y_shape`, differentiable to any order in x, w, topk_weights and bias.
+
+    w may have another float dtype than x; each matrix is then rounded to the dtype of x where it is multiplied.
+    """
     return rows_dot(
         Rows(x, x_rows(problem, gather_indices)),
         w,
@@ -22,6 +25,7 @@ def grouped_gemm(problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_
         adds=problem.combine_y,
         shape=problem.y_shape,
         transpose_w=problem.w_layout == "enk",
+        w_dtype=None if problem.is_quantized else problem.dtype,
         precision=problem.precision,
         out_dtype=problem.out_dtype,
     )

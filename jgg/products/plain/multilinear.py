@@ -26,7 +26,7 @@ from jgg.products.plain.row_blocks import Block
 
 def rows_dot(
     rows: Rows, w, bounds: GroupBounds, *, scales=None, bias=None, write_at=None, adds=False, shape, transpose_w,
-    precision, out_dtype,
+    w_dtype=None, precision, out_dtype,
 ):  # fmt: skip
     """out[write_at[i]] = scales[i] * (rows[i] @ w[g] + bias[g]) for the rows i of each group g; the rest is zero.
 
@@ -38,10 +38,12 @@ def rows_dot(
       write_at: the row of out for each row i, as in `Rows.at`.
       adds: whether values written to the same row of out are added up, in float32.
       shape: the shape of out, [any, C].
+      w_dtype: the dtype that w is rounded to before it is multiplied; None for its own.
     """
     return _rows_dot(
         _RowsDot(rows, w, bounds, scales, bias, write_at),
-        adds=adds, shape=shape, transpose_w=transpose_w, precision=precision, out_dtype=jnp.dtype(out_dtype),
+        adds=adds, shape=shape, transpose_w=transpose_w, w_dtype=w_dtype, precision=precision,
+        out_dtype=jnp.dtype(out_dtype),
     )  # fmt: skip
 
 
@@ -55,14 +57,15 @@ def outer_dot(left: Rows, right: Rows, bounds: GroupBounds, *, scales=None, prec
     return _outer_dot(_OuterDot(left, right, bounds, scales), precision=precision, out_dtype=jnp.dtype(out_dtype))
 
 
-def row_dots(left: Rows, right: Rows, w, bounds: GroupBounds, *, transpose_w, precision):
+def row_dots(left: Rows, right: Rows, w, bounds: GroupBounds, *, transpose_w, w_dtype=None, precision):
     """out[i] = left[i] . (right[i] @ w[g]) for the rows i of each group g, else zero: float32 [M].
 
     Args:
       left, right: M rows of C and of R features.
       w: [E, R, C], or [E, C, R] with `transpose_w`.
+      w_dtype: as in `rows_dot`.
     """
-    return _row_dots(_RowDots(left, right, w, bounds), transpose_w=transpose_w, precision=precision)
+    return _row_dots(_RowDots(left, right, w, bounds), transpose_w=transpose_w, w_dtype=w_dtype, precision=precision)
 
 
 class _RowsDot(NamedTuple):
@@ -88,7 +91,7 @@ class _RowDots(NamedTuple):
     bounds: GroupBounds
 
 
-def _compute_rows_dot(operands, *, adds, shape, transpose_w, precision, out_dtype):
+def _compute_rows_dot(operands, *, adds, shape, transpose_w, w_dtype, precision, out_dtype):
     rows, w, bounds, scales, bias, write_at = operands
 
     def body(block, multiply, out):
@@ -98,7 +101,8 @@ def _compute_rows_dot(operands, *, adds, shape, transpose_w, precision, out_dtyp
         return row_blocks.put(Rows(out, write_at), block, row_blocks.scaled(product, block, scales), adds)
 
     out = row_blocks.zeros(shape, jnp.float32 if adds else out_dtype, rows)
-    return row_blocks.over_blocks(body, out, rows.num_rows, w, bounds, transpose_w, precision).astype(out_dtype)
+    out = row_blocks.over_blocks(body, out, rows.num_rows, w, bounds, transpose_w, w_dtype, precision)
+    return out.astype(out_dtype)
 
 
 def _compute_outer_dot(operands, *, precision, out_dtype):
@@ -125,7 +129,7 @@ def _compute_outer_dot(operands, *, precision, out_dtype):
     return jax.lax.fori_loop(0, num_groups, set_group, out)
 
 
-def _compute_row_dots(operands, *, transpose_w, precision):
+def _compute_row_dots(operands, *, transpose_w, w_dtype, precision):
     left, right, w, bounds = operands
 
     def body(block, multiply, out):
@@ -133,29 +137,30 @@ def _compute_row_dots(operands, *, transpose_w, precision):
         return row_blocks.put(Rows(out), block, sums)
 
     out = row_blocks.zeros((left.num_rows,), jnp.float32, left)
-    return row_blocks.over_blocks(body, out, left.num_rows, w, bounds, transpose_w, precision)
+    return row_blocks.over_blocks(body, out, left.num_rows, w, bounds, transpose_w, w_dtype, precision)
 
 
-def _derivative(left, right, w, bounds, scales, *, transpose_w, precision):
+def _derivative(left, right, w, bounds, scales, *, transpose_w, w_dtype, precision):
     """The derivative of sum scales[i] * left[i] . (right[i] @ w[g]) in the one array that is an undefined primal."""
     if ad.is_undefined_primal(w):
         pair = (left, right) if transpose_w else (right, left)
         return outer_dot(*pair, bounds, scales=scales, precision=precision, out_dtype=w.aval.dtype)
     if scales is not None and ad.is_undefined_primal(scales):
-        return row_dots(left, right, w, bounds, transpose_w=transpose_w, precision=precision)
+        return row_dots(left, right, w, bounds, transpose_w=transpose_w, w_dtype=w_dtype, precision=precision)
     if ad.is_undefined_primal(right.array):
         left, right, transpose_w = right, left, not transpose_w
     aval = left.array.aval
     return rows_dot(
         right, w, bounds, scales=scales, write_at=left.at, adds=left.at is not None, shape=aval.shape,
-        transpose_w=transpose_w, precision=precision, out_dtype=aval.dtype,
+        transpose_w=transpose_w, w_dtype=w_dtype, precision=precision, out_dtype=aval.dtype,
     )  # fmt: skip
 
 
-def _transpose_rows_dot(ct, operands, *, transpose_w, precision, **_):
+def _transpose_rows_dot(ct, operands, *, transpose_w, w_dtype, precision, **_):
     rows, w, bounds, scales, bias, write_at = operands
     ct = Rows(ct, write_at)
-    result = _derivative(ct, rows, w, bounds, scales, transpose_w=transpose_w, precision=precision)
+    options = {"transpose_w": transpose_w, "w_dtype": w_dtype, "precision": precision}
+    result = _derivative(ct, rows, w, bounds, scales, **options)
     if bias is None:
         return result
     # with a bias the result is linear only in scales
@@ -164,7 +169,7 @@ def _transpose_rows_dot(ct, operands, *, transpose_w, precision, **_):
 
 def _transpose_outer_dot(ct, operands, *, precision, **_):
     left, right, bounds, scales = operands
-    return _derivative(left, right, ct, bounds, scales, transpose_w=True, precision=precision)
+    return _derivative(left, right, ct, bounds, scales, transpose_w=True, w_dtype=None, precision=precision)
 
 
 def _transpose_row_dots(ct, operands, **params):
@@ -176,7 +181,7 @@ def _dependent_part(operands, changed, **params):
     """Operands and parameters for the part of `rows_dot` that depends on the operand named `changed`, linear in it."""
     if changed == "bias":
         operands = operands._replace(rows=row_blocks.ones(operands.rows), w=operands.bias[:, None], bias=None)
-        return operands, params | {"transpose_w": False}
+        return operands, params | {"transpose_w": False, "w_dtype": None}
     return operands if changed == "scales" else operands._replace(bias=None), params
 
 

@@ -110,8 +110,11 @@ def ones(rows: Rows):
     return Rows(jnp.ones((rows.num_rows, 1), rows.dtype))
 
 
-def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
-    """body(block, multiply, carry) -> carry, over all blocks of all groups; multiply(rows) is rows @ w[group]."""
+def over_blocks(body, carry, num_rows, w, bounds, transpose_w, w_dtype, precision):
+    """body(block, multiply, carry) -> carry, over all blocks of all groups; multiply(rows) is rows @ w[group].
+
+    A w_dtype other than None is the dtype in which w is multiplied.
+    """
     num_groups = len(bounds.ends)
     size = block_size(num_rows, num_groups)
     if 0 in (size, num_groups):
@@ -119,6 +122,7 @@ def over_blocks(body, carry, num_rows, w, bounds, transpose_w, precision):
 
     def over_group(group, carry):
         matrix = _part(w, lambda array: jax.lax.dynamic_index_in_dim(array, group, keepdims=False))
+        matrix = matrix if w_dtype is None else matrix.astype(w_dtype)
         multiply = functools.partial(dot, right=matrix, axes=(1, int(transpose_w)), precision=precision)
 
         def over_block(step, carry):

@@ -1,0 +1,160 @@
+"""Weights of another float dtype than x: multiplied in the dtype of x, with gradients in their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
+
+import jgg
+from jgg.layers import MoELayer
+from tests.support.closeness import distance
+from tests.support.passes import forward_and_backward
+
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [None, "xla", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton",))]
+)
+EXPERTS, TOPK = 5, 2
+WEIGHTS = "w_gate_up", "w_down"
+
+
+def make(dtype="bfloat16", w_dtype="float32", tokens=96, features=144, hidden=136, w_layout="enk", biased=False):
+    """The arrays of an MLP by name, with an expert that no token chooses."""
+    rng = np.random.default_rng(0)
+    shapes = {"w_gate_up": (EXPERTS, 2 * hidden, features), "w_down": (EXPERTS, features, hidden)}
+    if w_layout == "ekn":
+        shapes = {name: (experts, columns, rows) for name, (experts, rows, columns) in shapes.items()}
+    if biased:
+        shapes |= {"b_gate_up": (EXPERTS, 2 * hidden), "b_down": (EXPERTS, features)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape) * features**-0.5, w_dtype) for name, shape in shapes.items()}
+    arrays |= {name: jnp.asarray(rng.standard_normal((tokens, features)), dtype) for name in ("x", "dy")}
+    chosen = np.stack([rng.permutation(EXPERTS - 1)[:TOPK] for _ in range(tokens)]).astype(np.int32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (tokens, TOPK)), jnp.float32)
+    return arrays, jgg.Routing(weights, jnp.asarray(chosen), *jgg.sort_by_expert(chosen, EXPERTS))
+
+
+def run(arrays, routing, **options):
+    """y and the gradients, by name."""
+    floats = {name: array for name, array in arrays.items() if name != "dy"}
+    both = forward_and_backward(lambda floats: jgg.moe_mlp(routing=routing, **floats, **options))
+    y, gradients = jax.jit(both)(arrays["dy"], floats)
+    return {"y": y, **gradients}
+
+
+def cast(arrays, dtype):
+    return arrays | {name: arrays[name].astype(dtype) for name in WEIGHTS}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    ("dtype", "w_dtype", "w_layout", "biased"),
+    [
+        ("bfloat16", "float32", "enk", False),
+        ("bfloat16", "float32", "ekn", True),
+        ("float16", "bfloat16", "ekn", False),
+        ("float32", "bfloat16", "enk", True),
+    ],
+)
+def test_as_if_cast(dtype, w_dtype, w_layout, biased, implementation):
+    """y and dx are those of weights in the dtype of x; dW, rounded to it, is theirs too, but not rounded twice."""
+    arrays, routing = make(dtype, w_dtype, w_layout=w_layout, biased=biased)
+    options = {"w_layout": w_layout, "implementation": implementation}
+    got, want = run(arrays, routing, **options), run(cast(arrays, dtype), routing, **options)
+    for name, array in want.items():
+        if name not in WEIGHTS:
+            np.testing.assert_array_equal(got[name], array, name)
+            continue
+        assert got[name].dtype == w_dtype
+        if jnp.finfo(w_dtype).bits > jnp.finfo(dtype).bits:
+            np.testing.assert_array_equal(got[name].astype(dtype), array, name)
+            assert np.mean(got[name] == array.astype(w_dtype)) < 0.3  # zeros of the expert without rows, and chance
+        else:
+            assert distance(got[name], array) < 1e-2, name
+        assert (got[name][EXPERTS - 1] == 0).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+def test_fp8_quantizes_what_was_given(w_layout, implementation):
+    """FP8 of float32 weights is not FP8 of the same weights in bfloat16, and both passes multiply by the same."""
+    arrays, routing = make(w_layout=w_layout)
+    options = {"w_layout": w_layout, "implementation": implementation, "quantization": jgg.Fp8()}
+    got, in_bfloat16 = run(arrays, routing, **options), run(cast(arrays, "bfloat16"), routing, **options)
+    once = {name: jgg.Fp8().weights(arrays[name]) for name in WEIGHTS}
+    want = run(arrays | once, routing, **options)
+    for name in ("y", "x"):
+        np.testing.assert_array_equal(got[name], want[name], name)
+        assert 1e-5 < distance(got[name], in_bfloat16[name]) < 0.05
+    for name in WEIGHTS:
+        assert got[name].dtype == "float32"
+        np.testing.assert_array_equal(got[name], want[name].array, name)
+    forward = jgg.moe_mlp(routing=routing, **{name: arrays[name] for name in ("x", *WEIGHTS)}, **options)
+    np.testing.assert_array_equal(forward, got["y"])
+
+
+def test_forward_mode_and_second_derivatives_in_plain_jax():
+    arrays, routing = make("float32", "bfloat16", tokens=8, features=6, hidden=4)
+
+    def loss(w_down):
+        y = jgg.moe_mlp(arrays["x"], arrays["w_gate_up"], w_down, routing, implementation="xla")
+        return jnp.sum(y * y)
+
+    tangent = jnp.ones_like(arrays["w_down"])
+    gradient, slope = jax.jvp(jax.grad(loss), (arrays["w_down"],), (tangent,))
+    assert gradient.dtype == slope.dtype == "bfloat16"
+    _, change = jax.jvp(loss, (arrays["w_down"],), (tangent,))
+    assert distance(change, jnp.sum(gradient.astype(jnp.float32))) < 0.03
+
+
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+def test_policies_know_what_the_weights_were_made_into(quantization):
+    """Without a policy it is kept; a policy may leave it out, so that the backward pass makes it again."""
+    arrays, routing = make()
+    name = "jgg_weights" if quantization is None else "jgg_fp8_weights"
+
+    def loss(floats):
+        y = jgg.moe_mlp(routing=routing, **floats, quantization=quantization)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    floats = {name: arrays[name] for name in ("x", *WEIGHTS)}
+    want = jax.grad(loss)(floats)
+    policies = jax.checkpoint_policies
+    for policy, is_kept in (
+        (policies.save_only_these_names(name), True), (policies.nothing_saveable, False),
+        (policies.everything_saveable, True),
+    ):  # fmt: skip
+        function = jax.checkpoint(loss, policy=policy)
+        kept = [aval for aval, source in saved_residuals(function, floats) if "argument" not in source]
+        sizes = [aval.size for aval in kept if aval.dtype.itemsize < 4]
+        assert all((arrays[each].size in sizes) == is_kept for each in WEIGHTS), kept
+        jax.tree.map(np.testing.assert_array_equal, jax.grad(function)(floats), want)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_layers_keep_float32_parameters(kind):
+    """Gradients of a layer that computes in bfloat16 are float32, and not rounded to bfloat16 on their way."""
+    x = jax.random.normal(jax.random.key(1), (6, 5, 64), jnp.bfloat16)
+    options = {"num_experts": 4, "topk": 2, "shared_features": 48, "dtype": jnp.bfloat16}
+    square = lambda y: jnp.sum(y.astype(jnp.float32) ** 2)  # noqa: E731
+    if kind == "nnx":
+        from flax import nnx
+
+        import jgg.nnx
+
+        layer = jgg.nnx.MoE(64, 128, rngs=nnx.Rngs(0), **options)
+        params = {name: getattr(layer, name)[...] for name in layer.layer.shapes}
+        gradients = nnx.grad(lambda layer: square(layer(x)))(layer)
+        gradients = {name: gradients[name][...] for name in params}
+    else:
+        import jgg.linen
+
+        layer = jgg.linen.MoE(hidden_features=128, **options)
+        params = layer.init(jax.random.key(0), x)["params"]
+        gradients = jax.grad(lambda params: square(layer.apply({"params": params}, x)))(params)
+    own = MoELayer(64, 128, 4, 2, shared_features=48)
+    want = jax.grad(lambda params: square(own.apply(params, x)[0]))(params)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == "float32"
+        np.testing.assert_array_equal(gradient, want[name], name)
+    for name in WEIGHTS:
+        assert (gradients[name] != gradients[name].astype(jnp.bfloat16).astype("float32")).any(), name

@@ -1,0 +1,76 @@
+"""dW in another dtype than x: stored from the float32 sums, so no less exact than a product in float32."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from tests.support import oracle
+from tests.support.cases import CASES, OPTIONS, make_data
+from tests.support.comparison import error_of, oracle_arguments, small_configs
+from tests.support.specialized import LARGE_CASES, specialized_configs
+
+FEW = [case for case in (*CASES, *OPTIONS) if not case.out_dtype][::4]
+ids = lambda case: case.name  # noqa: E731
+
+
+def assert_right(case, dtype, implementation, configs=()):
+    """Compares dW in float32, written over NaN, with the oracle."""
+    data = make_data(case, dtype)
+    arguments = oracle_arguments(case, data)
+    with np.errstate(invalid="ignore"):
+        want = oracle.gradients(data.dy, **arguments).w
+        rows = {name: arguments.pop(name) for name in ("x", "group_sizes", "gather_indices", "topk_weights")}
+    specified = oracle.specified(**rows, **arguments).w
+    del arguments["w"], arguments["bias"]
+
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def compute(unwritten, dy, rows):
+        del unwritten
+        return jgg.grouped_gemm_dw(
+            dy=dy, **rows, **arguments, preferred_element_type="float32", implementation=implementation,
+            kernel_config=dict(configs).get("kernel_config_bwd_dw"),
+        )  # fmt: skip
+
+    got = np.asarray(compute(jnp.full(want.shape, jnp.nan, "float32"), data.dy, rows))
+    assert got.dtype == "float32"
+    error = error_of(got, want, np.broadcast_to(specified, want.shape), case.name)
+    # rows that are scaled are rounded to the dtype of dy first
+    assert error < (1e-5 if data.topk_weights is None else 1e-2), error
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("case", FEW, ids=ids)
+def test_case(case, implementation):
+    assert_right(case, "bfloat16", implementation)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", FEW[::2], ids=ids)
+def test_case_interpreted(case):
+    assert_right(case, "float16", "interpret", small_configs())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *OPTIONS, *LARGE_CASES], ids=ids)
+def test_case_on_gpu(case):
+    assert_right(case, "bfloat16", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [256, 128])
+@pytest.mark.parametrize("fuse_gather", [True, False])
+@pytest.mark.parametrize("case", LARGE_CASES, ids=ids)
+def test_large_case_on_hopper(case, fuse_gather, columns):
+    case = dataclasses.replace(case, out_dtype=None)
+    assert_right(case, "bfloat16", "triton", specialized_configs(case.w_layout, columns, fuse_gather=fuse_gather))
+
+
+def test_unknown_dtype():
+    rows = jnp.ones((4, 8), "bfloat16")
+    with pytest.raises(TypeError, match=r"^preferred_element_type must be one of .*float32.*, got int8"):
+        jgg.grouped_gemm_dw(rows, rows, group_sizes=jnp.array([4]), preferred_element_type="int8")
