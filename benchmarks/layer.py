@@ -32,6 +32,8 @@ class LayerProblem:
       dtype: dtype of x and of all weights.
       w_layout: layout of the experts' weights, as in `jgg.moe_mlp`.
       implementation, quantization: as in `jgg.moe_mlp`.
+      param_dtype: with one, the layer is a `jgg.nnx.MoE` whose weights have this dtype and the layout "ekn"; with None
+        it is `jgg.route` and `jgg.moe_mlp`.
     """
 
     layer: Layer
@@ -39,6 +41,11 @@ class LayerProblem:
     w_layout: str = "enk"
     implementation: str | None = None
     quantization: Fp8 | None = None
+    param_dtype: str | None = None
+
+    def in_flax(self, param_dtype: str = "float32") -> "LayerProblem":
+        """The same layer as a `jgg.nnx.MoE` with parameters of this dtype."""
+        return dataclasses.replace(self, param_dtype=param_dtype, w_layout="ekn")
 
     @property
     def num_rows(self) -> int:
@@ -66,10 +73,10 @@ class LayerProblem:
         normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
         fan_in = {"x": 1, "dy": 1, "w_down": self.layer.expert_intermediate}
-        arrays = {
-            name: normal(key, shape, self.dtype) * jnp.asarray(fan_in.get(name, self.layer.hidden) ** -0.5, self.dtype)
-            for key, (name, shape) in zip(keys, self.shapes.items(), strict=True)
-        }
+        arrays = {}
+        for key, (name, shape) in zip(keys, self.shapes.items(), strict=True):
+            dtype = self._dtype(name)
+            arrays[name] = normal(key, shape, dtype) * jnp.asarray(fan_in.get(name, self.layer.hidden) ** -0.5, dtype)
         return arrays | {"group_sizes": jnp.zeros(1, jnp.int32)}
 
     @property
@@ -93,7 +100,10 @@ class LayerProblem:
         return self.num_rows * 2 * self.layer.expert_intermediate * jnp.dtype(self.dtype).itemsize
 
     def _bytes(self, *names):
-        return sum(math.prod(self.shapes[name]) for name in names) * jnp.dtype(self.dtype).itemsize
+        return sum(math.prod(self.shapes[name]) * jnp.dtype(self._dtype(name)).itemsize for name in names)
+
+    def _dtype(self, name):
+        return self.param_dtype if self.param_dtype and name in WEIGHTS else self.dtype
 
 
 def logits_of(x: jax.Array, w_router: jax.Array) -> jax.Array:
@@ -105,8 +115,11 @@ def logits_of(x: jax.Array, w_router: jax.Array) -> jax.Array:
 def layer_function(problem: LayerProblem, which: str) -> Callable:
     """The function from operands to a dict of results, for one of PASSES.
 
-    The results are y, the experts chosen, and with the backward pass the gradients of x and the weights by name.
+    The results are y, the experts chosen unless the layer is Flax's, and with the backward pass the gradients of x and
+    the weights by name.
     """
+    if problem.param_dtype is not None:
+        return functools.partial(_run_flax, problem, which)
     choose = functools.partial(route, topk=problem.layer.topk, implementation=problem.implementation)
     return functools.partial(_run, problem, which, choose, problem.implementation, None, problem.quantization)
 
@@ -121,16 +134,51 @@ def _run(problem, which, choose, implementation, precision, quantization, arrays
             w_layout=problem.w_layout, precision=precision, quantization=quantization,
             implementation=implementation,
         )  # fmt: skip
-        return y, routing.topk_indices
+        return y, {"topk_indices": routing.topk_indices}
 
+    return _passes(forward, which, arrays)
+
+
+def _run_flax(problem, which, arrays):
+    """The results of a layer as a `jgg.nnx.MoE`, which does not tell its choices."""
+    from flax import nnx
+
+    from jgg.nnx import MoE
+
+    layer, options = problem.layer, {"quantization": problem.quantization, "implementation": problem.implementation}
+    sizes = {"num_experts": layer.experts, "topk": layer.topk}
+
+    def make():
+        rngs = nnx.Rngs(0)
+        return MoE(layer.hidden, layer.expert_intermediate, **sizes, dtype=problem.dtype, **options, rngs=rngs)
+
+    abstract = nnx.eval_shape(make)
+
+    def forward(floats):
+        module = nnx.clone(abstract)
+        nnx.update(module, {name: floats[name] for name in WEIGHTS})
+        return module(floats["x"]), {}
+
+    return _passes(forward, which, arrays)
+
+
+def _passes(forward, which, arrays):
+    """y, the gradients if the backward pass is wanted, and what else `forward(floats)` returns beside y."""
     floats = {name: arrays[name] for name in ("x", *WEIGHTS)}
     if which == FORWARD:
-        y, topk_indices = forward(floats)
-        return {"y": y, "topk_indices": topk_indices}
-    y, vjp, topk_indices = jax.vjp(forward, floats, has_aux=True)
+        y, others = forward(floats)
+        return {"y": y, **others}
+    y, vjp, others = jax.vjp(forward, floats, has_aux=True)
     y, dy = jax.lax.optimization_barrier((y, arrays["dy"]))  # as in training, the backward pass comes after y
     (gradients,) = vjp(dy)
-    return {"y": y, "topk_indices": topk_indices} | {f"d {name}": d for name, d in gradients.items()}
+    return {"y": y, **others} | {f"d {name}": d for name, d in gradients.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def choices_of(problem: LayerProblem, arrays: dict[str, jax.Array]) -> jax.Array:
+    """The experts that the router chooses, int32 [T, k]."""
+    logits = logits_of(arrays["x"], arrays["w_router"])
+    return route(logits, problem.layer.topk, implementation=problem.implementation).topk_indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +191,12 @@ class LayerReference:
         the largest of a few sums of rounded numbers, and sometimes differ by a factor of 2.) With quantization, the
         allowed error is larger by a tenth of the largest element.
       logits: float32 logits, with which the choices are checked.
+      topk_indices: the router's choices, for a layer that does not tell its own.
     """
 
     parts: dict[str, Reference]
     logits: jax.Array
+    topk_indices: jax.Array
 
     @classmethod
     def of(cls, problem: LayerProblem, which: str, arrays: dict, topk_indices: jax.Array):
@@ -160,11 +210,11 @@ class LayerReference:
         parts = {name: Reference.beside(exact[name], own[name], 3) for name in exact}
         if problem.quantization is not None:
             parts = {name: dataclasses.replace(part, bound=part.bound + 0.1) for name, part in parts.items()}
-        return cls(parts, logits_of(in_float32["x"], in_float32["w_router"]))
+        return cls(parts, logits_of(in_float32["x"], in_float32["w_router"]), topk_indices)
 
     def check(self, results: dict) -> Measurement:
         """Judges results; the measurement has the error of the worst one, compared with the error allowed for it."""
-        choice_error = float(_choice_error(self.logits, results["topk_indices"]))
+        choice_error = float(_choice_error(self.logits, results.get("topk_indices", self.topk_indices)))
         if not choice_error <= CHOICE_ERROR:
             reason = f"an expert left out beats one chosen by {choice_error:.3g} of the largest logit"
             return Measurement(WRONG, reason=reason)

@@ -18,7 +18,16 @@ import jax
 
 from _jgg_command.parser import DTYPES, SIZES, add_shared
 from benchmarks import layers_report
-from benchmarks.layer import PASSES, LayerProblem, LayerReference, Memory, layer_function, logits_of, measure_memory
+from benchmarks.layer import (
+    PASSES,
+    LayerProblem,
+    LayerReference,
+    Memory,
+    choices_of,
+    layer_function,
+    logits_of,
+    measure_memory,
+)
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import progress
@@ -39,6 +48,7 @@ class LayerRow:
 
     Attributes:
       passes: the measurement of each of PASSES.
+      in_flax: the same of a `jgg.nnx.MoE` with float32 parameters.
       dense_seconds: for each of PASSES, the time of dense products as large as the experts' products.
       memory: memory that forward + backward takes.
       route_seconds: time of routing alone, from logits to sorted rows.
@@ -48,6 +58,7 @@ class LayerRow:
 
     problem: LayerProblem
     passes: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+    in_flax: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     dense_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: Memory | None = None
     route_seconds: float | None = None
@@ -57,7 +68,9 @@ class LayerRow:
     @property
     def is_right(self) -> bool:
         """Whether nothing failed and no result is wrong."""
-        return not self.failures and not any(each.status in (FAILED, WRONG) for each in self.passes.values())
+        return not self.failures and not any(
+            each.status in (FAILED, WRONG) for each in (*self.passes.values(), *self.in_flax.values())
+        )
 
     def tflops(self, which: str) -> float | None:
         """TF/s of the experts' products in a pass; None if the pass was not measured or not right."""
@@ -120,7 +133,7 @@ def run(args) -> int:
     if are_scaled_down(args) and not args.json:
         print(options.SCALED_DOWN)
     try:
-        with progress(len(problems) * (3 + len(PASSES)), args.quiet) as tell:
+        with progress(len(problems) * (3 + 2 * len(PASSES)), args.quiet) as tell:
             for problem in problems:
                 rows.append(LayerRow(problem))
                 measure_layer(rows[-1], args.seed, tell)
@@ -142,7 +155,7 @@ def run(args) -> int:
 
 
 def measure_layer(row: LayerRow, seed: int, tell) -> None:
-    """Fills in the row's measurements, and `failures`; reports 3 + len(PASSES) steps to `tell`."""
+    """Fills in the row's measurements, and `failures`; reports 3 + 2 * len(PASSES) steps to `tell`."""
     problem = row.problem
     arrays = problem.operands(seed)
 
@@ -163,13 +176,19 @@ def measure_layer(row: LayerRow, seed: int, tell) -> None:
         _measure_routing(row, arrays)
     with attempt("dense"):
         _measure_dense(row, seed)
+    del arrays
+    problem = problem.in_flax()
+    arrays = problem.operands(seed)
+    for which in PASSES:
+        tell(f"{problem.layer.name} nnx.MoE {which}", 1)
+        row.in_flax[which] = _measure_pass(problem, which, arrays)
 
 
 def _measure_pass(problem, which, arrays):
     function = layer_function(problem, which)
     way = JaxProduct(function, arrays, problem.flops(which), problem.bytes_accessed)
     try:
-        reference = LayerReference.of(problem, which, arrays, way.compute()["topk_indices"])
+        reference = LayerReference.of(problem, which, arrays, choices_of(problem, arrays))
     except Exception as error:  # such as too little memory
         return Measurement(FAILED, reason=first_line(error))
     return measure_best(lambda: [way], reference)

@@ -9,7 +9,8 @@ from jgg.cli.info import devices, origin
 from jgg.measuring.timing import RIGHT
 from jgg.measuring.workloads import FP8
 
-_HEADINGS = ("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", "dense")
+_FLAX = "nnx.MoE, float32 parameters"
+_HEADINGS = ("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", "dense", f"{_FLAX}, ms")
 
 
 def show(rows, interrupted: bool) -> None:
@@ -26,17 +27,22 @@ def show(rows, interrupted: bool) -> None:
 
 
 def _cells(row, which):
-    measurement, layer = row.passes[which], row.problem.layer
+    layer = row.problem.layer
     dense, percent = row.dense_seconds.get(which), row.percent_of_dense(which)
     return (
         layer.name,
         ", ".join(map(str, dataclasses.astuple(layer)[1:])),
         which,
-        number(measurement.seconds * 1e3) if measurement.status == RIGHT else measurement.status,
+        _milliseconds(row.passes[which]),
         number(row.tflops(which)),
         "-" if percent is None else f"{percent:.1f}",
         number(dense and row.problem.flops(which) / dense / 1e12),
+        _milliseconds(row.in_flax[which]) if which in row.in_flax else "-",
     )
+
+
+def _milliseconds(measurement):
+    return number(measurement.seconds * 1e3) if measurement.status == RIGHT else measurement.status
 
 
 def _notes(row):
@@ -58,9 +64,11 @@ def _notes(row):
         )
     for what, reason in row.failures.items():
         yield f"{name} {what}: failed: {reason}"
-    for which, measurement in row.passes.items():
-        if measurement.status != RIGHT:
-            yield f"{name} {which}: {measurement}" + (f" ({measurement.variant})" if measurement.variant else "")
+    for kind, passes in (("", row.passes), (f" {_FLAX}", row.in_flax)):
+        for which, measurement in passes.items():
+            if measurement.status != RIGHT:
+                of = f" ({measurement.variant})" if measurement.variant else ""
+                yield f"{name}{kind} {which}: {measurement}{of}"
 
 
 def _megabytes(count):
@@ -85,6 +93,7 @@ def _row_as_json(row):
         "problem": dataclasses.asdict(problem) | {"quantization": problem.quantization and FP8},
         "memory": row.memory and dataclasses.asdict(row.memory),
         "passes": {which: measurement.as_json() for which, measurement in row.passes.items()},
+        "in_flax": {which: measurement.as_json() for which, measurement in row.in_flax.items()},
         "flops": {which: problem.flops(which) for which in PASSES},
         "tflops": {which: row.tflops(which) for which in PASSES},
         "dense_tflops": {which: problem.flops(which) / dense / 1e12 for which, dense in row.dense_seconds.items()},
