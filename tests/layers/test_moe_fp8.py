@@ -168,17 +168,23 @@ def test_weights_quantized_once(implementation):
         once = recipe.weights(w_down)
 
         def step(total, x):
-            own = lambda w: forward(arrays | {"x": x, "w_down": dataclasses.replace(once, array=w)}, routing, recipe)  # noqa: E731
+            def own(w):
+                given = arrays | {"x": x, "w_down": dataclasses.replace(once, array=w)}
+                return forward(given, routing, recipe, implementation=implementation)
+
             _, vjp = jax.vjp(own, w_down)
             return total + vjp(arrays["dy"])[0], None
 
         return jax.lax.scan(step, jnp.zeros_like(w_down), jnp.stack([arrays["x"]] * 2))[0]
 
-    np.testing.assert_array_equal(microbatches(arrays["w_down"]), 2 * want["w_down"])
+    # a GPU's own products in a scan may be other programs than those outside
+    allowed = 1e-2 if implementation == "xla" else 0
+    assert distance(microbatches(arrays["w_down"]), 2 * want["w_down"]) <= allowed
     # an FP8 checkpoint's weights are multiplied as they are
     frozen = {name: jgg.quantize_weights(arrays[name]) for name in ("w_gate_up", "w_down")}
     np.testing.assert_array_equal(forward(arrays | frozen, routing, recipe, implementation=implementation), want["y"])
-    dx = jax.grad(lambda x: jnp.sum(forward(arrays | frozen | {"x": x}, routing, recipe) * arrays["dy"]))(arrays["x"])
+    own = lambda x: forward(arrays | frozen | {"x": x}, routing, recipe, implementation=implementation)  # noqa: E731
+    dx = jax.grad(lambda x: jnp.sum(own(x) * arrays["dy"]))(arrays["x"])
     assert distance(dx, want["x"]) < 1e-2
 
 
