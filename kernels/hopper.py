@@ -75,7 +75,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
-from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result
+from .hopper_results import PARTS, TILE_ROWS, Results, columns_of_a_run, make_pending, make_result
 
 LOOKUP_PART = gl.constexpr(1)  # after storing this part, the warpgroups look up the next tile
 
@@ -129,17 +129,20 @@ def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_i
 
 
 @gluon.jit
-def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
+def finish(
+    acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions, RUN: gl.constexpr
+):
     """(acc * scale + bias) * topk_weights for rows start, start + 1, ... of a group."""
     layout: gl.constexpr = acc.type.layout
     if scale is not None:
         acc *= gl.load(scale)
     if bias is not None:
         columns = gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
-        HALF: gl.constexpr = work.BLOCK_COLUMNS // work.HALVES
-        within = column // work.HALVES + columns % HALF
-        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns // HALF * (work.COLUMNS // work.HALVES) + within
-        acc += gl.load(pointers, mask=within < work.COLUMNS // work.HALVES, other=0.0).to(gl.float32)[None, :]
+        WIDTH: gl.constexpr = work.COLUMNS // work.HALVES
+        half = columns // RUN % work.HALVES
+        within = column // work.HALVES + columns // (RUN * work.HALVES) * RUN + columns % RUN
+        pointers = bias + group.to(gl.int64) * work.COLUMNS + half * WIDTH + within
+        acc += gl.load(pointers, mask=within < WIDTH, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
         acc = scale_rows(acc, topk_weights, gather_indices, start, end, num_positions)
     return acc
@@ -153,10 +156,9 @@ def multiply_tiles(
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
+    RUN: gl.constexpr = columns_of_a_run(work.BLOCK_COLUMNS, work.HALVES, RIGHT_IS_TURNED)
     nothing = gl.to_tensor(0)  # a tile that ends before it begins
-    pending = make_pending(
-        gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout), nothing, nothing, nothing, work.HALVES
-    )
+    pending = make_pending(gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], dtype, layout), nothing, nothing, nothing, RUN)
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
@@ -176,10 +178,10 @@ def multiply_tiles(
             first = work.row_of_tensor(first)
             group = work.group(item) if work.RAGGED_M else item
             acc = finish(
-                acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
+                acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions, RUN
             )
             row, end, column = work.place_of_result(item, first, last, column, results.y.TURNED)
-            pending = make_pending(acc.to(dtype), row, end, column, work.HALVES)
+            pending = make_pending(acc.to(dtype), row, end, column, RUN)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, steps, stage, phase)

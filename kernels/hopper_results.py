@@ -11,6 +11,10 @@ so that the activation needs no pass over memory. Gate and up of a hidden featur
     no                      256 columns of w                              64 of them
     yes      no             128 of gate, and the same 128 of up           32 of gate, and the same 32 of up
     yes      yes            128 pairs of neighbours                       32 pairs
+
+If w is [E, N, K], a tile that is not INTERLEAVED has all its columns of gate before those of up. If w is [E, K, N],
+gate and up take turns after 64 columns: where TMA swizzles for wgmma, an access loads at most 128 bytes of a row, and
+the rows of both halves, before it loads the next 128 bytes.
 """
 
 import math
@@ -197,12 +201,19 @@ class Pending:
         tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def columns_of_a_run(block_columns, halves, right_is_turned):
+    """How many of a tile's columns are gate's before up's follow, and up's before gate's do; all without halves."""
+    return block_columns if halves == 1 else block_columns // 2 if right_is_turned else 64
+
+
 @gluon.jit
-def make_pending(value, row, end, column, HALVES: gl.constexpr):
-    """Splits a finished half tile into parts; with 2 HALVES, its columns are gate's and then up's."""
-    if HALVES == 2:  # give each part columns of both
+def make_pending(value, row, end, column, RUN: gl.constexpr):
+    """Splits a finished half tile into parts; unless a RUN is all of its columns, gate's and up's take turns."""
+    if value.shape[1] > RUN:  # give each part columns of both
+        turns: gl.constexpr = value.shape[1] // (2 * RUN)
         width: gl.constexpr = value.shape[1] // (2 * PARTS)
-        value = value.reshape([TILE_ROWS, 2, PARTS, width]).permute((0, 2, 1, 3))
+        value = value.reshape([TILE_ROWS, turns, 2, PARTS // turns, width]).permute((0, 1, 3, 2, 4))
         value = value.reshape([TILE_ROWS, 2 * PARTS * width])
     left, right = split_columns(value)
     part0, part1 = split_columns(left)
