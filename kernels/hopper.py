@@ -75,7 +75,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
-from .hopper_results import PARTS, TILE_ROWS, Results, make_pending, make_result, split_columns
+from .hopper_results import (
+    PARTS,
+    TILE_ROWS,
+    Results,
+    columns_held,
+    columns_of_a_run,
+    make_pending,
+    make_result,
+    split_columns,
+)
 
 LOOKUP_PART = gl.constexpr(1)  # after storing this part, the warpgroups look up the next tile
 
@@ -129,17 +138,20 @@ def multiply_tile(work, ring, acc, pending, results, steps, stage, phase, next_i
 
 
 @gluon.jit
-def finish(acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions):
+def finish(
+    acc, work, scale, bias, topk_weights, gather_indices, group, start, end, column, num_positions, RUN: gl.constexpr
+):
     """(acc * scale + bias) * topk_weights for rows start, start + 1, ... of a group."""
     layout: gl.constexpr = acc.type.layout
     if scale is not None:
         acc *= gl.load(scale)
     if bias is not None:
         columns = gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
-        HALF: gl.constexpr = work.BLOCK_COLUMNS // work.HALVES
-        within = column // work.HALVES + columns % HALF
-        pointers = bias + group.to(gl.int64) * work.COLUMNS + columns // HALF * (work.COLUMNS // work.HALVES) + within
-        acc += gl.load(pointers, mask=within < work.COLUMNS // work.HALVES, other=0.0).to(gl.float32)[None, :]
+        WIDTH: gl.constexpr = work.COLUMNS // work.HALVES
+        half = columns // RUN % work.HALVES
+        within = column // work.HALVES + columns // (RUN * work.HALVES) * RUN + columns % RUN
+        pointers = bias + group.to(gl.int64) * work.COLUMNS + half * WIDTH + within
+        acc += gl.load(pointers, mask=within < WIDTH, other=0.0).to(gl.float32)[None, :]
     if topk_weights is not None:
         acc = scale_rows(acc, topk_weights, gather_indices, start, end, num_positions)
     return acc
@@ -153,10 +165,10 @@ def multiply_tiles(
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
-    # registers hold a finished tile of 256 columns in 16 bits, or half of one in 32 bits
-    HELD: gl.constexpr = min(work.BLOCK_COLUMNS, 4096 // dtype.primitive_bitwidth)
+    HELD: gl.constexpr = columns_held(dtype, work.BLOCK_COLUMNS)
+    RUN: gl.constexpr = columns_of_a_run(work.BLOCK_COLUMNS, work.HALVES, RIGHT_IS_TURNED)
     nothing = gl.to_tensor(0)  # a tile that ends before it begins
-    pending = make_pending(gl.zeros([TILE_ROWS, HELD], dtype, layout), nothing, nothing, nothing, work.HALVES)
+    pending = make_pending(gl.zeros([TILE_ROWS, HELD], dtype, layout), nothing, nothing, nothing, RUN)
     ring = as_matrices(work, ring, RIGHT_IS_TURNED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
@@ -176,18 +188,18 @@ def multiply_tiles(
             first = work.row_of_tensor(first)
             group = work.group(item) if work.RAGGED_M else item
             acc = finish(
-                acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions
+                acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions, RUN
             )
             row, end, column = work.place_of_result(item, first, last, column, results.y.TURNED)
             value = acc.to(dtype)
             if HELD < work.BLOCK_COLUMNS:
                 at_once, value = split_columns(value)
-                make_pending(at_once, row, end, column, work.HALVES).store_all(results, WARPGROUP)
+                make_pending(at_once, row, end, column, RUN).store_all(results, WARPGROUP)
                 if results.y.TURNED:
                     row += HELD
                 else:
                     column += HELD
-            pending = make_pending(value, row, end, column, work.HALVES)
+            pending = make_pending(value, row, end, column, RUN)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, steps, stage, phase)
@@ -233,7 +245,9 @@ def hopper_kernel(
         GATHERS, Y_GROUP_ROWS,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
-    of_first = make_result(hidden if y is None else y, Y_IS_TURNED)
+    # what registers cannot hold is stored at once, a part while TMA still reads the part before
+    SLOTS: gl.constexpr = 1 if y is None else BLOCK_COLUMNS // columns_held(y.dtype, BLOCK_COLUMNS)
+    of_first = make_result(hidden if y is None else y, Y_IS_TURNED, SLOTS)
     of_second = of_first if y is None or hidden is None else make_result(hidden, False)
     results = Results(of_first, of_second, y is not None, ACTIVATES, GATED, INTERLEAVED, CURVE, LIMIT, ALPHA)
     gl.warp_specialize(

@@ -340,8 +340,7 @@ def load_for_rows(
             reduced, left_term = work.at_step(tile, step)
             column = first_column + tile.column // work.HALVES
             if work.HALVES == 2:
-                gl.static_assert(RIGHT_IS_TURNED)
-                place = [group, 0, column, reduced]
+                place = [group, 0, column, reduced] if RIGHT_IS_TURNED else [group, 0, reduced, column]
             else:
                 place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
             tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)

@@ -11,6 +11,10 @@ so that the activation needs no pass over memory. Gate and up of a hidden featur
     no                      256 columns of w                              64 of them
     yes      no             128 of gate, and the same 128 of up           32 of gate, and the same 32 of up
     yes      yes            128 pairs of neighbours                       32 pairs
+
+If w is [E, N, K], a tile that is not INTERLEAVED has all its columns of gate before those of up. If w is [E, K, N],
+gate and up take turns after 64 columns: where TMA swizzles for wgmma, an access loads at most 128 bytes of a row, and
+the rows of both halves, before it loads the next 128 bytes.
 """
 
 import math
@@ -33,32 +37,33 @@ class Result:
     Attributes:
       descriptor: a descriptor by `jgg.launching.launch.bounded_rows`, whose accesses each name the row at which they
         end. If it has five axes, an access stores to both halves of a row, gate and up.
-      blocks: a block in shared memory for each warpgroup.
+      blocks: SLOTS blocks in shared memory for each warpgroup, which it takes in turns.
       TURNED: whether rows of a tile are columns of the result.
     """
 
     descriptor: tma.tensor_descriptor
     blocks: gl.shared_memory_descriptor
     TURNED: gl.constexpr
+    SLOTS: gl.constexpr
 
     @gluon.jit
-    def fill(self, warpgroup, value):
-        """Writes a part of a tile to the warpgroup's block."""
+    def fill(self, warpgroup, value, slot=0):
+        """Writes a part of a tile to one of the warpgroup's blocks."""
         layout: gl.constexpr = matrix_layout(self.descriptor.layout, self.TURNED)
         # where a block holds both halves of a row, they are two rows of its matrix
         columns: gl.constexpr = value.shape[1] if self.TURNED else self.descriptor.block_shape[-1]
         shape: gl.constexpr = [value.shape[0] * value.shape[1] // columns, columns]
-        block = self.blocks.index(warpgroup).reinterpret(self.descriptor.dtype, shape, layout)
+        block = self.blocks.index(warpgroup * self.SLOTS + slot).reinterpret(self.descriptor.dtype, shape, layout)
         block.store(value.reshape(shape))
 
     @gluon.jit
-    def store(self, warpgroup, row, end, column):
-        """Begins to store the warpgroup's block at a row and a column of the array, leaving out rows from `end` on."""
+    def store(self, warpgroup, row, end, column, slot=0):
+        """Begins to store a block of the warpgroup at a row and a column of the array, leaving out rows from `end`."""
         if len(self.descriptor.block_shape) == 5:
             place = [ROW_LIMIT, end, row - end + ROW_LIMIT, 0, column]
         else:
             place = [ROW_LIMIT, end, row - end + ROW_LIMIT, column]
-        tma.async_store(self.descriptor, place, self.blocks.index(warpgroup))
+        tma.async_store(self.descriptor, place, self.blocks.index(warpgroup * self.SLOTS + slot))
 
     @gluon.jit
     def zero_rows(self, first, last, end, COLUMNS: gl.constexpr):
@@ -86,9 +91,9 @@ def row_size(block_shape):
 
 
 @gluon.jit
-def make_result(descriptor, TURNED: gl.constexpr):
-    shape: gl.constexpr = [2] + descriptor.block_type.shape  # noqa: RUF005
-    return Result(descriptor, gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout), TURNED)
+def make_result(descriptor, TURNED: gl.constexpr, SLOTS: gl.constexpr = 1):
+    shape: gl.constexpr = [2 * SLOTS] + descriptor.block_type.shape  # noqa: RUF005
+    return Result(descriptor, gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout), TURNED, SLOTS)
 
 
 @gluon.constexpr_function
@@ -119,23 +124,23 @@ class Results:
     ALPHA: gl.constexpr
 
     @gluon.jit
-    def fill(self, warpgroup, value):
+    def fill(self, warpgroup, value, slot):
         """Writes a part of a tile and its hidden features to the warpgroup's blocks once TMA has read them."""
-        tma.store_wait(0)
+        tma.store_wait(self.y.SLOTS - 1)
         gl.barrier()
         if self.ACTIVATES:  # the hidden features first: in the other order registers spill
             self.hidden.fill(warpgroup, self.activate(value))
         if self.HAS_Y:
-            self.y.fill(warpgroup, value)
+            self.y.fill(warpgroup, value, slot)
         fence_async_shared()
         gl.barrier()
 
     @gluon.jit
-    def store(self, warpgroup, row, end, column):
+    def store(self, warpgroup, row, end, column, slot):
         """Begins to store the blocks; `column` is the part's first column, counted over gate's and up's."""
         PAIR: gl.constexpr = 2 if self.GATED else 1
         if self.HAS_Y:
-            self.y.store(warpgroup, row, end, column if self.INTERLEAVED else column // PAIR)
+            self.y.store(warpgroup, row, end, column if self.INTERLEAVED else column // PAIR, slot)
         if self.ACTIVATES:
             self.hidden.store(warpgroup, row, end, column // PAIR)
 
@@ -181,13 +186,14 @@ class Pending:
             value = self.part2
         else:
             value = self.part3
-        results.fill(warpgroup, value)
+        SLOT: gl.constexpr = PART % results.y.SLOTS
+        results.fill(warpgroup, value, SLOT)
         FIRST: gl.constexpr = PART * value.shape[1]  # the part's first among the tile's columns
         row, column = self.row, self.column
         if results.y.TURNED:
-            results.store(warpgroup, row + FIRST, self.end, column)
+            results.store(warpgroup, row + FIRST, self.end, column, SLOT)
         else:
-            results.store(warpgroup, row, self.end, column + FIRST)
+            results.store(warpgroup, row, self.end, column + FIRST, SLOT)
 
     @gluon.jit
     def store_all(self, results, warpgroup):
@@ -196,12 +202,25 @@ class Pending:
             self.store(results, warpgroup, part)
 
 
+@gluon.constexpr_function
+def columns_held(dtype, block_columns):
+    """How many columns of a finished half tile registers have room for: 256 of 16 bits, or 128 of 32 bits."""
+    return min(block_columns, 4096 // dtype.primitive_bitwidth)
+
+
+@gluon.constexpr_function
+def columns_of_a_run(block_columns, halves, right_is_turned):
+    """How many of a tile's columns are gate's before up's follow, and up's before gate's do; all without halves."""
+    return block_columns if halves == 1 else block_columns // 2 if right_is_turned else 64
+
+
 @gluon.jit
-def make_pending(value, row, end, column, HALVES: gl.constexpr):
-    """Splits a finished half tile into parts; with 2 HALVES, its columns are gate's and then up's."""
-    if HALVES == 2:  # give each part columns of both
+def make_pending(value, row, end, column, RUN: gl.constexpr):
+    """Splits a finished half tile into parts; unless a RUN is all of its columns, gate's and up's take turns."""
+    if value.shape[1] > RUN:  # give each part columns of both
+        turns: gl.constexpr = value.shape[1] // (2 * RUN)
         width: gl.constexpr = value.shape[1] // (2 * PARTS)
-        value = value.reshape([TILE_ROWS, 2, PARTS, width]).permute((0, 2, 1, 3))
+        value = value.reshape([TILE_ROWS, turns, 2, PARTS // turns, width]).permute((0, 1, 3, 2, 4))
         value = value.reshape([TILE_ROWS, 2 * PARTS * width])
     left, right = split_columns(value)
     part0, part1 = split_columns(left)

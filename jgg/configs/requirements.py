@@ -55,7 +55,7 @@ def _hopper_shared_memory(problem, target, config):
     rows, columns, step = config.tile(problem.w_layout)
     ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
     size = config.result_dtype(problem).itemsize
-    stored = columns // 2 if problem.is_quantized else stored_columns(columns, size)
+    stored = columns // 2 if problem.is_quantized else stored_columns(columns, size) * max(1, columns * size // 512)
     return _BARRIERS + _HANDED_OVER + ring + rows // 2 * stored * size
 
 

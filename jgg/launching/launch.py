@@ -104,11 +104,16 @@ def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
     return Tma(shape, (rows * columns, columns, 1), (1, *block))
 
 
-def halves(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
-    """Descriptor of row-major matrices; an access takes the same place in the upper and lower half of one matrix."""
+def halves(shape: tuple[int, ...], block: tuple[int, int], axis: int) -> Tma:
+    """Descriptor of row-major matrices; an access takes the same place in both halves of one matrix.
+
+    Args:
+      axis: what is halved, rows (1) or columns (2).
+    """
     count, rows, columns = shape
-    strides = rows * columns, rows // 2 * columns, columns, 1
-    return Tma((count, 2, rows // 2, columns), strides, (1, 2, *block))
+    half = (rows // 2, columns) if axis == 1 else (rows, columns // 2)
+    between = rows // 2 * columns if axis == 1 else columns // 2  # the elements from a place to that in the other half
+    return Tma((count, 2, *half), (rows * columns, between, columns, 1), (1, 2, *block))
 
 
 def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = None) -> Tma:

@@ -73,7 +73,8 @@ def multiply_rows(
     results = _results(columns, stored_columns(block_columns, dtype.itemsize), hidden)
     # w [E, columns, reduced] is transposed in shared memory
     is_turned = is_forward == (problem.w_layout == "enk")
-    block = (block_columns // (1 + has_halves), step) if is_turned else (step, block_columns)
+    block_features = block_columns // (1 + has_halves)
+    block = (block_features, step) if is_turned else (step, block_features)
     launch = Launch(
         operands={
             "left": terms.rows,
@@ -90,7 +91,7 @@ def multiply_rows(
         },
         descriptors={
             **({} if gathers else {"left": matrix(terms.rows.shape, (TILE_ROWS, step), cta_axis=0)}),
-            "right": halves(w.shape, block) if has_halves else matrices(w.shape, block),
+            "right": halves(w.shape, block, axis=1 if is_turned else 2) if has_halves else matrices(w.shape, block),
             **{key: bounded_rows(width, stored, cta_axis=2) for key, (width, stored) in results.items()},
         },
         outputs={key: jax.ShapeDtypeStruct((problem.num_rows, width), dtype) for key, (width, _) in results.items()},

@@ -91,7 +91,9 @@ def _launch(
         },
         descriptors={
             **({} if gathers else {"left": matrix(x.shape, (TILE_ROWS, BLOCK), cta_axis=0)}),
-            "right": (halves(w.shape, (BLOCK, BLOCK)) if has_halves else matrices(w.shape, (_TILE_COLUMNS, BLOCK))),
+            "right": (
+                halves(w.shape, (BLOCK, BLOCK), axis=1) if has_halves else matrices(w.shape, (_TILE_COLUMNS, BLOCK))
+            ),
             **{
                 key: bounded_rows(math.prod(output.shape[1:]), (TILE_ROWS, BLOCK), cta_axis=2)
                 for key, output in stored.items()

@@ -78,11 +78,8 @@ def _is_one_kernel(config, problem, target, hidden: Hidden):
         return False  # the kernels quantize results if and only if the operands are quantized
     if problem.is_quantized:
         return _is_one_quantizing_kernel(problem, target, hidden)
-    if hidden.activation.is_gated and (
-        problem.out_features % 16 or (problem.w_layout == "ekn" and not hidden.interleaved)
-    ):
-        # rows of hidden are no multiple of 16 bytes, or gate and up would not lie in a block as the kernel expects them
-        return False
+    if hidden.activation.is_gated and problem.out_features % 16:
+        return False  # rows of hidden are no multiple of 16 bytes
     # gelu's error function and gathers in one kernel take too many registers
     return not (hidden.activation.curve[0] == "gelu" and problem.permute_x and config.fuse_gather)
 

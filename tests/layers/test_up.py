@@ -9,6 +9,7 @@ import pytest
 
 import jgg
 from jgg.activations import ACTIVATIONS
+from jgg.configs.heuristic import hopper_config
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import current_target
@@ -37,15 +38,14 @@ def operands(activation, w_layout="enk", hidden=200, features=192, dtype="bfloat
     }
 
 
-def compute(arrays, activation, implementation, w_layout="enk", gathers=True, **parameters):
+def compute(arrays, activation, implementation, w_layout="enk", gathers=True, config=None, **parameters):
     """The results; of a problem whose x is in token order, gathered in the kernel or copied before."""
     problem = check_problem(
         **{key: arrays[key] for key in ("x", "w", "bias", "group_sizes", "gather_indices")}, topk=TOPK, permute_x=True,
         w_layout=w_layout,
     )  # fmt: skip
-    config = None
     if implementation == "triton":
-        config = choose_config(KernelConfigForward, problem, current_target())
+        config = config or choose_config(KernelConfigForward, problem, current_target())
         config = dataclasses.replace(config, fuse_gather=gathers)
     how = How(implementation, current_target(), config)
     bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
@@ -69,10 +69,15 @@ def assert_equal(got, want, tolerance):
         ("swiglu", False, "ekn", 200, False, True),
         ("swiglu", False, "ekn", 296, True, False),
         ("swiglu", False, "enk", 132, True, True),  # half a row is no multiple of 16 bytes
+        ("swiglu", False, "ekn", 132, True, False),
         ("clamped_swiglu", True, "enk", 200, True, True),
         ("clamped_swiglu", True, "enk", 264, False, False),
         ("clamped_swiglu", True, "ekn", 296, True, False),
+        ("clamped_swiglu", False, "ekn", 264, True, True),
         ("geglu", False, "enk", 136, True, False),
+        ("geglu", False, "ekn", 200, False, False),
+        ("geglu_tanh", False, "ekn", 136, True, False),
+        ("reglu", False, "ekn", 72, True, False),
         ("ungated_relu_squared", False, "enk", 264, True, True),
         ("ungated_gelu_tanh", False, "ekn", 160, False, False),
     ],
@@ -90,8 +95,20 @@ def test_results_are_those_of_plain_jax(name, interleaved, w_layout, hidden, gat
     assert (outside == 0).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [256, 128])
+def test_both_layouts_of_w_give_the_same_bits(columns):
+    activation, results = ACTIVATIONS["swiglu"], []
+    for w_layout in ("enk", "ekn"):
+        arrays = operands(activation, w_layout, hidden=296, biased=True)
+        config = hopper_config(KernelConfigForward, w_layout, columns)
+        options = {"w_layout": w_layout, "config": config, "interleaved": False, "keeps": True}
+        results.append(compute(arrays, activation, "triton", **options))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 def test_one_kernel_where_it_spills_no_registers():
-    """And where blocks lie as they are multiplied."""
+    """And where TMA can store rows of hidden features."""
 
     def is_one(name, keeps, w_layout="enk", interleaved=False, hidden=1024, compute_capability=90):
         activation = ACTIVATIONS[name]
@@ -106,8 +123,9 @@ def test_one_kernel_where_it_spills_no_registers():
     assert not is_one("ungated_gelu", keeps=False)
     assert is_one("ungated_relu_squared", keeps=False, w_layout="ekn")
     assert is_one("swiglu", keeps=True, w_layout="ekn", interleaved=True)
-    assert not is_one("swiglu", keeps=False, w_layout="ekn")
+    assert is_one("swiglu", keeps=False, w_layout="ekn")
     assert not is_one("swiglu", keeps=False, hidden=1028)
+    assert not is_one("swiglu", keeps=False, w_layout="ekn", hidden=1028)
     assert not is_one("swiglu", keeps=False, compute_capability=80)
 
 

@@ -270,7 +270,7 @@ def layer_kernels(compute_capability, takes_all):
         for case in (("float32", "plain"), ("float32", "everything")):
             yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
     if compute_capability == 90:
-        cases = [("swiglu", False, "enk", True), ("clamped_swiglu", True, "enk", False)]
+        cases = [("swiglu", False, "ekn", True), ("clamped_swiglu", True, "enk", False)]
         if takes_all:
             cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
         for case in cases:
