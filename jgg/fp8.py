@@ -9,7 +9,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.core.gpu_target import current_target
-from jgg.core.quantized import BLOCK, DTYPES, Format, QuantizedArray, WeightForms, as_bits, from_bits, scales_shape
+from jgg.core.quantized import (
+    BLOCK,
+    DTYPES,
+    Format,
+    QuantizedArray,
+    WeightForms,
+    as_bits,
+    from_bits,
+    scales_shape,
+    type_of,
+)
 from jgg.launching.choice import How
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
 
@@ -87,6 +97,25 @@ class QuantizedWeights:
 
     array: jax.Array
     forms: WeightForms
+
+    def __repr__(self) -> str:
+        """The dtypes and shapes, without the numbers."""
+        return f"QuantizedWeights(array={type_of(self.array)}, forms={self.forms})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array."""
+        return self.array.dtype
+
+
+def is_in_fp8(w: object) -> bool:
+    """Whether weights were quantized by the caller."""
+    return isinstance(w, QuantizedArray | QuantizedWeights)
 
 
 @dataclasses.dataclass(frozen=True)
