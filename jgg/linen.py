@@ -8,7 +8,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.experts.layer_options import LayerOptions
-from jgg.fp8 import Fp8
+from jgg.fp8 import Fp8, is_in_fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -19,6 +19,9 @@ class MoE(nn.Module, LayerOptions):
     Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss" and "overflow"
     (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
     may be wrapped in `nn.with_partitioning`.
+
+    Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros; to have none,
+    differentiate in the other parameters alone.
 
     Examples:
       >>> import jax, jgg.linen
@@ -70,7 +73,7 @@ class MoE(nn.Module, LayerOptions):
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
             selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
-        own = [name for name in params if not name.endswith("_router")]
+        own = [name for name in params if not (name.endswith("_router") or is_in_fp8(params[name]))]
         x, *cast = dtypes.promote_dtype(x, *(params[name] for name in own), dtype=self.dtype)
         params |= zip(own, cast, strict=True)
         y, metrics = layer.apply(
