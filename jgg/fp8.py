@@ -59,7 +59,7 @@ def quantize_weights(
     Returns: a QuantizedArray of values in the shape of w and float32 scales [E, N / 128, K / 128] or
       [E, K / 128, N / 128].
 
-    Raises: as `quantize_tokens`.
+    Raises: as `quantize_tokens`; ValueError: Explicit mesh axes split a block.
     """
     straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), turns=False).forms.straight
     assert straight is not None
@@ -78,8 +78,25 @@ def _format(dtype: DTypeLike, power_of_2_scales: object) -> Format:
 
 
 def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) -> QuantizedMatrices:
-    operands = Quantize(_checked(name, w, "[E, N, K] or [E, K, N]"))
-    return QUANTIZE_WEIGHTS(How(None, current_target()), operands, stored_as=stored_as, keeps=True, turns=turns)
+    w = _checked(name, w, "[E, N, K] or [E, K, N]")
+
+    def quantized(w: jax.Array) -> QuantizedMatrices:
+        how = How(None, current_target())
+        return QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=turns)
+
+    split = jax.typeof(w).sharding  # over Explicit axes of a mesh
+    if not any(split.spec):
+        return quantized(w)
+    part = split.shard_shape(w.shape)
+    for axis in (1, 2):
+        check(
+            part[axis] == w.shape[axis] or part[axis] % BLOCK == 0,
+            f"{name} must have a multiple of {BLOCK} along axis {axis} on each device, got {list(part)}.",
+        )
+    experts, rows, columns = split.spec
+    turned = jax.P(experts, columns, rows) if turns else None
+    specs = QuantizedMatrices(split.spec, split.spec, turned)  # type: ignore[arg-type]
+    return jax.shard_map(quantized, mesh=split.mesh, in_specs=split.spec, out_specs=specs)(w)
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +178,7 @@ class Fp8:
 
         Policies of `jax.checkpoint` know the weights in FP8 as "jgg_fp8_weights".
 
-        Raises: ValueError: w has another rank. TypeError: w is no float array.
+        Raises: ValueError: w has another rank, or Explicit mesh axes split a block. TypeError: w is no float array.
         """
         return _quantize_once("w", w, self)
 

@@ -124,6 +124,23 @@ def check_quantized_weights():
     assert_quantized_weights_are_right("dequantized", sharding)
 
 
+def check_quantizing_on_explicit_axes():
+    """Each device quantizes its own blocks, and one device would quantize them so; a block of two raises."""
+    sharding = MoESharding(mesh_of("Explicit"), **ALL)
+    spec = sharding.named(sharding.weight_specs("ekn")["w_gate_up"])
+    w = np.random.default_rng(0).normal(size=(2, 256, 512)).astype(np.float32)
+    got, want = jgg.Fp8().weights(jax.device_put(w, spec)), jgg.Fp8().weights(w)
+    assert got.forms.straight.scales.sharding.spec == jax.P("b", "a", "c")
+    assert got.forms.turned.values.sharding.spec == jax.P("b", "c", "a")
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), got, want)
+    try:
+        jgg.quantize_weights(jax.device_put(w[:, :128], spec))
+    except ValueError as error:
+        assert "w must have a multiple of 128 along axis 1 on each device, got [1, 64, 256]" in str(error), error
+    else:
+        raise AssertionError("split a block")
+
+
 def check_quantized_layer():
     """A Flax layer takes a QuantizedArray into its shards, and computes what it does on one device."""
     sharding = MoESharding(mesh_of("Explicit"), **ALL)
@@ -166,6 +183,15 @@ def check_weights_are_not_moved():
             for shape in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", compiled)
         ]
         assert sum(size in sizes for size in gathered) == expected, (axes, gathered)
+    # of weights in FP8 only 8-bit values and scales are gathered
+    sharding = MoESharding(mesh_of(), fsdp="a")
+    floats, chosen, dy = make("uneven", features=256, hidden=256)
+    split, *others = place(floats, chosen, dy, sharding)
+    split |= {name: jgg.Fp8().weights(split[name]) for name in ("w_gate_up", "w_down")}
+    program = jax.jit(functools.partial(on_mesh, sharding=sharding, quantization=jgg.Fp8()))
+    compiled = program.lower(split, *others).compile().as_text()
+    gathered = re.findall(r"(\w+)\[8,(?:256|512),\d+\]\S* all-gather\(", compiled)
+    assert gathered == ["u8"] * 4, gathered
 
 
 def check_explicit_weights_are_refused():
@@ -200,6 +226,7 @@ def main():
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
     check_quantized_weights()
+    check_quantizing_on_explicit_axes()
     check_quantized_layer()
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
