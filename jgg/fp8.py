@@ -9,9 +9,19 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.core.gpu_target import current_target
-from jgg.core.quantized import BLOCK, DTYPES, Format, QuantizedArray, WeightForms, as_bits, from_bits, scales_shape
+from jgg.core.quantized import (
+    BLOCK,
+    DTYPES,
+    Format,
+    QuantizedArray,
+    WeightForms,
+    as_bits,
+    from_bits,
+    scales_shape,
+    type_of,
+)
 from jgg.launching.choice import How
-from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
 
 
 def quantize_tokens(
@@ -49,11 +59,9 @@ def quantize_weights(
     Returns: a QuantizedArray of values in the shape of w and float32 scales [E, N / 128, K / 128] or
       [E, K / 128, N / 128].
 
-    Raises: as `quantize_tokens`.
+    Raises: as `quantize_tokens`; ValueError: Explicit mesh axes split a block.
     """
-    operands, stored_as = Quantize(_checked_matrices("w", w)), _format(dtype, power_of_2_scales)
-    matrices = QUANTIZE_WEIGHTS(How(None, current_target()), operands, stored_as=stored_as, keeps=True, turns=False)
-    straight = matrices.forms.straight
+    straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), turns=False).forms.straight
     assert straight is not None
     return straight
 
@@ -69,8 +77,26 @@ def _format(dtype: DTypeLike, power_of_2_scales: object) -> Format:
     return Format(as_dtype("dtype", dtype, DTYPES), as_flag("power_of_2_scales", power_of_2_scales))
 
 
-def _checked_matrices(name: str, w: object) -> jax.Array:
-    return _checked(name, w, "[E, N, K] or [E, K, N]")
+def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) -> QuantizedMatrices:
+    w = _checked(name, w, "[E, N, K] or [E, K, N]")
+
+    def quantized(w: jax.Array) -> QuantizedMatrices:
+        how = How(None, current_target())
+        return QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=turns)
+
+    split = jax.typeof(w).sharding  # over Explicit axes of a mesh
+    if not any(split.spec):
+        return quantized(w)
+    part = split.shard_shape(w.shape)
+    for axis in (1, 2):
+        check(
+            part[axis] == w.shape[axis] or part[axis] % BLOCK == 0,
+            f"{name} must have a multiple of {BLOCK} along axis {axis} on each device, got {list(part)}.",
+        )
+    experts, rows, columns = split.spec
+    turned = jax.P(experts, columns, rows) if turns else None
+    specs = QuantizedMatrices(split.spec, split.spec, turned)  # type: ignore[arg-type]
+    return jax.shard_map(quantized, mesh=split.mesh, in_specs=split.spec, out_specs=specs)(w)
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +114,25 @@ class QuantizedWeights:
 
     array: jax.Array
     forms: WeightForms
+
+    def __repr__(self) -> str:
+        """The dtypes and shapes, without the numbers."""
+        return f"QuantizedWeights(array={type_of(self.array)}, forms={self.forms})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array."""
+        return self.array.dtype
+
+
+def is_in_fp8(w: object) -> bool:
+    """Whether weights were quantized by the caller."""
+    return isinstance(w, QuantizedArray | QuantizedWeights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +178,18 @@ class Fp8:
 
         Policies of `jax.checkpoint` know the weights in FP8 as "jgg_fp8_weights".
 
-        Raises: ValueError: w has another rank. TypeError: w is no float array.
+        Raises: ValueError: w has another rank, or Explicit mesh axes split a block. TypeError: w is no float array.
         """
         return _quantize_once("w", w, self)
 
 
 def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
-    forms = both_forms(How(None, current_target()), _checked_matrices(name, w), recipe.format)
-    return QuantizedWeights(as_array(name, w), forms)
+    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, turns=True))
+    return QuantizedWeights(as_array(name, w), matrices.forms)
 
 
 def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
-    """Quantizes weights [E, N, K] or [E, K, N] in one reading, as they are and turned."""
+    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, as they are and turned."""
     matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=True)
     return jax.tree.map(_named, matrices).forms
 

@@ -15,12 +15,12 @@ from jgg.core.arguments import as_array, as_dtype, as_flag, as_int, as_precision
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import DTYPES
 from jgg.core.quantized import QuantizedArray, as_dense
-from jgg.experts.arguments import MlpOptions, check_shapes, in_quantization
+from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization
 from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.experts.mesh import check_interleaved, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8, check_quantization
+from jgg.fp8 import Fp8, QuantizedWeights, check_quantization
 from jgg.launching.choice import How, check_implementation
 from jgg.router.logits import compute_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
@@ -54,8 +54,8 @@ class LayerArrays(NamedTuple):
 
     x: jax.Array
     w_router: jax.Array
-    w_gate_up: jax.Array | QuantizedArray
-    w_down: jax.Array | QuantizedArray
+    w_gate_up: Matrices
+    w_down: Matrices
     b_router: jax.Array | None = None
     b_gate_up: jax.Array | None = None
     b_down: jax.Array | None = None
@@ -124,16 +124,17 @@ class MoELayer(LayerOptions, InFeatures):
         return shapes
 
     def apply(
-        self, params: Mapping[str, ArrayLike | QuantizedArray], x: ArrayLike, selection_bias: ArrayLike | None = None,
-        *, sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None,
-        quantization: Fp8 | None = None, implementation: str | None = None,
+        self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
+        selection_bias: ArrayLike | None = None, *, sharding: MoESharding | None = None,
+        precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
           params: arrays by the names and with the shapes in `shapes`, of any float dtypes. The router computes in
-            float32, all else in the dtype of x. A QuantizedArray gets no gradient, and is dequantized to the dtype of x
-            first; only experts' matrices with `quantization` and without a sharding stay quantized.
+            float32, all else in the dtype of x. Any matrix may be a QuantizedArray, which gets no gradient and is
+            dequantized to the dtype of x as it is used; with `quantization` experts' matrices stay quantized, and may
+            also be the result of `Fp8.weights`.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
@@ -150,7 +151,7 @@ class MoELayer(LayerOptions, InFeatures):
         if sharding is None:
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
-            named: dict[str, jax.Array] = {name: a for name, a in arrays._asdict().items() if a is not None}
+            named = {name: array for name, array in arrays._asdict().items() if array is not None}
             specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
@@ -159,8 +160,8 @@ class MoELayer(LayerOptions, InFeatures):
         return y.reshape(x.shape), metrics
 
     def _checked(
-        self, params: Mapping[str, ArrayLike | QuantizedArray], x: jax.Array, selection_bias: ArrayLike | None,
-        sharding: MoESharding | None, options: MlpOptions,
+        self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: jax.Array,
+        selection_bias: ArrayLike | None, sharding: MoESharding | None, options: MlpOptions,
     ) -> LayerArrays:  # fmt: skip
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         if sharding is not None:
@@ -178,12 +179,10 @@ class MoELayer(LayerOptions, InFeatures):
         if selection_bias is not None:
             selection_bias = as_selection_bias(selection_bias, self.num_experts)
         named: dict[str, Any] = {}
-        stay_quantized = ("w_gate_up", "w_down") if options.quantization is not None and sharding is None else ()
         for name, expected in self.shapes.items():
             if name in params:
-                value = params[name]
-                stays = name in stay_quantized and isinstance(value, QuantizedArray)
-                named[name] = value if stays else as_dense(name, value, x.dtype)
+                value: Any = params[name]
+                named[name] = as_matrices(name, value) if len(expected) == 3 else as_dense(name, value, x.dtype)
             if name not in params or named[name].shape != expected:
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")

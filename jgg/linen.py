@@ -8,7 +8,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.experts.layer_options import LayerOptions
-from jgg.fp8 import Fp8
+from jgg.fp8 import Fp8, is_in_fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -19,6 +19,9 @@ class MoE(nn.Module, LayerOptions):
     Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss" and "overflow"
     (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
     may be wrapped in `nn.with_partitioning`.
+
+    Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros; to have none,
+    differentiate in the other parameters alone.
 
     Examples:
       >>> import jax, jgg.linen
@@ -71,7 +74,7 @@ class MoE(nn.Module, LayerOptions):
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
             selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
-        own = [array for name, array in params.items() if not name.endswith("_router")]
+        own = [array for name, array in params.items() if not (name.endswith("_router") or is_in_fp8(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,

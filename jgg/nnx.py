@@ -15,14 +15,32 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
+from jgg.core.quantized import DTYPES, QuantizedArray, block_of, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions
-from jgg.fp8 import Fp8
+from jgg.experts.mesh import check_split
+from jgg.fp8 import Fp8, is_in_fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
 class SelectionBias(nnx.Variable[jax.Array]):
     """A router's selection bias, which optimizers leave alone; see `jgg.update_selection_bias`."""
+
+
+class Frozen(nnx.Variable[Any]):
+    """A matrix that is not trained, such as a `jgg.QuantizedArray`, in the place of a layer's `nnx.Param`.
+
+    `nnx.grad` and optimizers leave it alone, because they take an `nnx.Param` only. `nnx.state` has it, so checkpoints
+    do. `load_params` makes one of each QuantizedArray that it gets.
+
+    Examples:
+      >>> import jgg, jgg.nnx
+      >>> from flax import nnx
+      >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, rngs=nnx.Rngs(0))
+      >>> layer.w_down = jgg.nnx.Frozen(jgg.quantize_weights(layer.w_down[...]))
+      >>> list(nnx.state(layer, nnx.Param))
+      ['w_gate_up', 'w_router']
+    """
 
 
 class _SignatureOfInit:
@@ -41,7 +59,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 
     Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, by default with
     `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`, and p the router's top-k weights. The router computes in
-    float32.
+    float32. Matrices that are not trained may each be a `jgg.QuantizedArray`, in a `Frozen` variable.
 
     Examples:
       >>> import jax, jgg.nnx
@@ -117,8 +135,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         "router_z_loss", float32 [], and "overflow", int32 [], as in `jgg.layers.Metrics`.
         """
         layer = self.layer
-        params = {name: getattr(self, name)[...] for name in layer.shapes}
-        own = [array for name, array in params.items() if not name.endswith("_router")]
+        params = {name: self._value(name) for name in layer.shapes}
+        own = [array for name, array in params.items() if not (name.endswith("_router") or is_in_fp8(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         y, metrics = layer.apply(
@@ -130,12 +148,17 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             self.sow(nnx.Intermediate, name, value)
         return y
 
+    def _value(self, name: str) -> Any:
+        variable = getattr(self, name)
+        check_instance(name, variable, nnx.Variable, "an nnx.Variable, such as jgg.nnx.Frozen for a QuantizedArray")
+        return variable.get_value()
 
-def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array]) -> None:
+
+def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | QuantizedArray]) -> None:
     """Sets all parameters of a layer, and its selection bias, and keeps the dtype and the sharding of each.
 
     Arrays in host memory, such as `jgg.hf.from_hf` returns, are cast there. Each device then gets its shard of them and
-    no more. If something is wrong, nothing is set.
+    no more. A QuantizedArray stays as it is, in a `Frozen` variable. If something is wrong, nothing is set.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jgg.nnx
@@ -151,27 +174,47 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array]) -> Non
       layer: the layer, which may be from `nnx.eval_shape`: then the parameters are created here, split by the layer's
         `sharding`.
       params: arrays of floats by name: the names in `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the
-        router has one.
+        router has one. Matrices may each be a QuantizedArray.
 
     Raises:
-      ValueError: a name is missing or is not expected, or a shape is wrong.
-      TypeError: the layer is no `MoE`, or a value in params is no array of floats.
+      ValueError: a name is missing or is not expected, or a shape is wrong, or devices would share a block.
+      TypeError: the layer is no `MoE`, or a value in params is no array of floats, or no QuantizedArray where the layer
+        has one.
     """
     check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
     check_instance("params", params, Mapping, "a dict of arrays by name")
     names = [*layer.layer.shapes, *(["selection_bias"] if layer.use_selection_bias else [])]
     for name in names:
         check(name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
+    placements: dict[str, Any] = {}
     for name, array in params.items():
         check(name in names, f"params must have {', '.join(names)} and nothing else, got {name!r} too.")
-        check_instance(name, array, np.ndarray | jax.Array, "a NumPy or JAX array")
-        as_dtype(f"the dtype of {name}", array.dtype)
-        shape = getattr(layer, name).shape
-        check(array.shape == shape, f"{name} must have the layer's shape {list(shape)}, got {list(array.shape)}.")
+        value = layer._value(name)
+        _check_kind(name, array, value)
+        shape = list(value.shape)
+        check(list(array.shape) == shape, f"{name} must have the layer's shape {shape}, got {list(array.shape)}.")
+        placements[name] = _placement(name, values_and_scales(value)[0], layer.sharding)
+        if isinstance(placements[name], jax.NamedSharding) and layer.sharding is not None:
+            check_split(name, array, placements[name].spec, layer.sharding)
     for name, array in params.items():
-        variable = getattr(layer, name)
-        value = variable.get_value()
-        variable.set_value(jax.device_put(array.astype(value.dtype), _placement(name, value, layer.sharding)))
+        variable, placement = getattr(layer, name), placements[name]
+        if isinstance(array, QuantizedArray):
+            setattr(layer, name, Frozen(jax.device_put(array, placement), **variable.get_metadata()))
+        else:
+            variable.set_value(jax.device_put(array.astype(variable.get_value().dtype), placement))
+
+
+def _check_kind(name: str, array: Any, value: Any) -> None:
+    """Raises unless an array can take the place of a layer's value: a QuantizedArray that of any matrix."""
+    if isinstance(value, QuantizedArray):
+        check_instance(name, array, QuantizedArray, "a QuantizedArray, as the layer's is")
+    elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):
+        check_instance(name, array, np.ndarray | jax.Array, "a NumPy or JAX array")
+    if isinstance(array, QuantizedArray):
+        as_dtype(f"{name}.values", array.values.dtype, DTYPES)
+        block_of(array, f"{name}.")
+    else:
+        as_dtype(f"the dtype of {name}", array.dtype)
 
 
 def _placement(

@@ -1,6 +1,7 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array, as_array_or_none, as_int, check, check_instance
-from jgg.experts.arguments import MlpOptions, check_choices, check_shapes
-from jgg.experts.mesh import MoESharding, check_interleaved, map_tokens
+from jgg.core.quantized import QuantizedArray
+from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes
+from jgg.experts.mesh import MoESharding, check_interleaved, map_tokens, specs_of_parts
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8
+from jgg.fp8 import Fp8, QuantizedWeights
 
 __all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
 
@@ -20,8 +22,8 @@ P = jax.P
 
 def sharded_moe_mlp(
     x: ArrayLike,
-    w_gate_up: ArrayLike,
-    w_down: ArrayLike,
+    w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
+    w_down: ArrayLike | QuantizedArray | QuantizedWeights,
     topk_weights: ArrayLike,
     topk_indices: ArrayLike,
     *,
@@ -44,7 +46,8 @@ def sharded_moe_mlp(
 
     Args:
       x: [T, H], split as `sharding.token_spec`.
-      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`, split as `sharding.weight_specs(w_layout)`.
+      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`, split as `sharding.weight_specs(w_layout)`. Values and
+        scales of a QuantizedArray are split alike, and no block may be on several devices.
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
       sharding: which mesh axis splits what, and by which exchange.
@@ -66,10 +69,10 @@ def sharded_moe_mlp(
         activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
         quantization=quantization, implementation=implementation, residual_names=residual_names,
     )  # fmt: skip
-    arrays = {
+    arrays: dict[str, Any] = {
         "x": as_array("x", x),
-        "w_gate_up": as_array("w_gate_up", w_gate_up),
-        "w_down": as_array("w_down", w_down),
+        "w_gate_up": as_matrices("w_gate_up", w_gate_up),
+        "w_down": as_matrices("w_down", w_down),
         "topk_weights": as_array("topk_weights", topk_weights),
         "topk_indices": as_array("topk_indices", topk_indices),
     }
@@ -81,7 +84,7 @@ def sharded_moe_mlp(
     check_interleaved(options.interleaved, options.activation, sharding)
     arrays |= {name: bias for name, bias in biases.items() if bias is not None}
 
-    def on_device(part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def on_device(part: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         return compute_mlp_on_device(
             part["x"], part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"),
             part["topk_weights"], part["topk_indices"], sharding, options,
@@ -92,8 +95,8 @@ def sharded_moe_mlp(
 
 def moe_mlp_on_device(
     x: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray | QuantizedWeights,
+    w_down: jax.Array | QuantizedArray | QuantizedWeights,
     topk_weights: jax.Array,
     topk_indices: jax.Array,
     *,
@@ -119,6 +122,7 @@ def moe_mlp_on_device(
     check_choices(x, topk_weights, topk_indices)
     check_interleaved(options.interleaved, options.activation, sharding)
     specs = sharding.weight_specs(w_layout)
+    w_gate_up, w_down = as_matrices("w_gate_up", w_gate_up), as_matrices("w_down", w_down)
     whole_gate_up = _gathered(w_gate_up, specs["w_gate_up"], sharding)
     whole_down = _gathered(w_down, specs["w_down"], sharding)
     check_shapes(x, whole_gate_up, whole_down, b_gate_up, b_down, options)
@@ -127,13 +131,17 @@ def moe_mlp_on_device(
     )  # fmt: skip
 
 
-def _gathered(w: jax.Array, spec: P, sharding: MoESharding) -> jax.Array | jax.ShapeDtypeStruct:
-    """The shape of a device's weights once they are gathered over the `fsdp` axis."""
+def _gathered(w: Matrices, spec: P, sharding: MoESharding) -> Any:
+    """The shapes and dtypes of a device's weights once they are gathered over the `fsdp` axis."""
     if sharding.fsdp is None:
         return w
-    axis, devices = spec.index(sharding.fsdp), sharding.size(sharding.fsdp)
-    shape = [size * devices if at == axis else size for at, size in enumerate(w.shape)]
-    return jax.ShapeDtypeStruct(tuple(shape), w.dtype)
+
+    def gathered(part: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+        axis, devices = spec.index(sharding.fsdp), sharding.size(sharding.fsdp)
+        shape = [size * devices if at == axis else size for at, size in enumerate(part.shape)]
+        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
+
+    return jax.tree.map(gathered, w, specs_of_parts(w, spec))
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_array, as_dtype, check, check_instance
+from jgg.core.arguments import Shaped, as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -50,6 +50,10 @@ class QuantizedArray:
 
     values: jax.Array | np.ndarray
     scales: jax.Array | np.ndarray
+
+    def __repr__(self) -> str:
+        """The dtypes and shapes, without the numbers."""
+        return f"QuantizedArray(values={type_of(self.values)}, scales={type_of(self.scales)})"
 
     @classmethod
     def from_qwix(cls, array: Any) -> "QuantizedArray":
@@ -93,22 +97,33 @@ class QuantizedArray:
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
-        check(len(self.shape) >= 2, f"values must be [..., rows, columns], got {list(self.shape)}.")
-        possible = (
-            block for block in itertools.product(BLOCKS, BLOCKS) if scales_shape(self.shape, block) == self.scales.shape
-        )
-        block = next(possible, None)
-        if block is None:
-            raise ValueError(
-                f"scales must be of blocks of {BLOCKS} rows and columns of values {list(self.shape)}, got "
-                f"{list(self.scales.shape)}."
-            )
+        block = block_of(self)
         values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
         product = scaled(values, scales, block, jnp)
         limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
         # quantization rounds by at most an eighth, in float8_e5m2
         is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
         return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
+
+
+def type_of(part: Any) -> str:
+    """The dtype and shape of an array; of what else a pytree may hold, its repr."""
+    return f"{part.dtype}{list(part.shape)}" if isinstance(part, Shaped | np.ndarray) else repr(part)
+
+
+def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
+    """The rows and columns of a block, the largest that explain the scales; errors put `prefix` before names.
+
+    Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
+    """
+    shape, scales = array.shape, array.scales.shape
+    check(len(shape) >= 2, f"{prefix}values must be [..., rows, columns], got {list(shape)}.")
+    for block in itertools.product(BLOCKS[::-1], BLOCKS[::-1]):
+        if scales_shape(shape, block) == scales:
+            return block
+    raise ValueError(
+        f"{prefix}scales must be of blocks of {BLOCKS} rows and columns of values {list(shape)}, got {list(scales)}."
+    )
 
 
 @functools.partial(

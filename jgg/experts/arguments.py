@@ -106,7 +106,7 @@ def checked_weights(
 ) -> ExpertWeights:  # fmt: skip
     """The parameters as arrays; raises where they disagree with each other, with x or with the activation."""
     weights = in_quantization(
-        x, _as_matrices("w_gate_up", w_gate_up), _as_matrices("w_down", w_down),
+        x, as_matrices("w_gate_up", w_gate_up), as_matrices("w_down", w_down),
         as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down), options.quantization,
     )  # fmt: skip
     check_shapes(x, weights.w_gate_up, weights.w_down, weights.b_gate_up, weights.b_down, options)
@@ -135,12 +135,15 @@ def _in_quantization(
     return as_dense(name, w, x.dtype), None
 
 
-def _as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:
-    return value if isinstance(value, QuantizedArray | QuantizedWeights) else as_array(name, value)
+def as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:
+    """Experts' weights as JAX arrays; what is in FP8 gets no gradient."""
+    if isinstance(value, QuantizedWeights):
+        return QuantizedWeights(as_array(f"{name}.array", value.array), jax.lax.stop_gradient(value.forms))
+    return jax.lax.stop_gradient(value) if isinstance(value, QuantizedArray) else as_array(name, value)
 
 
 def check_shapes(
-    x: Shaped, w_gate_up: Shaped | QuantizedArray, w_down: Shaped | QuantizedArray, b_gate_up: Shaped | None,
+    x: Shaped, w_gate_up: Shaped | Matrices, w_down: Shaped | Matrices, b_gate_up: Shaped | None,
     b_down: Shaped | None, options: MlpOptions,
 ) -> None:  # fmt: skip
     """Raises where the tokens and the parameters disagree, with each other or with the activation."""

@@ -1,9 +1,11 @@
 """How a mesh splits experts, their features and tokens: `MoESharding`, and `map_tokens`, which applies it."""
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from jax.typing import DTypeLike
 from jgg.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
 from jgg.core.problem import W_LAYOUTS
+from jgg.core.quantized import QuantizedArray, WeightForms, block_of
 from jgg.experts.exchange import EXCHANGES
+from jgg.fp8 import QuantizedWeights
 
 P = jax.P
 
@@ -90,7 +94,10 @@ class MoESharding:
         return math.ceil(min(self.buffer_factor or devices, devices) * num_rows)
 
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
-        """PartitionSpecs of w_gate_up, w_down, b_gate_up and b_down by name; layers use w_layout="ekn"."""
+        """PartitionSpecs of w_gate_up, w_down, b_gate_up and b_down by name; layers use w_layout="ekn".
+
+        Values and scales of a QuantizedArray both have the spec of the weights that they stand for.
+        """
         check_one_of("w_layout", w_layout, W_LAYOUTS)
         up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
         if w_layout == "enk":
@@ -119,31 +126,70 @@ class MoESharding:
 
 
 def map_tokens[Result](
-    function: Callable[[dict[str, jax.Array]], Result], sharding: MoESharding, arrays: dict[str, jax.Array],
-    specs: dict[str, P], out_specs: P | tuple[P, ...],
+    function: Callable[[dict[str, Any]], Result], sharding: MoESharding, arrays: dict[str, Any], specs: dict[str, P],
+    out_specs: P | tuple[P, ...],
 ) -> Result:  # fmt: skip
-    """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token."""
-    specs = {name: specs.get(name, sharding.token_spec) for name in arrays}
+    """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
+
+    Arrays may be a QuantizedArray or QuantizedWeights, whose parts are split as their specs say for the whole.
+    """
+    whole = {name: specs.get(name, sharding.token_spec) for name in arrays}
     for name, array in arrays.items():
-        check_divides(name, jnp.shape(array), specs[name], sharding)
-    arrays = {name: _placed(name, array, specs[name], sharding) for name, array in arrays.items()}
-    return jax.shard_map(function, mesh=sharding.mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
+        check_split(name, array, whole[name], sharding)
+    parts = {name: specs_of_parts(array, whole[name]) for name, array in arrays.items()}
+    arrays = {
+        name: jax.tree.map(functools.partial(_placed, name, sharding), array, parts[name])
+        for name, array in arrays.items()
+    }  # fmt: skip
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=(parts,), out_specs=out_specs)(arrays)
 
 
-def check_divides(name: str, shape: tuple[int, ...], spec: P, sharding: MoESharding) -> None:
-    """Raises where an array cannot be split evenly as a spec says."""
+def specs_of_parts(array: Any, spec: P) -> Any:
+    """The PartitionSpec of each array in a QuantizedArray or QuantizedWeights, in its place; of an array its own."""
+    each: Any = spec  # where types say that an array stands
+    if isinstance(array, QuantizedArray):
+        return QuantizedArray(each, each)
+    if isinstance(array, QuantizedWeights):
+        experts, rows, columns = spec
+        specs = spec, P(experts, columns, rows)
+        forms = (form and specs_of_parts(form, own) for form, own in zip(array.forms, specs, strict=True))
+        return QuantizedWeights(each, WeightForms(*forms))
+    return spec
+
+
+def check_split(name: str, array: Any, spec: P, sharding: MoESharding) -> None:
+    """Raises where an array, or a part of quantized weights, cannot be split evenly as a spec says."""
+    if isinstance(array, QuantizedWeights):
+        check_split(name, array.array, spec, sharding)
+        check_split(name, array.forms.straight, spec, sharding)
+    elif isinstance(array, QuantizedArray):
+        ones = (1,) * (len(array.shape) - 2)
+        check_divides(name, array.shape, spec, sharding, (*ones, *block_of(array, f"{name}.")))
+    else:
+        check_divides(name, jnp.shape(array), spec, sharding)
+
+
+def check_divides(
+    name: str, shape: tuple[int, ...], spec: P, sharding: MoESharding, block: tuple[int, ...] | None = None
+) -> None:
+    """Raises where an array cannot be split evenly as a spec says.
+
+    Args:
+      block: along each axis, the numbers that share a scale and so must be on one device; None for arrays without.
+    """
     for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
         names = names if isinstance(names, tuple) else (names,)
-        devices = sharding.size(*names)
-        if size % devices:
+        devices, whole = sharding.size(*names), 1 if block is None else block[axis]
+        if devices > 1 and size % (devices * whole):
             along = " and ".join(repr(name) for name in names)
+            blocks = f", by blocks of {whole} with one scale" if whole > 1 else ""
             raise ValueError(
-                f"{name} must have a multiple of {devices} along axis {axis}, the devices along {along} of the mesh, "
-                f"got {list(shape)}."
+                f"{name} must have a multiple of {devices * whole} along axis {axis}, the devices along {along} of the "
+                f"mesh{blocks}, got {list(shape)}."
             )
 
 
-def _placed(name: str, array: jax.Array, spec: P, sharding: MoESharding) -> jax.Array:
+def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.Array:
     """The array, split as `spec` says on Explicit axes; raises if weights are split in another way already."""
     if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return array

@@ -8,10 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import vary_over
-from jgg.core.quantized import QuantizedArray, as_dense
-from jgg.experts.arguments import MlpOptions, in_quantization
+from jgg.core.quantized import as_bits, from_bits
+from jgg.experts.arguments import Matrices, MlpOptions, in_quantization
 from jgg.experts.exchange import EXCHANGES, Placement
-from jgg.experts.mesh import MoESharding
+from jgg.experts.mesh import MoESharding, specs_of_parts
 from jgg.experts.moe import compute_mlp
 from jgg.launching.choice import How
 from jgg.router.routing import Routing, compute_order
@@ -22,9 +22,8 @@ _SPARE_SMS = 24
 
 
 def compute_mlp_on_device(
-    x: jax.Array, w_gate_up: jax.Array | QuantizedArray, w_down: jax.Array | QuantizedArray,
-    b_gate_up: jax.Array | None, b_down: jax.Array | None, topk_weights: jax.Array, topk_indices: jax.Array,
-    sharding: MoESharding, options: MlpOptions,
+    x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
+    topk_weights: jax.Array, topk_indices: jax.Array, sharding: MoESharding, options: MlpOptions,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`moe_mlp_on_device` of checked arguments."""
     how = How(options.implementation, current_target())
@@ -38,17 +37,14 @@ def compute_mlp_on_device(
             b_down = jnp.where(jax.lax.axis_index(sharding.tensor) == 0, b_down, jnp.zeros_like(b_down))
 
     def compute(
-        x: jax.Array, topk_weights: jax.Array, w_gate_up: jax.Array | QuantizedArray, w_down: jax.Array | QuantizedArray
+        x: jax.Array, topk_weights: jax.Array, w_gate_up: Matrices, w_down: Matrices
     ) -> tuple[jax.Array, jax.Array]:
         if sharding.fsdp is not None:
             specs = sharding.weight_specs(options.w_layout)
-
-            def gathered(name: str, w: jax.Array | QuantizedArray) -> jax.Array:
-                # in the dtype of x, so that wider weights take no longer to communicate
-                w = as_dense(name, w, x.dtype).astype(x.dtype)
-                return jax.lax.all_gather(w, sharding.fsdp, axis=specs[name].index(sharding.fsdp), tiled=True)
-
-            w_gate_up, w_down = gathered("w_gate_up", w_gate_up), gathered("w_down", w_down)
+            w_gate_up, w_down = (  # in the dtype of x, so that wider weights take no longer to communicate
+                _gathered(w.astype(x.dtype) if isinstance(w, jax.Array) else w, specs[name], sharding.fsdp)
+                for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+            )
 
         def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
@@ -68,3 +64,13 @@ def compute_mlp_on_device(
     if sharding.tensor is not None:
         y = jax.lax.psum(y, sharding.tensor)
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
+
+
+def _gathered(w: Matrices, spec: jax.P, axis_name: str) -> Matrices:
+    """A device's weights with the shards that other devices along a mesh axis have of them."""
+
+    def gathered(part: jax.Array, spec: jax.P) -> jax.Array:
+        bits = jax.lax.all_gather(as_bits(part), axis_name, axis=spec.index(axis_name), tiled=True)
+        return bits if bits.dtype == part.dtype else from_bits(bits, part.dtype)
+
+    return jax.tree.map(gathered, w, specs_of_parts(w, spec))

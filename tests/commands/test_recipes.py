@@ -3,8 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
+import jgg.nnx
 from tests.support.documents import code_of, run_code
 from tests.support.hf import DATA, load
 
@@ -23,8 +25,18 @@ def assert_trains(gradients):
 
 
 def test_flax():
-    (code,) = code_of("integrations.md", "Flax")
-    assert_trains(run_code(code)["gradients"])
+    """A layer trains; with frozen experts, by a filter or in FP8, it trains all but the experts."""
+    layer, frozen, in_fp8 = code_of("integrations.md", "Flax")
+    assert_trains(run_code(layer)["gradients"])
+    for code in (layer + frozen, layer + frozen + in_fp8):
+        names = run_code(code)
+        moe = names["block"].moe
+        before = nnx.to_pure_dict(nnx.state(moe))
+        names["step"](names["block"], names["optimizer"], names["x"])
+        after = nnx.to_pure_dict(nnx.state(moe))
+        assert np.any(after.pop("w_router") != before.pop("w_router"))
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert type(moe.w_down) is jgg.nnx.Frozen
 
 
 def test_equinox():

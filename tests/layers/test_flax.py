@@ -232,11 +232,6 @@ WRONG_PARAMS = {
         PARAMS | {"w_down": PARAMS["w_down"].astype(np.int8)},
         "the dtype of w_down must be a float dtype, got int8.",
     ),
-    "quantized": (
-        TypeError,
-        PARAMS | {"w_down": jgg.QuantizedArray(np.ones((8, 128, 128), jnp.float8_e4m3fn), np.ones((8, 1, 1), "f"))},
-        "w_down must be a NumPy or JAX array, got QuantizedArray.",
-    ),
     "no dict": (TypeError, list(PARAMS.values()), "params must be a dict of arrays by name, got list."),
 }
 

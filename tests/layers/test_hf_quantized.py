@@ -4,10 +4,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import jgg.hf
+import jgg.nnx
 from jgg.hf.families import SELECTION_BIAS
+from tests.support.closeness import assert_close
 from tests.support.hf import DATA, load
 
 
@@ -63,12 +66,16 @@ def test_fp8_stays_as_it_is_there_and_back():
     quantized = {key for key, param in params.items() if isinstance(param, jgg.QuantizedArray)}
     assert quantized == {key for key in layer.shapes if key != "w_router"}
     check_there_and_back(config, params, tensors)
+    in_flax = jgg.nnx.MoE(**vars(layer), rngs=nnx.Rngs(0))
+    jgg.nnx.load_params(in_flax, params)
+    check_there_and_back(config, nnx.to_pure_dict(nnx.state(in_flax)), tensors)
     x = rng.standard_normal((20, 160)).astype(ml_dtypes.bfloat16)
     bias = params.pop(SELECTION_BIAS)
     kept, _ = layer.apply(params, x, bias)
     read = jgg.hf.from_hf(config, tensors, 0)
     y, _ = layer.apply({key: read[key] for key in params}, x, bias)
     np.testing.assert_array_equal(kept, y)
+    assert_close(in_flax(x), y, 1e-2)
 
 
 def check_there_and_back(config, params, tensors):

@@ -11,9 +11,16 @@ import pytest
 
 import jgg
 from jgg.primitives.partitioning import WAY_OUT, Axes, split_letters
-from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
+from jgg.sharding import MoESharding, interleave, moe_mlp_on_device, sharded_moe_mlp
 from tests.support import processes
-from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, make
+from tests.support.sharded_cases import (
+    CASES,
+    QUANTIZED,
+    SEVERAL_GPUS,
+    assert_case_is_right,
+    assert_quantized_weights_are_right,
+    make,
+)
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -41,6 +48,17 @@ def test_every_strategy_on_gpus(name, shape):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
     assert_case_is_right(name, jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c")))
+
+
+@pytest.mark.gpu
+@SEVERAL_GPUS
+@pytest.mark.parametrize("axis", ["fsdp", "expert", "tensor"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_on_gpus(name, axis):
+    if jax.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, has {jax.device_count()}")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert_quantized_weights_are_right(name, MoESharding(mesh, **{axis: "a"}))
 
 
 @pytest.mark.gpu
@@ -156,6 +174,22 @@ WRONG_ARRAYS = {
     "too few axes": ({"tensor": "a"}, zeros(w_down=8), "w_down must be [E, H, I] or [E, I, H], 3-dimensional, got [8]"),
     "gates and ups apart": ({"tensor": "a"}, {"interleaved": False}, "interleaved must be True with a tensor axis"),
     "no such layout": ({"tensor": "a"}, {"w_layout": "nek"}, "w_layout must be one of ('enk', 'ekn'), got 'nek'"),
+    "blocks on two devices": (
+        {"tensor": "a"},
+        {"w_down": jgg.QuantizedArray(np.zeros((8, 10, 12), jnp.float8_e4m3fn), np.ones((8, 1, 1), np.float32))},
+        "w_down must have a multiple of 256 along axis 1, the devices along 'a' of the mesh, by blocks of 128 with one "
+        "scale, got [8, 10, 12].",
+    ),
+    "no blocks": (
+        {"expert": "b"},
+        {"w_down": jgg.QuantizedArray(np.zeros((8, 10, 12), jnp.float8_e4m3fn), np.ones((8, 2, 1), np.float32))},
+        "w_down.scales must be of blocks of (1, 32, 128) rows and columns of values [8, 10, 12], got [8, 2, 1].",
+    ),
+    "quantized once, without a recipe": (
+        {"expert": "b"},
+        {"w_down": jgg.Fp8().weights(np.zeros((8, 10, 12), np.float32))},
+        "w_down must be an array or a QuantizedArray without quantization, got QuantizedWeights.",
+    ),
     "features disagree": (
         {"expert": "b"},
         zeros(x=(32, 11)),
@@ -219,6 +253,24 @@ def message_of(error, axes, changes):
     with pytest.raises(error) as raised:
         jax.eval_shape(lambda: sharded_moe_mlp(**arguments, sharding=sharding))
     return str(raised.value)
+
+
+@pytest.mark.parametrize("quantize", [None, jgg.quantize_weights, jgg.Fp8().weights], ids=["", "array", "weights"])
+def test_on_a_device_inside_shard_map(quantize):
+    """A device that gets its shards by a shard_map of the user's gives what `sharded_moe_mlp` does."""
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = MoESharding(mesh, fsdp="a")
+    arrays, chosen, _ = make("uneven")
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()} | {"topk_indices": jnp.asarray(chosen)}
+    recipe = None if quantize is None else jgg.Fp8()
+    options = {"sharding": sharding, "w_layout": "ekn", "quantization": recipe}
+    if quantize is not None:
+        arrays |= {name: quantize(arrays[name]) for name in ("w_gate_up", "w_down")}
+    on_device = jax.shard_map(
+        lambda arrays: moe_mlp_on_device(**arrays, **options)[0], mesh=mesh, in_specs=jax.P(), out_specs=jax.P("a")
+    )
+    got, want = jax.jit(on_device)(arrays), jax.jit(lambda arrays: sharded_moe_mlp(**arrays, **options)[0])(arrays)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])

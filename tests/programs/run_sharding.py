@@ -13,11 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jgg
 import jgg.linen
 import jgg.nnx
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
-from tests.support.sharded_cases import CASES, assert_case_is_right, assert_shards_close, make, on_mesh, place
+from tests.support.closeness import distance
+from tests.support.sharded_cases import (
+    CASES,
+    assert_case_is_right,
+    assert_quantized_weights_are_right,
+    assert_shards_close,
+    make,
+    on_mesh,
+    place,
+)
 
 KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.Explicit}
 ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
@@ -107,6 +117,59 @@ def check_load_params():
             np.testing.assert_array_equal(got, array.astype(dtype), name)
 
 
+def check_quantized_weights():
+    """Weights that were quantized beforehand, gathered, split over experts and over hidden features."""
+    assert_quantized_weights_are_right("quantized once", MoESharding(mesh_of(), **ALL))
+    sharding = MoESharding(mesh_of("Explicit"), data="a", fsdp="b", expert="c", exchange="ragged_all_to_all")
+    assert_quantized_weights_are_right("dequantized", sharding)
+
+
+def check_quantizing_on_explicit_axes():
+    """Each device quantizes its own blocks, and one device would quantize them so; a block of two raises."""
+    sharding = MoESharding(mesh_of("Explicit"), **ALL)
+    spec = sharding.named(sharding.weight_specs("ekn")["w_gate_up"])
+    w = np.random.default_rng(0).normal(size=(2, 256, 512)).astype(np.float32)
+    got, want = jgg.Fp8().weights(jax.device_put(w, spec)), jgg.Fp8().weights(w)
+    assert got.forms.straight.scales.sharding.spec == jax.P("b", "a", "c")
+    assert got.forms.turned.values.sharding.spec == jax.P("b", "c", "a")
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), got, want)
+    try:
+        jgg.quantize_weights(jax.device_put(w[:, :128], spec))
+    except ValueError as error:
+        assert "w must have a multiple of 128 along axis 1 on each device, got [1, 64, 256]" in str(error), error
+    else:
+        raise AssertionError("split a block")
+
+
+def check_quantized_layer():
+    """A Flax layer takes a QuantizedArray into its shards, and computes what it does on one device."""
+    sharding = MoESharding(mesh_of("Explicit"), **ALL)
+
+    def make(sharding):
+        options = {"interleaved": True, "quantization": jgg.Fp8(), "rngs": nnx.Rngs(0)}
+        return jgg.nnx.MoE(256, 256, num_experts=8, topk=2, sharding=sharding, **options)
+
+    whole, layer = make(None), nnx.eval_shape(lambda: make(sharding))
+    params = {name: getattr(whole, name)[...] for name in whole.layer.shapes}
+    params |= {name: jgg.quantize_weights(params[name]) for name in ("w_gate_up", "w_down")}
+    for each in (whole, layer):
+        jgg.nnx.load_params(each, params)
+    expected = sharding.named(sharding.weight_specs("ekn")["w_down"])
+    for part in jax.tree.leaves(layer.w_down.get_value()):
+        assert part.sharding.is_equivalent_to(expected, 3), part.sharding
+
+    @nnx.jit
+    @nnx.grad
+    def gradients(layer, x):
+        return jnp.sum(jnp.square(layer(x)))
+
+    x = np.random.default_rng(0).normal(size=(16, 256)).astype(np.float32)
+    got = gradients(layer, jax.device_put(x, sharding.named(sharding.token_spec)))
+    want = gradients(whole, x)
+    assert list(got) == ["w_router"]
+    assert distance(got["w_router"][...], want["w_router"][...]) < 1e-3
+
+
 def check_weights_are_not_moved():
     """Forward and backward gather no weight but those of fsdp, and keep none of those gathered."""
     floats, chosen, dy = make("uneven")
@@ -120,6 +183,15 @@ def check_weights_are_not_moved():
             for shape in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", compiled)
         ]
         assert sum(size in sizes for size in gathered) == expected, (axes, gathered)
+    # of weights in FP8 only 8-bit values and scales are gathered
+    sharding = MoESharding(mesh_of(), fsdp="a")
+    floats, chosen, dy = make("uneven", features=256, hidden=256)
+    split, *others = place(floats, chosen, dy, sharding)
+    split |= {name: jgg.Fp8().weights(split[name]) for name in ("w_gate_up", "w_down")}
+    program = jax.jit(functools.partial(on_mesh, sharding=sharding, quantization=jgg.Fp8()))
+    compiled = program.lower(split, *others).compile().as_text()
+    gathered = re.findall(r"(\w+)\[8,(?:256|512),\d+\]\S* all-gather\(", compiled)
+    assert gathered == ["u8"] * 4, gathered
 
 
 def check_explicit_weights_are_refused():
@@ -153,6 +225,9 @@ def main():
     for name in CASES:
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
+    check_quantized_weights()
+    check_quantizing_on_explicit_axes()
+    check_quantized_layer()
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
     check_interleave()

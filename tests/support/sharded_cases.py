@@ -1,5 +1,6 @@
 """An expert MLP with its tokens, and every strategy that must give the same on the devices of a mesh."""
 
+import functools
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import jgg
 from jgg.sharding import MoESharding, sharded_moe_mlp
-from tests.support.closeness import assert_close
+from tests.support.closeness import assert_close, distance
 
 # one worker runs the tests of several GPUs, since collectives wait for each other and take memory on every GPU
 SEVERAL_GPUS = pytest.mark.xdist_group("several GPUs")
@@ -48,7 +49,7 @@ for exchange in ("all_gather", "ragged_all_to_all"):
 MAY_OVERFLOW = [name for name, (_, options, _) in CASES.items() if "buffer_factor" in options]
 
 
-def make(load, seed=0):
+def make(load, seed=0, features=FEATURES, hidden=HIDDEN):
     """Float arrays, chosen experts [T, k] and dy, as NumPy."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -57,14 +58,14 @@ def make(load, seed=0):
     odds = np.asarray(odds[load], float) / np.sum(odds[load])
     chosen = np.stack([rng.choice(EXPERTS, TOPK, replace=False, p=odds) for _ in range(TOKENS)])
     floats = {
-        "x": normal(TOKENS, FEATURES),
-        "w_gate_up": normal(EXPERTS, FEATURES, 2 * HIDDEN) / FEATURES**0.5,
-        "w_down": normal(EXPERTS, HIDDEN, FEATURES) / HIDDEN**0.5,
-        "b_gate_up": normal(EXPERTS, 2 * HIDDEN),
-        "b_down": normal(EXPERTS, FEATURES),
+        "x": normal(TOKENS, features),
+        "w_gate_up": normal(EXPERTS, features, 2 * hidden) / features**0.5,
+        "w_down": normal(EXPERTS, hidden, features) / hidden**0.5,
+        "b_gate_up": normal(EXPERTS, 2 * hidden),
+        "b_down": normal(EXPERTS, features),
         "topk_weights": rng.uniform(0.1, 1, (TOKENS, TOPK)).astype(np.float32),
     }
-    return floats, chosen.astype(np.int32), normal(TOKENS, FEATURES)
+    return floats, chosen.astype(np.int32), normal(TOKENS, features)
 
 
 def fitting(chosen, sharding):
@@ -85,8 +86,8 @@ def fitting(chosen, sharding):
     return fits
 
 
-@jax.jit
-def on_one_device(floats, chosen, dy, fits):
+@functools.partial(jax.jit, static_argnames="quantization")
+def on_one_device(floats, chosen, dy, fits, quantization=None):
     """y and the gradients of sum(dy * y), without the rows that do not fit."""
 
     def loss(floats):
@@ -94,21 +95,22 @@ def on_one_device(floats, chosen, dy, fits):
         weights = arrays.pop("topk_weights") * fits.astype(jnp.float32)
         routing = jgg.Routing(weights, chosen, *jgg.sort_by_expert(chosen, EXPERTS))
         y = jgg.moe_mlp(
-            **arrays, routing=routing, interleaved=True, w_layout="ekn", precision="highest", implementation="xla"
-        )
+            **arrays, routing=routing, interleaved=True, w_layout="ekn", precision="highest", implementation="xla",
+            quantization=quantization,
+        )  # fmt: skip
         return jnp.sum(y * dy), y
 
     (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
     return y, gradients
 
 
-def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=None):
+def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=None, quantization=None):
     """y, the gradients of sum(dy * y) and the overflow, by `sharded_moe_mlp`."""
 
     def loss(floats, chosen, dy):
         y, overflow = sharded_moe_mlp(
             **floats, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn", precision="highest",
-            implementation=implementation,
+            implementation=implementation, quantization=quantization,
         )  # fmt: skip
         return jnp.sum(y * dy), (y, overflow)
 
@@ -143,6 +145,35 @@ def assert_case_is_right(name, mesh, seed=0, compiler_options=None):
     assert_shards_close(y, want_y, f"{name}: y")
     for argument, gradient in gradients.items():
         assert_shards_close(gradient, want[argument], f"{name}: gradient of {argument}")
+
+
+# name: (how weights are quantized beforehand, the recipe that they are multiplied by)
+QUANTIZED = {
+    "dequantized": (jgg.quantize_weights, None),
+    "multiplied": (jgg.quantize_weights, jgg.Fp8()),
+    "quantized once": (jgg.Fp8().weights, jgg.Fp8()),
+}
+
+
+def assert_quantized_weights_are_right(name, sharding):
+    """Compares y and every gradient with the result of one device, of weights that were quantized beforehand."""
+    quantize, recipe = QUANTIZED[name]
+    floats, chosen, dy = make("uneven", features=256, hidden=256)
+    for weights in ("w_gate_up", "w_down"):  # blocks with scales of their own
+        scales = np.exp2(np.random.default_rng(1).integers(-3, 4, (EXPERTS, 2, floats[weights].shape[2] // 128)))
+        floats[weights] *= np.repeat(np.repeat(scales, 128, axis=1), 128, axis=2).astype(np.float32)
+    quantized = {weights: quantize(floats[weights]) for weights in ("w_gate_up", "w_down")}
+    want_y, want = on_one_device(floats | quantized, chosen, dy, np.ones(chosen.shape, bool), quantization=recipe)
+    split, *others = place(floats, chosen, dy, sharding)
+    y, got, _ = on_mesh(split | quantized, *others, sharding, quantization=recipe)
+    results = {"y": (y, want_y)} | {argument: (got[argument], want[argument]) for argument in floats}
+    for result, (own, expected) in results.items():
+        if isinstance(own, jgg.QuantizedArray):
+            assert not np.any(own.scales), f"{name}: gradient of {result}"
+            continue
+        own, expected = (getattr(array, "array", array) for array in (own, expected))
+        # where sums differ in the last bit, some numbers are rounded to their other neighbour in FP8
+        assert distance(own, expected) < (0.03 if recipe else 1e-5), f"{name}: {result}"
 
 
 def assert_shards_close(got, want, name):
