@@ -15,6 +15,7 @@ from tests.support import moe_oracle, oracle
 from tests.support.cases import MAX_INT, MIN_INT
 from tests.support.closeness import assert_close
 from tests.support.generated import examples, on
+from tests.support.moe_runs import run
 from tests.support.passes import forward_and_backward
 from tests.support.routers import SIGMOID, assert_routed, deepseek_v3, mixtral, olmoe, qwen3, reference_sort
 
@@ -42,23 +43,6 @@ def static_mlp(number):
     return sizes, options, bool(rng.integers(2))
 
 
-@functools.cache
-def _mlp(implementation, options):
-    @jax.jit
-    def run(arrays, chosen, dy):
-        def forward(arrays):
-            floats = {name: array for name, array in arrays.items() if name != "topk_weights"}
-            group_sizes, gather_indices = jgg.sort_by_expert(chosen, len(floats["w_down"]), implementation)
-            routing = jgg.Routing(arrays["topk_weights"], chosen, group_sizes, gather_indices)
-            return jgg.moe_mlp(
-                **floats, routing=routing, implementation=implementation, precision="highest", **dict(options)
-            )
-
-        return forward_and_backward(forward)(dy, arrays)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("implementation", "number"), [*on("xla", 3), *on(None, 4), *on("interpret", 1), *on("triton", 12)]
 )
@@ -77,7 +61,7 @@ def test_moe_mlp(implementation, number):
         floats, _, dy = moe_oracle.make(**made, biased=biased, seed=seed, chosen=chosen, **sizes)
         is_chosen = (chosen >= 0) & (chosen < experts)
         floats["topk_weights"][~is_chosen] = np.nan
-        got = _mlp(implementation, tuple(options.items()))(jax.tree.map(jnp.asarray, floats), jnp.asarray(chosen), dy)
+        got = run(floats, chosen, dy, implementation, **options)
         expected = moe_oracle.expected(floats, np.where(is_chosen, chosen, experts), dy, **options)
         assert_close(got, expected, 2e-5, least_scale=1)
 

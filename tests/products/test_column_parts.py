@@ -33,7 +33,7 @@ def part_width(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("w_layout", ["enk", pytest.param("ekn", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_width):
     floats, chosen, dy = make(features=80, biased=biased, w_layout=w_layout)
@@ -165,3 +165,14 @@ def test_columns_of_parts(tokens, experts, expected_rows, parts, launched):
     sums = [launch.constants["COLUMNS"] for name, launch in launched
             if name == "combine_kernel" and launch.constants["TOPK"] == 8]  # fmt: skip
     assert sums == 2 * parts  # of the down product and of dX of up
+
+
+def test_the_last_product_spares_multiprocessors(launched):
+    def grids(**options):
+        launched.clear()
+        lower_layer(2048, 512, 512, 16, 2, **options)
+        return [(name, launch.grid) for name, launch in launched]
+
+    *all_others, (name, (clusters,)) = grids()
+    assert name == "hopper_kernel"
+    assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]

@@ -13,6 +13,7 @@ from tests.support import moe_oracle, oracle, processes
 from tests.support.cases import EVERYTHING, Case
 from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
+from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 from tests.support.transforms import (
     IMPLEMENTATIONS,
@@ -39,6 +40,18 @@ BATCHED = {
 }
 
 
+def elements(arguments, axes, count):
+    """The arguments of each element of a batch, NumPy arrays."""
+    for i in range(count):
+        yield i, [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
+
+
+def assert_elements_right(got, case, arguments, axes, count=2):
+    """Compares y and the gradients of each element, or the first of these, with the oracle's."""
+    for i, one in elements(arguments, axes, count):
+        assert_close([output[i] for output in got], list(expected_outputs(case, *one))[: len(got)])
+
+
 def assert_right_under_vmap(case, implementation, batched, size=3):
     """Forward and backward under vmap, `batched` last in memory for one array and first for the others."""
     batch = batch_of(case, size)
@@ -46,9 +59,7 @@ def assert_right_under_vmap(case, implementation, batched, size=3):
     axes = [(1 if name == "x" else 0) if name in batched else None for name in ORDER]
     moved = [a if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip(arguments, axes, strict=True)]
     got = jax.jit(jax.vmap(passes_of(case, implementation), axes))(*moved)
-    for i in range(size):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
-        assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
+    assert_elements_right(got, case, arguments, axes, size)
 
 
 # which arrays are shared changes how a product is merged; test_generated.py draws more such sets at every change
@@ -75,9 +86,15 @@ KERNELS = pytest.mark.parametrize(
 
 
 @KERNELS
-@pytest.mark.parametrize("batched", ["everything", "rows-and-routing"])
-@pytest.mark.parametrize("permute_x", [False, True])
-@pytest.mark.parametrize("permute_y", [False, True])
+@pytest.mark.parametrize(
+    ("permute_x", "permute_y", "batched"),
+    [
+        pytest.param(x, y, batched, marks=[pytest.mark.thorough] * ((batched == "everything") != (x == y)))
+        for batched in ("everything", "rows-and-routing")
+        for x in (False, True)
+        for y in (False, True)
+    ],
+)
 def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     """With NaN in the rows past an element's groups, which in the merged product lie between two groups."""
     options = EVERYTHING | {"permute_x": permute_x, "permute_y": permute_y}
@@ -94,10 +111,9 @@ def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
     num_rows = 32 if len(sizes) == 2 else 64
     case = Case("gaps", sizes[0], num_rows, 8, 12, **EVERYTHING)
     batch = batch_of(case, len(sizes)) | {"group_sizes": jnp.array(sizes, jnp.int32)}
-    got = jax.jit(jax.vmap(passes_of(case, implementation)))(*(batch[name] for name in ORDER))
-    for i in range(len(sizes)):
-        one = [np.asarray(batch[name][i]) for name in ORDER]
-        assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
+    arguments = [batch[name] for name in ORDER]
+    got = jax.jit(jax.vmap(passes_of(case, implementation)))(*arguments)
+    assert_elements_right(got, case, arguments, [0] * len(ORDER), len(sizes))
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), PLAIN_JAX, None])
@@ -111,12 +127,8 @@ def test_layers_that_drop_tokens(implementation):
     @jax.jit
     @jax.vmap
     def run(floats, chosen, dy):
-        def forward(floats):
-            routing = jgg.Routing(floats["topk_weights"], chosen, *jgg.sort_by_expert(chosen, 3))
-            weights = floats["x"], floats["w_gate_up"], floats["w_down"]
-            return jgg.moe_mlp(*weights, routing, precision="highest", implementation=implementation)
-
-        return forward_and_backward(forward)(dy, floats)
+        options = {"precision": "highest", "implementation": implementation}
+        return forward_and_backward(lambda floats: forward(floats, indices_of(chosen, 3), **options))(dy, floats)
 
     got = run(floats, chosen, dy)
     for i, one in enumerate(runs):
@@ -133,8 +145,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
     axes = [0 if name in BATCHED[batched] else None for name in ORDER]
     arguments = [batch[name] if axis == 0 else batch[name][0] for name, axis in zip(ORDER, axes, strict=True)]
     got = jax.jit(jax.vmap(passes_of(WITH_EVERYTHING, implementation), axes))(*arguments)
-    for i in range(2):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
+    for i, one in elements(arguments, axes, 2):
         named = dict(zip(ORDER[:-1], one, strict=False))
         y_is_specified = np.broadcast_to(oracle.specified(**named, **WITH_EVERYTHING.options)[0], got[0][i].shape)
         y, *gradients = expected_outputs(WITH_EVERYTHING, *one)
@@ -194,12 +205,10 @@ def test_products_alone(batched):
         return y, jgg.grouped_gemm_dx(dy, w, **options), jgg.grouped_gemm_dw(x, dy, **options)
 
     got = jax.jit(jax.vmap(products, axes))(*arguments)
-    for i in range(2):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
-        assert_close([output[i] for output in got], list(expected_outputs(WITH_EVERYTHING, *one))[:3])
+    assert_elements_right(got, WITH_EVERYTHING, arguments, axes)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None])
 def test_ragged_dot_with_an_offset_for_each(implementation):
     rng = np.random.default_rng(0)
     lhs = jnp.asarray(rng.standard_normal((3, 18, 12)), jnp.float32)
