@@ -144,7 +144,7 @@ WITHOUT_NAN = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 @pytest.mark.parametrize(("function", "dtypes"), WITHOUT_NAN.values(), ids=WITHOUT_NAN)
 def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
     """No NaN where it is only in rows of no group, though those are kept for the backward pass."""
@@ -164,7 +164,12 @@ def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "batched"),
-    [("xla", False), (None, False), (None, True), pytest.param("triton", True, marks=GPU)],
+    [
+        pytest.param("xla", False, marks=pytest.mark.thorough),
+        (None, False),
+        (None, True),
+        pytest.param("triton", True, marks=GPU),
+    ],
 )
 def test_checkify_reports_nothing_that_is_right(implementation, batched):
     """Indices out of range are how rows are left out, which must not look like a mistake."""
@@ -205,7 +210,13 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.thorough] * (name not in ("softmax", "sigmoid")))
+        for name, options in ROUTERS.items()
+    ],
+)
 @pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
 def test_checkify_reports_nothing_in_the_layer(implementation, options):
     """With its router, shared experts and losses, and their gradients."""
@@ -223,7 +234,7 @@ def test_checkify_reports_nothing_in_the_layer(implementation, options):
     gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
     error, outputs = jax.jit(checkify.checkify(gradient, checkify.all_checks))(params, x)
     error.throw()
-    assert_close(outputs, jax.jit(gradient)(params, x))
+    assert all(jnp.isfinite(output).all() for output in jax.tree.leaves(outputs))
 
 
 def test_checkify_reports_nan():
@@ -276,7 +287,7 @@ def test_enable_x64_in_the_layer(implementation):
         assert_close(jax.jit(gradient)(arrays), expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("implementation", [PLAIN_JAX, None])
 def test_cotangents_of_integers_are_float0(implementation):
     arguments, _ = arguments_of(WITH_EVERYTHING)
     floats, integers = dict(zip(NAMES, arguments, strict=False)), dict(zip(ORDER[4:6], arguments[4:6], strict=True))
@@ -284,15 +295,12 @@ def test_cotangents_of_integers_are_float0(implementation):
     def loss(floats, integers):
         return jnp.sum(jgg.grouped_gemm(**floats, **integers, **WITH_EVERYTHING.options, implementation=implementation))
 
-    d_floats, d_integers = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(floats, integers)
+    _, d_integers = jax.eval_shape(jax.grad(loss, argnums=(0, 1), allow_int=True), floats, integers)
     assert jax.tree.map(lambda g: g.dtype, d_integers) == dict.fromkeys(integers, jax.dtypes.float0)
-    assert_close(d_floats, jax.grad(loss)(floats, integers))
 
     x, *ws, logits = moe_arguments()
-    routing = jgg.route(logits, 2)
-    d_routing = jax.grad(
-        lambda routing: jnp.sum(jgg.moe_mlp(x, *ws, routing, implementation=implementation)), allow_int=True
-    )(routing)
+    of_routing = jax.grad(lambda r: jnp.sum(jgg.moe_mlp(x, *ws, r, implementation=implementation)), allow_int=True)
+    d_routing = jax.eval_shape(of_routing, jax.eval_shape(lambda logits: jgg.route(logits, 2), logits))
     assert [g.dtype for g in d_routing] == [jnp.float32, *[jax.dtypes.float0] * 3]
 
 
@@ -371,11 +379,16 @@ def second_derivative(function, arguments):
 
 
 @pytest.mark.parametrize("implementation", [None, TRITON])
-def test_second_order_of_the_kernels(implementation):
-    """A product and a layer have second derivatives: plain JAX differentiates what the kernels compute backwards."""
-    (function, arrays, _), (plain, _, _) = (differentiable(WITH_EVERYTHING, name) for name in (implementation, "xla"))
-    assert_close(second_derivative(function, (arrays,)), second_derivative(plain, (arrays,)), 1e-4)
-    got, expected = (second_derivative(moe(name), moe_arguments()) for name in (implementation, "xla"))
+@pytest.mark.parametrize("kind", ["layer", pytest.param("product", marks=pytest.mark.thorough)])
+def test_second_order_of_the_kernels(kind, implementation):
+    """There are second derivatives: plain JAX differentiates what the kernels compute backwards."""
+    names = implementation, "xla"
+    if kind == "layer":
+        functions, arguments = map(moe, names), moe_arguments()
+    else:
+        functions, (arrays, *_), _ = zip(*(differentiable(WITH_EVERYTHING, name) for name in names), strict=True)
+        arguments = [arrays]
+    got, expected = (second_derivative(function, arguments) for function in functions)
     assert_close(got, expected, 1e-4)
 
 
