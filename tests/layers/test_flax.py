@@ -17,6 +17,7 @@ import jgg.linen
 import jgg.nnx
 import jgg.sharding
 from jgg.layers import MoELayer
+from tests.support.marks import thorough_but
 from tests.support.moe_oracle import FUNCTIONS, expected, sigmoid
 
 pytestmark = pytest.mark.xdist_group("flax")  # one worker compiles what they share
@@ -100,10 +101,7 @@ def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.max(np.abs(want)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(o, id=name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name, o in OPTIONS.items()],
-)
+@pytest.mark.parametrize("options", thorough_but(QUICK, OPTIONS))
 def test_both_layers_compute_what_numpy_does(options):
     layer = nnx_layer(**options)
     module, variables = linen_layer(layer, **options)

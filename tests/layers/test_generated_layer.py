@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from tests.support import moe_oracle, oracle
+from tests.support import marks, moe_oracle, oracle
 from tests.support.cases import MAX_INT, MIN_INT
 from tests.support.closeness import assert_close
 from tests.support.generated import examples, on
@@ -19,7 +19,7 @@ from tests.support.moe_runs import run
 from tests.support.passes import forward_and_backward
 from tests.support.routers import SIGMOID, assert_routed, deepseek_v3, mixtral, olmoe, qwen3, reference_sort
 
-IMPLEMENTATIONS = ("xla", None, pytest.param("triton", marks=pytest.mark.gpu))
+IMPLEMENTATIONS = marks.on("xla", None, marks.TRITON)
 INT32 = st.one_of(st.integers(-2, 20), st.integers(MIN_INT, MAX_INT))
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -68,7 +68,7 @@ def test_moe_mlp(implementation, number):
     check()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_sort_by_expert(implementation):
     sort = jax.jit(jgg.sort_by_expert, static_argnums=(1, 2))
     experts_and_rows = st.sampled_from([(1, 1), (3, 40), (300, 64), (17, 0)])
@@ -99,7 +99,7 @@ ROUTERS = (
 )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_route(implementation):
     """Logits of which many are equal; they are eighths, so that float32 and float64 order them alike."""
     static = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "implementation")
@@ -128,7 +128,7 @@ def _ragged_dot(implementation):
     return run
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_ragged_dot(implementation):
     shapes = st.sampled_from([(0, 8, 5, 3, 4), (1, 1, 1, 1, 1), (40, 24, 17, 3, 5), (64, 16, 24, 30, 300)])
 

@@ -11,8 +11,9 @@ from jax.test_util import check_grads
 import jgg
 from tests.support import oracle
 from tests.support.closeness import assert_close
+from tests.support.marks import EVERYWHERE, PLAIN_JAX, TRITON, on, thorough_but
 from tests.support.moe_oracle import DATA, FUNCTIONS, expected, make
-from tests.support.moe_runs import IMPLEMENTATIONS, forward, indices_of, run
+from tests.support.moe_runs import forward, indices_of, run
 
 # test_activations.py has each of them alone; swiglu and clamped_swiglu are in the tests after test_activation
 QUICK_ACTIVATIONS = "geglu", "ungated_relu_squared"
@@ -43,22 +44,19 @@ def assert_right(
         assert_close(got, wanted, tolerance)
 
 
-@pytest.mark.parametrize("implementation", [None, IMPLEMENTATIONS[3]])
-@pytest.mark.parametrize(
-    "activation",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK_ACTIVATIONS)) for name in FUNCTIONS],
-)
+@on(None, TRITON)
+@pytest.mark.parametrize("activation", thorough_but(QUICK_ACTIVATIONS, FUNCTIONS.keys()))
 def test_activation(activation, implementation):
     assert_right(implementation, activation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 @pytest.mark.parametrize("activation", ["clamped_swiglu", pytest.param("swiglu", marks=pytest.mark.thorough)])
 def test_gate_and_up_in_turns(activation, implementation):
     assert_right(implementation, activation, interleaved=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 @LAYOUTS
 def test_layout_and_bias(biased, w_layout, implementation):
     assert_right(implementation, w_layout=w_layout, biased=biased)
@@ -76,19 +74,17 @@ CASES = {
 }
 
 
-# test_contract.py shows these of each product at every change
-OF_EACH_PRODUCT = ("one expert", "every expert", "an expert that nobody chose", "all tokens on one expert", "many")
+# test_contract.py shows the others of each product at every change
+QUICK_CASES = "one token", "no token", "features of no block"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in OF_EACH_PRODUCT)) for name in CASES]
-)
-def test_case(name, implementation):
-    assert_right(implementation, biased=True, **CASES[name])
+@EVERYWHERE
+@pytest.mark.parametrize("case", thorough_but(QUICK_CASES, CASES))
+def test_case(case, implementation):
+    assert_right(implementation, biased=True, **case)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 @pytest.mark.parametrize(
     ("biased", "w_layout"), [(True, "ekn"), pytest.param(False, "enk", marks=pytest.mark.thorough)]
 )
@@ -100,7 +96,7 @@ def test_fewer_rows_than_choices(biased, w_layout, implementation):
     assert_right(implementation, w_layout=w_layout, num_rows=num_rows, biased=biased, chosen=chosen)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:2], IMPLEMENTATIONS[3]])
+@on(None, PLAIN_JAX, TRITON)
 def test_bfloat16_is_as_right_as_its_products(implementation):
     assert_right(implementation, dtype="bfloat16", tokens=64, features=64, hidden=48, biased=True)
 
@@ -119,7 +115,7 @@ def test_sizes_of_the_warp_specialized_kernel(num_rows, biased, w_layout):
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 def test_no_experts(implementation):
     floats, chosen, dy = make(biased=True, experts=0, chosen=np.zeros((13, 2)))
     y, gradients = run(floats, chosen, dy, implementation)
@@ -127,7 +123,7 @@ def test_no_experts(implementation):
         np.testing.assert_array_equal(array, np.zeros_like(like))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 def test_nan_of_a_token_stays_there(implementation):
     floats, chosen, dy = make(biased=True)
     clean, _ = run(floats, chosen, dy, implementation)
@@ -141,7 +137,7 @@ def test_nan_of_a_token_stays_there(implementation):
     assert np.isfinite(np.asarray(grads["w_gate_up"])[untouched]).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@on(None, PLAIN_JAX)
 def test_vmap_with_shared_weights(implementation):
     batch = [make(seed=seed) for seed in range(3)]
     shared = {name: array for name, array in make(seed=9)[0].items() if name in ("w_gate_up", "w_down")}

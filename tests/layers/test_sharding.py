@@ -13,7 +13,8 @@ import jgg
 from jgg.primitives.partitioning import WAY_OUT, Axes, split_letters
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support import processes
-from tests.support.moe_runs import IMPLEMENTATIONS, forward, indices_of
+from tests.support.marks import PLAIN_JAX, on
+from tests.support.moe_runs import forward, indices_of
 from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, make
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -240,7 +241,7 @@ def test_lowers_for_gpus_that_are_not_there(exchange):
 
 
 @pytest.mark.parametrize("activation", ["geglu", pytest.param("ungated_gelu", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@on(None, PLAIN_JAX)
 def test_gradients_of_exact_gelu_on_a_mesh(implementation, activation):
     floats, chosen, dy = make("uneven")
     if activation == "ungated_gelu":

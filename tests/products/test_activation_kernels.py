@@ -13,11 +13,8 @@ from jgg.core.quantized import Format, quantize
 from jgg.launching.choice import How
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from tests.support.closeness import distance
+from tests.support.marks import KERNELS
 
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
 OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
 
 

@@ -11,11 +11,10 @@ import pytest
 import jgg
 from tests.support import oracle
 from tests.support.closeness import largest_error
+from tests.support.marks import INTERPRET, TRITON, on
 from tests.support.passes import forward_and_backward
 
 SIZES = (3, 0, 5)  # of 11 rows
-INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
-TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
 def numbers(contracted, batch, ragged, group):
@@ -107,13 +106,13 @@ def assert_right(case, dtypes, implementation):
         assert largest_error(array, want) <= 1e-5 + bound, name
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_of_dimensions(name, implementation):
     assert_right(CASES[name], ("float32", "float32", None), implementation)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [
@@ -126,7 +125,7 @@ def test_dtypes(name, dtypes, implementation):
     assert_right(CASES[name], dtypes, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", INTERPRET])
+@on("xla", INTERPRET)
 @pytest.mark.parametrize("name", ["[m,k] [g,n,k]", "[k,m] [k,n]"])
 def test_implementations(name, implementation):
     assert_right(CASES[name], ("float16", "float32", None), implementation)
@@ -209,7 +208,7 @@ def test_no_copy_of_what_kernels_read_as_it_is(name, transposes):
     assert program.count("= transpose[") == transposes
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, INTERPRET, TRITON])
+@on("xla", None, INTERPRET, TRITON)
 def test_cotangent_of_a_wider_result_is_not_rounded(implementation):
     """float32 cotangents that float16 does not hold, whose gradients it does."""
     rng = np.random.default_rng(0)

@@ -12,12 +12,9 @@ from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
 from jgg.products.top_k import TOP_K, TopK
+from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
 # one of each way to choose: plain, with two groups' scores, with fewer groups of one, with no token, with one expert
 CHOSEN = ["mixtral", "qwen3-next", "deepseek-v3", "groups-of-one", "kimi-k2", "no-token", "every-expert", "one-expert"]
 

@@ -4,17 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jgg
 from tests.support.passes import forward_and_backward
-
-IMPLEMENTATIONS = [
-    None,
-    pytest.param("xla", marks=pytest.mark.thorough),
-    pytest.param("interpret", marks=pytest.mark.interpret),
-    pytest.param("triton", marks=pytest.mark.gpu),
-]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgg
 from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
-from tests.support.moe_runs import forward, indices_of
 
 # one worker runs the tests of several GPUs, since collectives wait for each other and take memory on every GPU
 SEVERAL_GPUS = pytest.mark.xdist_group("several GPUs")
@@ -90,9 +90,12 @@ def on_one_device(floats, chosen, dy, fits):
     """y and the gradients of sum(dy * y), without the rows that do not fit."""
 
     def loss(floats):
-        arrays = floats | {"topk_weights": floats["topk_weights"] * fits.astype(jnp.float32)}
-        options = {"interleaved": True, "w_layout": "ekn", "precision": "highest", "implementation": "xla"}
-        y = forward(arrays, indices_of(chosen, EXPERTS), **options)
+        arrays = dict(floats)
+        weights = arrays.pop("topk_weights") * fits.astype(jnp.float32)
+        routing = jgg.Routing(weights, chosen, *jgg.sort_by_expert(chosen, EXPERTS))
+        y = jgg.moe_mlp(
+            **arrays, routing=routing, interleaved=True, w_layout="ekn", precision="highest", implementation="xla"
+        )
         return jnp.sum(y * dy), y
 
     (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(floats)

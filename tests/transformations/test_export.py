@@ -14,7 +14,8 @@ import jgg
 from tests.support import oracle, processes
 from tests.support.cases import make_data
 from tests.support.closeness import assert_close
-from tests.support.transforms import ORDER, PLAIN_JAX, WITH_EVERYTHING, expected_outputs, passes_of
+from tests.support.marks import PLAIN_JAX, TRITON, on
+from tests.support.transforms import ORDER, WITH_EVERYTHING, expected_outputs, passes_of
 
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 24, 16, 32, 4, 2
 KERNEL_CALL = "triton_kernel_call_ffi"
@@ -153,7 +154,7 @@ def test_shapes_that_must_be_known(shapes, implementation, message):
         jgg.export(jax.jit(function))(lhs, rhs, group_sizes)
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, pytest.param("triton", marks=pytest.mark.gpu)])
+@on(PLAIN_JAX, None, TRITON)
 def test_compiled_ahead_of_time(implementation):
     data = make_data(WITH_EVERYTHING, "float32")
     arrays = [jnp.asarray(getattr(data, name)) for name in ORDER]
@@ -164,7 +165,7 @@ def test_compiled_ahead_of_time(implementation):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+@on(None, TRITON)
 def test_second_start_finds_the_compiled_program(implementation, tmp_path):
     arguments = "run_second_start", tmp_path, implementation
     first, second = (json.loads(processes.run_program(*arguments, **BESIDE)) for _ in range(2))

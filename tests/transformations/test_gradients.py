@@ -13,18 +13,10 @@ from tests.support import oracle, processes
 from tests.support.cases import Case, make_data
 from tests.support.closeness import assert_close, distance
 from tests.support.comparison import oracle_arguments
+from tests.support.marks import EVERYWHERE, TRITON, on
 from tests.support.passes import forward_and_backward
-from tests.support.transforms import IMPLEMENTATIONS, NAMES, PLAIN, WITH_EVERYTHING, differentiable
+from tests.support.transforms import NAMES, PLAIN, WITH_EVERYTHING, differentiable
 
-# of the interpreter they show little that its gradients against the oracle's, in the tests below, do not
-FINITE_DIFFERENCES = pytest.mark.parametrize(
-    "implementation",
-    [
-        None,
-        pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]),
-        pytest.param("triton", marks=pytest.mark.gpu),
-    ],
-)
 CASES = pytest.mark.parametrize("case", [WITH_EVERYTHING, PLAIN], ids=lambda case: case.name)
 
 
@@ -41,7 +33,7 @@ def test_xla_to_second_order(case):
     check_grads(function, (arrays,), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 @pytest.mark.parametrize("permute_x", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
@@ -79,13 +71,13 @@ def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
 
 
 @CASES
-@FINITE_DIFFERENCES
+@on(None, TRITON)
 def test_reverse_mode(case, implementation):
     function, arrays, _ = differentiable(case, implementation)
     check_grads(function, (arrays,), order=1, modes=("rev",), atol=1e-2, rtol=1e-2, eps=1e-2)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_one_argument(name, implementation):
     function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
@@ -98,7 +90,7 @@ def test_gradient_of_one_argument(name, implementation):
     assert_close(gradient(arrays[name])[0], expected_gradients(WITH_EVERYTHING, data, data.dy)[name])
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_checkpoint_saves_what_a_policy_names(implementation, capsys):
     function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
 
@@ -134,7 +126,7 @@ def test_a_policy_knows_x_by_the_name_of_its_caller(capsys):
     assert sum(line.startswith("f32[6,4] named 'own'") for line in capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+@on(None, TRITON)
 def test_offload_what_a_policy_names(implementation):
     """Through a scan over layers, as a model has them: the residual of each waits in the host's memory."""
     layers, tokens, features, hidden, experts = 3, 6, 8, 5, 4
@@ -164,7 +156,7 @@ def test_offload_what_a_policy_names(implementation):
         assert f"f32<host>[{','.join(map(str, (layers, *shape)))}]" in str(jax.make_jaxpr(offloading)(weights, x))
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_scan_over_layers(implementation):
     case = Case("layer", (3, 0, 6, 1), num_rows=12, in_features=4, out_features=4)
     layers = [make_data(case, "float32", seed) for seed in range(3)]
@@ -189,7 +181,7 @@ def test_scan_over_layers(implementation):
     assert_close(dx, dy)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_donated_rows(implementation):
     case = Case("donation", (13, 0, 6, 1), num_rows=24, in_features=16, out_features=16)
     function, arrays, data = differentiable(case, implementation)

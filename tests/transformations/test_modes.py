@@ -14,11 +14,10 @@ import jgg
 from jgg.layers import MoELayer
 from tests.support.cases import EVERYTHING, Case, make_data
 from tests.support.closeness import assert_close
+from tests.support.marks import EVERYWHERE, INTERPRET, PLAIN_JAX, TRITON, on, thorough_but
 from tests.support.transforms import (
-    IMPLEMENTATIONS,
     NAMES,
     ORDER,
-    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
     differentiable,
@@ -29,9 +28,6 @@ from tests.support.transforms import (
 NAN_PAST_THE_GROUPS = Case("tail", num_rows=12, poison="tail", **SMALL, **EVERYTHING)
 NAN_IN_A_GROUP = Case("rows", num_rows=12, poison="rows", **SMALL, **EVERYTHING)
 SHARED_WEIGHTS = [None if name in ("w", "bias") else 0 for name in ORDER]
-INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
-GPU = pytest.mark.gpu
-TRITON = pytest.param("triton", marks=GPU)
 
 
 def arguments_of(case):
@@ -56,7 +52,7 @@ def moe(implementation):
     return layer
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_disable_jit(implementation):
     arguments, expected = arguments_of(WITH_EVERYTHING)
     with jax.disable_jit():
@@ -64,7 +60,7 @@ def test_disable_jit(implementation):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_debug_nans(jit, implementation):
     """NaN in a group is found, and none where there are rows that no group has."""
     function = jit(passes_of(WITH_EVERYTHING, implementation))
@@ -144,7 +140,7 @@ WITHOUT_NAN = {
 }
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 @pytest.mark.parametrize(("function", "dtypes"), WITHOUT_NAN.values(), ids=WITHOUT_NAN)
 def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
     """No NaN where it is only in rows of no group, though those are kept for the backward pass."""
@@ -168,7 +164,7 @@ def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
         pytest.param("xla", False, marks=pytest.mark.thorough),
         (None, False),
         (None, True),
-        pytest.param("triton", True, marks=GPU),
+        pytest.param("triton", True, marks=pytest.mark.gpu),
     ],
 )
 def test_checkify_reports_nothing_that_is_right(implementation, batched):
@@ -187,7 +183,7 @@ def test_checkify_reports_nothing_that_is_right(implementation, batched):
 
 
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
     *floats, logits = moe_arguments()
     routing = jgg.route(logits, 2)
@@ -212,12 +208,9 @@ ROUTERS = {
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, id=name, marks=[pytest.mark.thorough] * (name not in ("softmax", "sigmoid")))
-        for name, options in ROUTERS.items()
-    ],
+    thorough_but(("softmax", "sigmoid"), ROUTERS),
 )
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_checkify_reports_nothing_in_the_layer(implementation, options):
     """With its router, shared experts and losses, and their gradients."""
     layer = MoELayer(8, 5, 4, **({"topk": 2, "shared_features": 6, "use_bias": True} | options))
@@ -263,7 +256,7 @@ def test_check_beside_the_product_under(transform):
 
 
 @pytest.mark.parametrize("axes", [None, SHARED_WEIGHTS], ids=["one", "vmap"])
-@pytest.mark.parametrize("implementation", [INTERPRET, TRITON])
+@on(INTERPRET, TRITON)
 def test_enable_x64(axes, implementation):
     arguments, expected = arguments_of(WITH_EVERYTHING)
     function = passes_of(WITH_EVERYTHING, implementation)
@@ -278,7 +271,7 @@ def test_enable_x64(axes, implementation):
     assert_close(list(outputs), expected)
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_enable_x64_in_the_layer(implementation):
     arrays = moe_arguments()
     gradient = jax.grad(lambda arrays: jnp.sum(jnp.sin(moe(implementation)(*arrays))))
@@ -287,7 +280,7 @@ def test_enable_x64_in_the_layer(implementation):
         assert_close(jax.jit(gradient)(arrays), expected)
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None])
+@on(PLAIN_JAX, None)
 def test_cotangents_of_integers_are_float0(implementation):
     arguments, _ = arguments_of(WITH_EVERYTHING)
     floats, integers = dict(zip(NAMES, arguments, strict=False)), dict(zip(ORDER[4:6], arguments[4:6], strict=True))
@@ -305,7 +298,7 @@ def test_cotangents_of_integers_are_float0(implementation):
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_mesh_of_one_device(implementation, axis_type):
     """Alone, under vmap and in shard_map; `jax.make_mesh` makes explicit axes unless told otherwise."""
     arguments, expected = arguments_of(WITH_EVERYTHING)
@@ -326,7 +319,7 @@ def test_mesh_of_one_device(implementation, axis_type):
             assert_close(list(outputs), expected)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_abstract_values(implementation):
     """Shapes and jaxprs come without data, and for any GPU without one."""
     arguments, expected = arguments_of(WITH_EVERYTHING)
@@ -359,7 +352,7 @@ def test_linearize_and_second_order_of_plain_jax():
     assert_close(hessian, expected, 1e-4)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_jacobian_of_the_kernels(implementation):
     """Reverse mode only, by vmap over dy alone; forward mode says why not."""
     function, arrays, _ = differentiable(WITH_EVERYTHING, implementation)
@@ -378,7 +371,7 @@ def second_derivative(function, arguments):
     return jax.jit(jax.grad(slope, range(len(arguments))))(*arguments)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 @pytest.mark.parametrize("kind", ["layer", pytest.param("product", marks=pytest.mark.thorough)])
 def test_second_order_of_the_kernels(kind, implementation):
     """There are second derivatives: plain JAX differentiates what the kernels compute backwards."""
@@ -392,7 +385,7 @@ def test_second_order_of_the_kernels(kind, implementation):
     assert_close(got, expected, 1e-4)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_derivative_of_a_product_alone(implementation):
     """Right even where JAX differentiates the product and not the function that has a rule for it."""
     function, arrays, _ = differentiable(WITH_EVERYTHING, "xla")

@@ -13,13 +13,12 @@ from tests.support import moe_oracle, oracle, processes
 from tests.support.cases import EVERYTHING, Case
 from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
+from tests.support.marks import EVERYWHERE, INTERPRET, KERNELS, PLAIN_JAX, on, thorough_but
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 from tests.support.transforms import (
-    IMPLEMENTATIONS,
     IN_ORDER,
     ORDER,
-    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
     batch_of,
@@ -66,10 +65,7 @@ def assert_right_under_vmap(case, implementation, batched, size=3):
 OFTEN = ("everything", "rows", "rows-and-routing", "routing", "only-w")
 
 
-@pytest.mark.parametrize(
-    "batched",
-    [pytest.param(names, id=key, marks=[pytest.mark.thorough] * (key not in OFTEN)) for key, names in BATCHED.items()],
-)
+@pytest.mark.parametrize("batched", thorough_but(OFTEN, BATCHED))
 def test_any_argument(batched):
     assert_right_under_vmap(WITH_EVERYTHING, None, batched)
 
@@ -79,12 +75,6 @@ def test_any_argument_of_plain_jax():
 
 
 # in the merged product, what the kernels leave unwritten shows as NaN or as whatever the memory held
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
-
-
 @KERNELS
 @pytest.mark.parametrize(
     ("permute_x", "permute_y", "batched"),
@@ -102,7 +92,7 @@ def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     assert_right_under_vmap(case, implementation, BATCHED[batched], size=2)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 @pytest.mark.parametrize(
     "sizes", [[[0], [32]], [[1, 1], [60, 4], [30, 33]], [[0, 40], [0, 0], [33, 0]]], ids=["empty", "more", "none"]
 )
@@ -116,7 +106,7 @@ def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
     assert_elements_right(got, case, arguments, [0] * len(ORDER), len(sizes))
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), PLAIN_JAX, None])
+@on(INTERPRET, PLAIN_JAX, None)
 def test_layers_that_drop_tokens(implementation):
     """Each element with its own weights and choices, of which some are of no expert."""
     runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
@@ -153,7 +143,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
         assert_close([output[i] for output in got[1:]], gradients)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_gradient_of_shared_weights_through_vmap(implementation):
     batch = batch_of(WITH_EVERYTHING, 2)
     shared = {name: batch[name][0] for name in ("topk_weights", "bias", "group_sizes", "gather_indices")}
@@ -176,7 +166,7 @@ def test_gradient_of_shared_weights_through_vmap(implementation):
     assert_close(got, expected)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_nested_vmap(implementation):
     outer, inner = 2, 3
     batch = batch_of(IN_ORDER, outer * inner)
@@ -208,7 +198,7 @@ def test_products_alone(batched):
     assert_elements_right(got, WITH_EVERYTHING, arguments, axes)
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None])
+@on(PLAIN_JAX, None)
 def test_ragged_dot_with_an_offset_for_each(implementation):
     rng = np.random.default_rng(0)
     lhs = jnp.asarray(rng.standard_normal((3, 18, 12)), jnp.float32)
