@@ -307,23 +307,6 @@ PRODUCT_ERRORS = {
         ValueError,
         "group_offset must be None where the ragged dimension is contracted, got an array",
     ),
-    "route-rank": (
-        lambda: jgg.route(zeros(8), 2),
-        ValueError,
-        "logits must be [T, E], 2-dimensional, got [8]",
-    ),
-    "route-dtype": (lambda: jgg.route(indices(8, 4), 2), TypeError, "logits must be a float array, got int32"),
-    "route-topk": (
-        lambda: jgg.route(zeros(8, 4), 5),
-        ValueError,
-        "topk must be between 1 and the number of experts, 4, got 5",
-    ),
-    "route-topk-zero": (lambda: jgg.route(zeros(8, 4), 0), ValueError, "topk must be between 1 and"),
-    "route-score": (
-        lambda: jgg.route(zeros(8, 4), 2, score="relu"),
-        ValueError,
-        "score must be one of ('softmax', 'topk_softmax', 'sigmoid'), got 'relu'",
-    ),
     "sort-dtype": (
         lambda: jgg.sort_by_expert(zeros(8, 2), 4),
         TypeError,

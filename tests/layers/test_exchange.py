@@ -13,7 +13,7 @@ from jgg.experts.exchange import _cut
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding
 from tests.support.closeness import assert_close
-from tests.support.moe_runs import IMPLEMENTATIONS
+from tests.support.marks import EVERYWHERE
 from tests.support.passes import forward_and_backward
 from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right
 
@@ -44,7 +44,7 @@ def test_runs_of_no_row():
         *(pytest.param(*more, marks=pytest.mark.thorough) for more in ((False, None), (True, jgg.Fp8()))),
     ],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 def test_tokens_in_expert_order_need_no_indices(implementation, biased, quantization):
     """The same as with indices that name each row in turn; NaN of a row of no group reaches nothing."""
     rng = np.random.default_rng(0)

@@ -17,6 +17,7 @@ import jgg.linen
 import jgg.nnx
 import jgg.sharding
 from jgg.layers import MoELayer
+from tests.support.marks import thorough_but
 from tests.support.moe_oracle import FUNCTIONS, expected, sigmoid
 
 pytestmark = pytest.mark.xdist_group("flax")  # one worker compiles what they share
@@ -100,10 +101,7 @@ def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.max(np.abs(want)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(o, id=name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name, o in OPTIONS.items()],
-)
+@pytest.mark.parametrize("options", thorough_but(QUICK, OPTIONS))
 def test_both_layers_compute_what_numpy_does(options):
     layer = nnx_layer(**options)
     module, variables = linen_layer(layer, **options)
@@ -140,11 +138,10 @@ def test_linen_is_tabulated():
 
 def test_linen_makes_the_same_parameters():
     for options in OPTIONS.values():
-        layer = nnx_layer(**options)
-        variables = jgg.linen.MoE(**(SIZES | options)).init(jax.random.key(0), X)
-        shapes = jax.tree.map(jnp.shape, variables["params"])
-        assert shapes == layer.layer.shapes
-        assert ("router" in variables) == layer.layer.use_selection_bias
+        layer = MoELayer(24, **(SIZES | options))
+        variables = jax.eval_shape(jgg.linen.MoE(**(SIZES | options)).init, jax.random.key(0), X)
+        assert jax.tree.map(jnp.shape, variables["params"]) == layer.shapes
+        assert ("router" in variables) == layer.use_selection_bias
 
 
 def test_initial_experts_have_the_scale_of_their_own_inputs():
@@ -156,13 +153,15 @@ def test_initial_experts_have_the_scale_of_their_own_inputs():
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_dtypes(dtype):
     layer = nnx_layer(dtype=dtype, **OPTIONS["DeepSeek-V3"])
-    x = jnp.asarray(X)
-    gradients = nnx.grad(lambda layer: jnp.sum(layer(x).astype(jnp.float32)))(layer)
-    assert layer(x).dtype == (dtype or jnp.float32)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    close(layer(x).astype(jnp.float32), oracle(layer, X), 1e-5 if dtype is None else 3e-2)
     module, variables = linen_layer(layer, dtype=dtype, **OPTIONS["DeepSeek-V3"])
-    close(module.apply(variables, x).astype(jnp.float32), layer(x).astype(jnp.float32), 1e-6)
+    x = jnp.asarray(X)
+    gradients = nnx.eval_shape(nnx.grad(lambda layer: jnp.sum(layer(x).astype(jnp.float32))), layer)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    results = nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(module.apply)(variables, x)
+    assert {y.dtype for y in results} == {jnp.dtype(dtype or "float32")}
+    own, linens = (y.astype(jnp.float32) for y in results)
+    close(own, oracle(layer, X), 1e-5 if dtype is None else 3e-2)
+    close(linens, own, 1e-6)
 
 
 def test_metrics_are_intermediates():
@@ -272,6 +271,7 @@ def test_scan_and_remat_over_layers():
     value, gradients = loss(layers, jnp.asarray(X))
     graphdef, state = nnx.split(layers)
 
+    @jax.jit
     @jax.value_and_grad
     def unrolled(state):
         x = jnp.asarray(X)

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from tests.support import moe_oracle, oracle
+from tests.support import marks, moe_oracle, oracle
 from tests.support.cases import MAX_INT, MIN_INT
 from tests.support.closeness import assert_close
 from tests.support.generated import examples, on
+from tests.support.moe_runs import run
 from tests.support.passes import forward_and_backward
 from tests.support.routers import SIGMOID, assert_routed, deepseek_v3, mixtral, olmoe, qwen3, reference_sort
 
-IMPLEMENTATIONS = ("xla", None, pytest.param("triton", marks=pytest.mark.gpu))
+IMPLEMENTATIONS = marks.on("xla", None, marks.TRITON)
 INT32 = st.one_of(st.integers(-2, 20), st.integers(MIN_INT, MAX_INT))
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -42,23 +43,6 @@ def static_mlp(number):
     return sizes, options, bool(rng.integers(2))
 
 
-@functools.cache
-def _mlp(implementation, options):
-    @jax.jit
-    def run(arrays, chosen, dy):
-        def forward(arrays):
-            floats = {name: array for name, array in arrays.items() if name != "topk_weights"}
-            group_sizes, gather_indices = jgg.sort_by_expert(chosen, len(floats["w_down"]), implementation)
-            routing = jgg.Routing(arrays["topk_weights"], chosen, group_sizes, gather_indices)
-            return jgg.moe_mlp(
-                **floats, routing=routing, implementation=implementation, precision="highest", **dict(options)
-            )
-
-        return forward_and_backward(forward)(dy, arrays)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("implementation", "number"), [*on("xla", 3), *on(None, 4), *on("interpret", 1), *on("triton", 12)]
 )
@@ -77,14 +61,14 @@ def test_moe_mlp(implementation, number):
         floats, _, dy = moe_oracle.make(**made, biased=biased, seed=seed, chosen=chosen, **sizes)
         is_chosen = (chosen >= 0) & (chosen < experts)
         floats["topk_weights"][~is_chosen] = np.nan
-        got = _mlp(implementation, tuple(options.items()))(jax.tree.map(jnp.asarray, floats), jnp.asarray(chosen), dy)
+        got = run(floats, chosen, dy, implementation, **options)
         expected = moe_oracle.expected(floats, np.where(is_chosen, chosen, experts), dy, **options)
         assert_close(got, expected, 2e-5, least_scale=1)
 
     check()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_sort_by_expert(implementation):
     sort = jax.jit(jgg.sort_by_expert, static_argnums=(1, 2))
     experts_and_rows = st.sampled_from([(1, 1), (3, 40), (300, 64), (17, 0)])
@@ -115,7 +99,7 @@ ROUTERS = (
 )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_route(implementation):
     """Logits of which many are equal; they are eighths, so that float32 and float64 order them alike."""
     static = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "implementation")
@@ -144,7 +128,7 @@ def _ragged_dot(implementation):
     return run
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@IMPLEMENTATIONS
 def test_ragged_dot(implementation):
     shapes = st.sampled_from([(0, 8, 5, 3, 4), (1, 1, 1, 1, 1), (40, 24, 17, 3, 5), (64, 16, 24, 30, 300)])
 

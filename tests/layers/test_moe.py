@@ -1,26 +1,22 @@
-"""The expert MLP against a NumPy float64 oracle: values and every gradient, and what it keeps for the backward pass."""
+"""The expert MLP against a NumPy float64 oracle: values and every gradient; and the errors of its arguments."""
 
-import collections
-import copy
 import functools
-import math
-import pickle
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 from jax.test_util import check_grads
 
 import jgg
-from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
 from tests.support import oracle
 from tests.support.closeness import assert_close
-from tests.support.moe_oracle import DATA, FUNCTIONS, clamped, expected, make
-from tests.support.moe_runs import IMPLEMENTATIONS, run
+from tests.support.marks import EVERYWHERE, PLAIN_JAX, TRITON, on, thorough_but
+from tests.support.moe_oracle import DATA, FUNCTIONS, expected, make
+from tests.support.moe_runs import forward, indices_of, run
 
+# test_activations.py has each of them alone; swiglu and clamped_swiglu are in the tests after test_activation
+QUICK_ACTIVATIONS = "geglu", "ungated_relu_squared"
 LAYOUTS = pytest.mark.parametrize(
     ("biased", "w_layout"),
     [
@@ -32,31 +28,35 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def assert_right(implementation, activation="swiglu", interleaved=False, w_layout="enk", **options):
-    floats, chosen, dy = make(activation, w_layout=w_layout, **options)
-    y, grads = expected(floats, chosen, dy, activation, interleaved, w_layout)
-    got_y, got_grads = run(floats, chosen, dy, implementation, activation, interleaved=interleaved, w_layout=w_layout)
-    assert_close(got_y, y)
-    assert_close(got_grads, grads, 2e-5)
+def assert_right(
+    implementation, activation="swiglu", interleaved=False, w_layout="enk", dtype="float32", num_rows=None, **made
+):
+    """Compares y and the gradients of data that dtype has; weights of choices that are of no expert are NaN."""
+    floats, chosen, dy = make(activation, w_layout=w_layout, **made)
+    floats, dy = jax.tree.map(lambda array: array.astype(jnp.dtype(dtype)).astype(np.float32), (floats, dy))
+    floats["topk_weights"][chosen >= len(floats["w_gate_up"])] = np.nan
+    want = expected(floats, chosen, dy, activation, interleaved, w_layout)
+    options = {"interleaved": interleaved, "w_layout": w_layout, "num_rows": num_rows}
+    y, gradients = run(floats, chosen, dy, implementation, activation, dtype, **options)
+    assert y.dtype == dtype
+    tolerances = (1e-5, 2e-5) if dtype == "float32" else (1e-2, 2e-2)
+    for got, wanted, tolerance in zip((y, gradients), want, tolerances, strict=True):
+        assert_close(got, wanted, tolerance)
 
 
-def test_every_activation_has_an_oracle():
-    assert FUNCTIONS.keys() == ACTIVATIONS.keys()
-
-
-@pytest.mark.parametrize("implementation", [None, IMPLEMENTATIONS[3]])
-@pytest.mark.parametrize("activation", FUNCTIONS)
+@on(None, TRITON)
+@pytest.mark.parametrize("activation", thorough_but(QUICK_ACTIVATIONS, FUNCTIONS.keys()))
 def test_activation(activation, implementation):
     assert_right(implementation, activation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@EVERYWHERE
+@pytest.mark.parametrize("activation", ["clamped_swiglu", pytest.param("swiglu", marks=pytest.mark.thorough)])
 def test_gate_and_up_in_turns(activation, implementation):
     assert_right(implementation, activation, interleaved=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 @LAYOUTS
 def test_layout_and_bias(biased, w_layout, implementation):
     assert_right(implementation, w_layout=w_layout, biased=biased)
@@ -74,56 +74,31 @@ CASES = {
 }
 
 
-# what test_contract.py shows of the same kernels at every change
-OF_EACH_PRODUCT = ("one expert", "every expert", "all tokens on one expert", "many")
+# test_contract.py shows the others of each product at every change
+QUICK_CASES = "one token", "no token", "features of no block"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2] + IMPLEMENTATIONS[3:])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@EVERYWHERE
+@pytest.mark.parametrize("case", thorough_but(QUICK_CASES, CASES))
 def test_case(case, implementation):
     assert_right(implementation, biased=True, **case)
 
 
-@pytest.mark.interpret
+@EVERYWHERE
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in OF_EACH_PRODUCT)) for name in CASES]
+    ("biased", "w_layout"), [(True, "ekn"), pytest.param(False, "enk", marks=pytest.mark.thorough)]
 )
-def test_case_interpreted(name):
-    assert_right("interpret", biased=True, **CASES[name])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@LAYOUTS
 def test_fewer_rows_than_choices(biased, w_layout, implementation):
-    floats, chosen, dy = make(biased=biased, w_layout=w_layout)
+    """With two rows to spare, of choices without an expert."""
+    _, chosen, _ = make()
     chosen[::3, 1] = chosen[4] = DATA["experts"]  # no such expert
-    floats["topk_weights"][chosen == DATA["experts"]] = np.nan
-    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
-    num_rows = np.sum(chosen < DATA["experts"]) + 2  # two rows to spare, of choices without an expert
-    got_y, got_grads = run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=num_rows)
-    assert_close(got_y, y)
-    assert_close(got_grads, grads, 2e-5)
+    num_rows = int(np.sum(chosen < DATA["experts"])) + 2
+    assert_right(implementation, w_layout=w_layout, num_rows=num_rows, biased=biased, chosen=chosen)
 
 
-def assert_right_in_bfloat16(implementation, num_rows=None, w_layout="enk", **sizes):
-    floats, chosen, dy = make(w_layout=w_layout, **sizes)
-    floats = {
-        name: a if a is None else np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for name, a in floats.items()
-    }
-    dy = np.asarray(jnp.asarray(dy, jnp.bfloat16), np.float32)
-    if num_rows is not None:
-        rows = np.argsort(chosen.reshape(-1), kind="stable")
-        chosen.reshape(-1)[rows[num_rows:]] = DATA["experts"]  # no such expert
-    y, grads = expected(floats, chosen, dy, "swiglu", False, w_layout)
-    got_y, got_grads = run(floats, chosen, dy, implementation, dtype=jnp.bfloat16, num_rows=num_rows, w_layout=w_layout)
-    assert got_y.dtype == jnp.bfloat16
-    assert_close(got_y, y, 1e-2)
-    assert_close(got_grads, grads, 2e-2)
-
-
-@pytest.mark.parametrize("implementation", [None, "xla", IMPLEMENTATIONS[3]])
+@on(None, PLAIN_JAX, TRITON)
 def test_bfloat16_is_as_right_as_its_products(implementation):
-    assert_right_in_bfloat16(implementation, tokens=64, features=64, hidden=48, biased=True)
+    assert_right(implementation, dtype="bfloat16", tokens=64, features=64, hidden=48, biased=True)
 
 
 @pytest.mark.gpu
@@ -132,11 +107,15 @@ def test_bfloat16_is_as_right_as_its_products(implementation):
 @pytest.mark.parametrize("num_rows", [None, 350])
 def test_sizes_of_the_warp_specialized_kernel(num_rows, biased, w_layout):
     """Large enough for it, and for it to gather x and dy as it loads them."""
-    sizes = {"tokens": 200, "features": 1032, "hidden": 136, "biased": biased}
-    assert_right_in_bfloat16("triton", num_rows, w_layout, **sizes)
+    sizes = {"tokens": 200, "features": 1032, "hidden": 136}
+    _, chosen, _ = make(**sizes)
+    chosen.reshape(-1)[np.argsort(chosen, axis=None, kind="stable")[num_rows or chosen.size :]] = DATA["experts"]
+    assert_right(
+        "triton", w_layout=w_layout, dtype="bfloat16", num_rows=num_rows, biased=biased, chosen=chosen, **sizes
+    )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 def test_no_experts(implementation):
     floats, chosen, dy = make(biased=True, experts=0, chosen=np.zeros((13, 2)))
     y, gradients = run(floats, chosen, dy, implementation)
@@ -144,7 +123,7 @@ def test_no_experts(implementation):
         np.testing.assert_array_equal(array, np.zeros_like(like))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@EVERYWHERE
 def test_nan_of_a_token_stays_there(implementation):
     floats, chosen, dy = make(biased=True)
     clean, _ = run(floats, chosen, dy, implementation)
@@ -158,301 +137,54 @@ def test_nan_of_a_token_stays_there(implementation):
     assert np.isfinite(np.asarray(grads["w_gate_up"])[untouched]).all()
 
 
-def test_parameters_of_the_clamped_swiglu():
-    floats, chosen, dy = make("clamped_swiglu")
-    floats["w_gate_up"] *= 5
-    got, _ = run(floats, chosen, dy, None, clamped_swiglu(limit=1.5, alpha=0.7))
-    FUNCTIONS["own"], ACTIVATIONS["own"] = lambda gate, up: clamped(gate, up, 1.5, 0.7), clamped_swiglu(1.5, 0.7)
-    try:
-        want, _ = expected(floats, chosen, dy, "own", False, "enk")
-    finally:
-        del FUNCTIONS["own"], ACTIVATIONS["own"]
-    assert_close(got, want)
-    assert clamped_swiglu(1.5, 0.7) == clamped_swiglu(1.5, 0.7)  # so that a program compiled for one serves the other
-
-
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@on(None, PLAIN_JAX)
 def test_vmap_with_shared_weights(implementation):
     batch = [make(seed=seed) for seed in range(3)]
-    shared, _, _ = make(seed=9)
-    ws = [jnp.asarray(shared[name]) for name in ("w_gate_up", "w_down")]
+    shared = {name: array for name, array in make(seed=9)[0].items() if name in ("w_gate_up", "w_down")}
 
-    def loss(ws, x, topk_weights, chosen, dy):
-        routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, DATA["experts"]))
-        y = jgg.moe_mlp(x, *ws, routing, implementation=implementation, precision="highest")
-        return jnp.sum(y * dy)
+    def loss(shared, own, chosen, dy):
+        indices = indices_of(chosen, DATA["experts"])
+        return jnp.sum(forward(shared | own, indices, implementation=implementation, precision="highest") * dy)
 
-    arrays = [jnp.stack([jnp.asarray(f[name]) for f, _, _ in batch]) for name in ("x", "topk_weights")]
-    arrays += [jnp.stack([jnp.asarray(part[index]) for part in batch]) for index in (1, 2)]
-    gradient = jax.grad(loss, argnums=(0, 1))
-    d_ws, d_x = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0, 0)))(ws, *arrays)
-    for index, (floats, chosen, dy) in enumerate(batch):
-        floats = floats | {name: shared[name] for name in ("w_gate_up", "w_down")}
-        _, want = expected(floats, chosen, dy, "swiglu", False, "enk")
-        assert_close(d_x[index], want["x"], 2e-5, "x")
-        for got, name in zip(d_ws, ("w_gate_up", "w_down"), strict=True):
-            assert_close(got[index], want[name], 2e-5, name)
-
-
-def loss_of(dtype=jnp.float32, policy=None, residual_names=None, **sizes):
-    floats, chosen, _ = make(**sizes)
-    experts = floats["w_gate_up"].shape[0]
-    arrays = {name: jnp.asarray(a, dtype) for name, a in floats.items() if a is not None}
-    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), experts)
-
-    def loss(arrays):
-        routing = jgg.Routing(
-            arrays["topk_weights"].astype(jnp.float32), jnp.asarray(chosen), group_sizes, gather_indices
-        )
-        y = jgg.moe_mlp(arrays["x"], arrays["w_gate_up"], arrays["w_down"], routing, residual_names=residual_names)
-        return jnp.sum(jnp.square(y.astype(jnp.float32)))
-
-    return (loss if policy is None else jax.checkpoint(loss, policy=policy)), arrays
-
-
-def residual_bytes(function, arrays):
-    """Bytes kept for the backward pass, the weights and what is constant aside."""
-    kept = [
-        aval
-        for aval, source in saved_residuals(function, arrays)
-        if "w_gate_up" not in source and "w_down" not in source and "literal" not in source
+    own = [{name: floats[name] for name in ("x", "topk_weights")} for floats, _, _ in batch]
+    arrays = [
+        jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts) for parts in (own, *list(zip(*batch, strict=True))[1:])
     ]
-    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept), kept
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_kept_for_the_backward_pass(dtype):
-    sizes = {"tokens": 256, "features": 64, "hidden": 48, "experts": 8, "topk": 4}
-    function, arrays = loss_of(dtype, **sizes)
-    total, kept = residual_bytes(function, arrays)
-    rows, itemsize = 256 * 4, jnp.dtype(dtype).itemsize
-    x, pre_activation, y = 256 * 64 * itemsize, rows * 2 * 48 * itemsize, 256 * 64 * 4
-    assert total >= x + pre_activation  # else the measure misses what must be there
-    assert total <= x + pre_activation + 32 * rows + y, kept  # y: of this test's own square
-
-
-def test_policies_know_the_residuals_by_name():
-    sizes = {"tokens": 64, "features": 32, "hidden": 16, "experts": 4, "topk": 2}
-    plain, arrays = loss_of(**sizes)
-    want = jax.grad(plain)(arrays)
-    for names in ((), ("jgg_x",), ("jgg_pre_activation",), ("jgg_x", "jgg_pre_activation")):
-        function, _ = loss_of(policy=jax.checkpoint_policies.save_only_these_names(*names), **sizes)
-        shapes = [aval.shape for aval, source in saved_residuals(function, arrays) if "argument" not in source]
-        assert ((128, 32) in shapes) == ("jgg_pre_activation" in names)
-        assert_close(jax.grad(function)(arrays), want, name=str(names))
-
-
-def test_residuals_under_names_of_ones_own():
-    function, arrays = loss_of(tokens=64, features=32, hidden=16, experts=4, topk=2)
-    own = functools.partial(loss_of, residual_names={"pre_activation": "mlp"}, tokens=64, features=32, hidden=16)
-    want = jax.grad(function)(arrays)
-    for name, is_kept in {"mlp": True, "jgg_pre_activation": False}.items():
-        policy = jax.checkpoint_policies.save_only_these_names(name)
-        checkpointed, _ = own(policy=policy, experts=4, topk=2)
-        shapes = [aval.shape for aval, source in saved_residuals(checkpointed, arrays) if "argument" not in source]
-        assert ((128, 32) in shapes) == is_kept
-        jax.tree.map(np.testing.assert_array_equal, jax.grad(checkpointed)(arrays), want)
-
-
-def traces(make_activation):
-    """How often each of three calls traces the function that `make_activation` gives."""
-    count = 0
-
-    def curve(gate, up=1.0, power=2):
-        nonlocal count
-        count += 1
-        return gate**power * up
-
-    counts = []
-    for _ in range(3):
-        call(activation=make_activation(curve))
-        counts.append(count)
-    return np.diff([0, *counts]).tolist()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda curve: curve,
-        lambda curve: functools.partial(curve, power=3),
-        lambda curve: Activation("own", functools.partial(curve, power=3)),
-    ],
-    ids=["function", "partial", "Activation"],
-)
-def test_an_equal_activation_is_traced_once(make):
-    first, *others = traces(make)
-    assert first > 0
-    assert others == [0, 0]
-
-
-def test_a_new_lambda_is_traced_in_each_call():
-    assert min(traces(lambda curve: lambda gate: curve(gate))) > 0
-
-
-@jax.jit
-def jitted(gate):
-    return jnp.sin(gate)
-
-
-COPIED = ACTIVATIONS | {
-    "parameters": clamped_swiglu(2.0),
-    "gate": find_activation(jax.nn.elu),
-    "partial": find_activation(functools.partial(jax.nn.leaky_relu, negative_slope=0.1)),
-    "ungated": Activation("own", jnp.tanh, is_gated=False),
-    "jitted": find_activation(jitted),
-}
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda whole: pickle.loads(pickle.dumps(whole))])
-@pytest.mark.parametrize("name", COPIED)
-def test_a_copy_is_equal_and_is_not_compiled_again(name, copied):
-    activation = COPIED[name]
-    function = jax.jit(lambda activation, pre: activation(pre), static_argnums=0)
-    want, got = (function(one, jnp.ones((2, 6))) for one in (activation, copied(activation)))
-    assert copied(activation) == activation and copied(activation).curve == activation.curve
-    assert function._cache_size() == 1
-    np.testing.assert_array_equal(got, want)
-
-
-def test_a_function_without_a_name_to_import_is_copied_and_not_pickled():
-    activation = find_activation(jax.jit(lambda gate: jnp.sin(gate)))
-    assert copy.deepcopy(activation) == activation
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(activation)
-
-
-def test_names_say_whether_there_is_a_gate():
-    assert all(activation.is_gated != name.startswith("ungated_") for name, activation in ACTIVATIONS.items())
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (jax.nn.silu, "swiglu"),
-        (jax.nn.relu, "reglu"),
-        (jax.nn.gelu, "geglu_tanh"),
-        (functools.partial(jax.nn.gelu, approximate=True), "geglu_tanh"),
-        (functools.partial(jax.nn.gelu, approximate=False), "geglu"),
-    ],
-)
-def test_functions_of_the_gate_that_kernels_know(function, name):
-    """So that frameworks, which give functions, get the fused kernels."""
-    assert find_activation(function).curve == ACTIVATIONS[name].curve is not None
-    np.testing.assert_array_equal(call(activation=function), call(activation=name))
-
-
-def test_functions_of_the_gate_that_kernels_do_not_know():
-    assert find_activation(jnp.tanh).curve is None
-    own = Activation("own", lambda gate, up: jnp.tanh(gate) * up)
-    np.testing.assert_array_equal(call(activation=jnp.tanh), call(activation=own))
-
-
-def test_the_last_product_spares_multiprocessors(launched):
-    tokens, hidden, features, experts, topk = 2048, 512, 512, 16, 2
-    shapes = ((tokens, hidden), (experts, 2 * features, hidden), (experts, hidden, features))
-    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
-    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
-
-    def grids(**options):
-        launched.clear()
-
-        @jax.jit
-        @jax.grad
-        def gradient(arrays, indices):
-            routing = jgg.Routing(jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32), *indices)
-            return jnp.sum(jgg.moe_mlp(*arrays, routing, implementation="triton", **options).astype(jnp.float32))
-
-        with jgg.target(90, 132):
-            gradient.trace(arrays, indices).lower(lowering_platforms=("cuda",))
-        return [(name, launch.grid) for name, launch in launched]
-
-    *all_others, (name, (clusters,)) = grids()
-    assert name == "hopper_kernel"
-    assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
-
-
-@pytest.mark.parametrize("quantization", [None, jgg.Fp8(), jgg.Fp8(keeps_weights=True)], ids=["", "fp8", "kept"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_frozen_arrays_leave_no_product(biased, quantization, launched):
-    """In no program of a GPU, nor of a CPU before XLA sees it, is a gradient that nobody asked for."""
-    tokens, hidden, features, experts, topk = 64, 32, 48, 4, 2
-    shapes = {
-        "x": (tokens, hidden),
-        "w_gate_up": (experts, 2 * features, hidden),
-        "w_down": (experts, hidden, features),
-    }
-    if biased:
-        shapes |= {"b_gate_up": (experts, 2 * features), "b_down": (experts, hidden)}
-    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
-    indices = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((experts,), (tokens * topk,))]
-    weights = jax.ShapeDtypeStruct((tokens, topk), "float32")
-
-    def traced(trained):
-        def loss(some, weights, others, indices):
-            routing = jgg.Routing(weights, jnp.zeros((tokens, topk), jnp.int32), *indices)
-            y = jgg.moe_mlp(routing=routing, quantization=quantization, **some, **others)
-            return jnp.sum(y.astype(jnp.float32))
-
-        some = {name: arrays[name] for name in trained}
-        others = {name: array for name, array in arrays.items() if name not in trained}
-        return jax.jit(jax.grad(loss, argnums=(0, 1))).trace(some, weights, others, indices)
-
-    def kernels(trained):
-        launched.clear()
-        with jgg.target(89):
-            traced(trained).lower(lowering_platforms=("cuda",))
-        return collections.Counter(name for name, _ in launched)
-
-    everything = kernels(("x", "w_gate_up", "w_down"))
-    for trained in ((), ("x",), ("w_gate_up",), ("w_down",), ("x", "w_down"), ("x", "w_gate_up")):
-        missing = everything - kernels(trained)
-        assert missing["dw_kernel"] == sum(name not in trained for name in ("w_gate_up", "w_down")), trained
-        of_dx = "dx_kernel" if quantization is None else "forward_kernel"
-        assert missing[of_dx] == ("x" not in trained), trained
-        text = traced(trained).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
-        products = set(re.findall(r"jgg\.dw\[[^]]*", text))
-        assert len(products) == sum(name.startswith("w_") for name in trained), trained
-
-
-@pytest.mark.parametrize("trained", [(), ("w_down",), ("x", "w_gate_up")])
-@pytest.mark.parametrize("quantization", [None, jgg.Fp8()], ids=["", "fp8"])
-def test_gradients_beside_frozen_arrays(quantization, trained):
-    """Are those where nothing is frozen; of biases and of the router too."""
-    floats, chosen, dy = make(biased=True)
-    arrays = {name: jnp.asarray(array) for name, array in floats.items()}
-    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
-
-    def loss(some, others):
-        both = some | others
-        routing = jgg.Routing(both.pop("topk_weights"), jnp.asarray(chosen), group_sizes, gather_indices)
-        return jnp.sum(jgg.moe_mlp(routing=routing, quantization=quantization, **both) * dy)
-
-    want = jax.jit(jax.grad(loss))(arrays, {})
-    names = (*trained, "b_gate_up", "b_down", "topk_weights")
-    some = {name: arrays[name] for name in names}
-    others = {name: array for name, array in arrays.items() if name not in names}
-    got = jax.jit(jax.grad(loss))(some, others)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, {n: want[n] for n in names})
+    d_shared, d_own = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(None, 0, 0, 0)))(shared, *arrays)
+    for index, (floats, chosen, dy) in enumerate(batch):
+        _, want = expected(floats | shared, chosen, dy, "swiglu", False, "enk")
+        got = jax.tree.map(lambda array, index=index: array[index], d_shared | d_own)
+        assert_close(got, {name: want[name] for name in got}, 2e-5)
 
 
 @pytest.mark.thorough
 def test_xla_to_second_order():
     floats, chosen, _ = make(tokens=4, features=6, hidden=4, experts=3)
-    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), 3)
+    arrays = {name: jnp.asarray(array) for name, array in floats.items() if array is not None}
 
-    def function(x, w_gate_up, w_down, topk_weights):
-        routing = jgg.Routing(topk_weights, jnp.asarray(chosen), group_sizes, gather_indices)
-        return jgg.moe_mlp(x, w_gate_up, w_down, routing, implementation="xla", precision="highest")
+    indices = indices_of(jnp.asarray(chosen), 3)
 
-    arrays = [jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down", "topk_weights")]
-    check_grads(function, arrays, order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
+    def function(arrays):
+        return forward(arrays, indices, implementation="xla", precision="highest")
+
+    check_grads(function, (arrays,), order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
+
+
+def test_oracle_agrees_with_the_grouped_gemm_oracle():
+    """The first product of the oracle above is that of the one oracle of grouped GEMM."""
+    floats, chosen, dy = make(topk=1, tokens=6, chosen=[[0], [0], [1], [3], [4], [4]])
+    floats["topk_weights"][:] = 1
+    y, _ = expected(floats, chosen, dy, "swiglu", False, "enk")
+    sizes = np.bincount(chosen[:, 0], minlength=5)
+    pre = oracle.grouped_gemm(floats["x"], floats["w_gate_up"], sizes)
+    hidden = FUNCTIONS["swiglu"](*np.split(pre, 2, axis=1))
+    np.testing.assert_allclose(oracle.grouped_gemm(hidden, floats["w_down"], sizes), y, rtol=1e-12)
 
 
 def call(**changes):
     floats, chosen, _ = make()
     arrays = {name: jnp.asarray(floats[name]) for name in ("x", "w_gate_up", "w_down")}
-    group_sizes, gather_indices = jgg.sort_by_expert(jnp.asarray(chosen), DATA["experts"])
-    routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), jnp.asarray(chosen), group_sizes, gather_indices)
+    routing = jgg.Routing(jnp.asarray(floats["topk_weights"]), *indices_of(jnp.asarray(chosen), DATA["experts"]))
     parts = {name.removeprefix("routing."): changes.pop(name) for name in list(changes) if name.startswith("routing.")}
     return jgg.moe_mlp(**{**arrays, "routing": routing._replace(**parts), **changes})
 
@@ -527,50 +259,9 @@ ERRORS = {
 
 @pytest.mark.parametrize(("changes", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_errors_name_the_argument(changes, error, message):
-    assert np.isfinite(np.asarray(call())).all()
     with pytest.raises(error, match=message):
         call(**changes)
 
 
-@pytest.mark.parametrize("is_gated", [True, False])
-def test_an_activation_of_a_partial_with_an_array(is_gated):
-    function = functools.partial(jax.nn.leaky_relu, negative_slope=np.float32([0.1]))
-    with pytest.raises(TypeError, match=r"function must be hashable, and a functools\.partial may hold numbers"):
-        Activation("own", function, is_gated=is_gated)
-
-
-@pytest.mark.parametrize("name", [*ACTIVATIONS, "partial"])
-def test_derivatives_under_shard_map_and_vmap(name):
-    """First and second ones, under both transformations together."""
-    exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
-    activation = find_activation(exact_gelu if name == "partial" else name)
-    plain = (lambda gate, up: exact_gelu(gate) * up) if activation.curve == ("gelu", 0.0, 0.0) else activation.function
-    if name == "ungated_gelu":
-        plain = exact_gelu
-
-    def derivatives(function):
-        def first(pre):
-            return jax.grad(lambda pre: jnp.sum(jnp.sin(function(pre))))(pre)
-
-        return jax.jit(lambda pre: (first(pre), jax.grad(lambda pre: jnp.sum(jnp.cos(first(pre))))(pre)))
-
-    def on_halves(pre):
-        return plain(*jnp.split(pre, 2, axis=-1)) if activation.is_gated else plain(pre)
-
-    pre = jnp.linspace(-12, 12, 3 * 4 * 10).reshape(3, 4, 10)
-    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.shard_map(jax.vmap(derivatives(activation)), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
-    got, want = sharded(pre), jax.vmap(derivatives(on_halves))(pre)
-    for order, one, other in zip((1, 2), got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=f"order {order}")
-
-
-def test_oracle_agrees_with_the_grouped_gemm_oracle():
-    """The first product of the oracle above is that of the one oracle of grouped GEMM."""
-    floats, chosen, dy = make(topk=1, tokens=6, chosen=[[0], [0], [1], [3], [4], [4]])
-    floats["topk_weights"][:] = 1
-    y, _ = expected(floats, chosen, dy, "swiglu", False, "enk")
-    sizes = np.bincount(chosen[:, 0], minlength=5)
-    pre = oracle.grouped_gemm(floats["x"], floats["w_gate_up"], sizes)
-    hidden = FUNCTIONS["swiglu"](*np.split(pre, 2, axis=1))
-    np.testing.assert_allclose(oracle.grouped_gemm(hidden, floats["w_down"], sizes), y, rtol=1e-12)
+def test_arguments_of_these_errors_are_otherwise_right():
+    assert np.isfinite(np.asarray(call())).all()

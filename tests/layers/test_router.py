@@ -105,30 +105,28 @@ def test_vmap_and_shard_map():
     np.testing.assert_allclose(mapped(w, x, d_logits), whole, rtol=1e-6)
 
 
+@jax.jit
+def to_second_order(x, w, d_logits):
+    def gradients(x, w, d_logits):
+        return forward_and_backward(jgg.router_logits)(d_logits, x, w)
+
+    def loss(*arrays):
+        return sum(jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in gradients(*arrays))
+
+    return gradients(x, w, d_logits), jax.grad(loss, (0, 1, 2))(x, w, d_logits)
+
+
 @pytest.mark.parametrize("w_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("batched", ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"])
 def test_vmap_over_some_arguments(batched, w_dtype):
     """Checks logits, their gradients and the second derivatives, for tokens in bfloat16."""
-
-    def run(x, w, d_logits):
-        def gradients(x, w, d_logits):
-            logits, vjp = jax.vjp(jgg.router_logits, x, w)
-            return logits, vjp(d_logits)
-
-        def loss(x, w, d_logits):
-            return sum(
-                jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in jax.tree.leaves(gradients(x, w, d_logits))
-            )
-
-        return gradients(x, w, d_logits), jax.grad(loss, (0, 1, 2))(x, w, d_logits)
-
     x, w, _, d_logits = arrays(w_dtype=w_dtype).values()
     one = {"x": x, "w": w, "d_logits": d_logits}
     axes = [0 if name in batched.split() else None for name in one]
     batch = [jnp.stack([a, -a]) if axis == 0 else a for a, axis in zip(one.values(), axes, strict=True)]
-    got = jax.jit(jax.vmap(run, axes))(*batch)
+    got = jax.vmap(to_second_order, axes)(*batch)
     for index in range(2):
-        want = jax.jit(run)(*(a if axis is None else a[index] for a, axis in zip(batch, axes, strict=True)))
+        want = to_second_order(*(a if axis is None else a[index] for a, axis in zip(batch, axes, strict=True)))
         for part, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert distance(part[index], float64(wanted)) < 2.0**-7
 

@@ -12,8 +12,9 @@ from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, Launcher
 from jgg.products import column_parts
 from jgg.products.combine import expert_order
+from tests.support.marks import KERNELS
 from tests.support.moe_oracle import DATA, make
-from tests.support.moe_runs import IMPLEMENTATIONS, run
+from tests.support.moe_runs import run
 from tests.support.passes import forward_and_backward
 
 FOR_SPECIALIZED = {"tokens": 300, "features": 640, "hidden": 640, "experts": 4, "topk": 2}
@@ -32,8 +33,8 @@ def part_width(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@KERNELS
+@pytest.mark.parametrize("w_layout", ["enk", pytest.param("ekn", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_width):
     floats, chosen, dy = make(features=80, biased=biased, w_layout=w_layout)
@@ -59,7 +60,7 @@ def test_parts_of_columns_of_the_warp_specialized_kernel(biased, w_layout, part_
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[2:])
+@KERNELS
 def test_copies_of_columns(implementation):
     """The copies hold x's columns, and zeros for bad indices, for ranges at the edges of blocks and past them."""
     rng = np.random.default_rng(0)
@@ -165,3 +166,14 @@ def test_columns_of_parts(tokens, experts, expected_rows, parts, launched):
     sums = [launch.constants["COLUMNS"] for name, launch in launched
             if name == "combine_kernel" and launch.constants["TOPK"] == 8]  # fmt: skip
     assert sums == 2 * parts  # of the down product and of dX of up
+
+
+def test_the_last_product_spares_multiprocessors(launched):
+    def grids(**options):
+        launched.clear()
+        lower_layer(2048, 512, 512, 16, 2, **options)
+        return [(name, launch.grid) for name, launch in launched]
+
+    *all_others, (name, (clusters,)) = grids()
+    assert name == "hopper_kernel"
+    assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]

@@ -63,10 +63,9 @@ def test_case_on_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [256, 128])
-@pytest.mark.parametrize("fuse_gather", [True, False])
+@pytest.mark.parametrize(("columns", "fuse_gather"), [(256, True), (256, False), (128, True)])
 @pytest.mark.parametrize("case", LARGE_CASES, ids=ids)
-def test_large_case_on_hopper(case, fuse_gather, columns):
+def test_large_case_on_hopper(case, columns, fuse_gather):
     assert_right(case, "bfloat16", "triton", specialized_configs(case.w_layout, columns, fuse_gather=fuse_gather))
 
 

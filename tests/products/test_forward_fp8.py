@@ -22,6 +22,7 @@ from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, Case, make_data
 from tests.support.comparison import oracle_arguments
 from tests.support.fp8 import exactly
+from tests.support.marks import PLAIN_JAX, on
 from tests.support.specialized import LARGE_CASES
 
 
@@ -73,7 +74,7 @@ def assert_right(case, implementation, tolerance=1e-3, dtype="bfloat16", config=
     assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=pytest.mark.thorough)])
+@on(None, PLAIN_JAX)
 @pytest.mark.parametrize("case", [*CASES[::5], *OPTIONS[::7], *LARGE_CASES[::6]], ids=lambda case: case.name)
 def test_case(case, implementation):
     assert_right(case, implementation)

@@ -11,11 +11,10 @@ import pytest
 import jgg
 from tests.support import oracle
 from tests.support.closeness import largest_error
+from tests.support.marks import INTERPRET, TRITON, on, thorough_but
 from tests.support.passes import forward_and_backward
 
 SIZES = (3, 0, 5)  # of 11 rows
-INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
-TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
 def numbers(contracted, batch, ragged, group):
@@ -55,6 +54,11 @@ CONTRACTED = {
     ),
 }
 CASES = FREE | CONTRACTED
+# each kind of dimension, alone and with all the others
+QUICK = {
+    *("[m,k] [g,k,n]", "[k,m] [k,g,n]", "[m] [g,n]", "[b,m,k] [g,b,k,n] [b,g]", "[b,x,m,y,j,k] [g,k,b,n,o,j] [b,x,g]"),
+    *("[k,m] [k,n]", "[x,k,y,m,b] [k,x,b,y,n] [g]"),
+}
 # of lhs, of rhs and preferred_element_type
 DTYPES = [
     ("bfloat16", "bfloat16", None),
@@ -67,6 +71,12 @@ DTYPES = [
     ("bfloat16", "float16", "float32"),
     ("float32", "float32", "float16"),
 ]
+CASES_OF_DTYPES = {
+    f"{name}-{'-'.join(map(str, dtypes))}": (CASES[name], dtypes)
+    for name, some in (("[m,k] [g,k,n]", DTYPES), ("[k,m] [k,n]", DTYPES[1::2]))
+    for dtypes in some
+}
+QUICK_DTYPES = list(CASES_OF_DTYPES)[::4]
 
 
 def run(function, lhs, rhs, ct):
@@ -107,26 +117,19 @@ def assert_right(case, dtypes, implementation):
         assert largest_error(array, want) <= 1e-5 + bound, name
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
-@pytest.mark.parametrize("name", CASES)
-def test_every_order_of_dimensions(name, implementation):
-    assert_right(CASES[name], ("float32", "float32", None), implementation)
+@on(None, TRITON)
+@pytest.mark.parametrize("case", thorough_but(QUICK, CASES))
+def test_every_order_of_dimensions(case, implementation):
+    assert_right(case, ("float32", "float32", None), implementation)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
-@pytest.mark.parametrize(
-    ("name", "dtypes"),
-    [
-        pytest.param(name, dtypes, id="-".join(map(str, (name, *dtypes))))
-        for name, some in (("[m,k] [g,k,n]", DTYPES), ("[k,m] [k,n]", DTYPES[1::2]))
-        for dtypes in some
-    ],
-)
-def test_dtypes(name, dtypes, implementation):
-    assert_right(CASES[name], dtypes, implementation)
+@on(None, TRITON)
+@pytest.mark.parametrize("case", thorough_but(QUICK_DTYPES, CASES_OF_DTYPES))
+def test_dtypes(case, implementation):
+    assert_right(*case, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", INTERPRET])
+@on("xla", INTERPRET)
 @pytest.mark.parametrize("name", ["[m,k] [g,n,k]", "[k,m] [k,n]"])
 def test_implementations(name, implementation):
     assert_right(CASES[name], ("float16", "float32", None), implementation)
@@ -209,7 +212,7 @@ def test_no_copy_of_what_kernels_read_as_it_is(name, transposes):
     assert program.count("= transpose[") == transposes
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, INTERPRET, TRITON])
+@on("xla", None, INTERPRET, TRITON)
 def test_cotangent_of_a_wider_result_is_not_rounded(implementation):
     """float32 cotangents that float16 does not hold, whose gradients it does."""
     rng = np.random.default_rng(0)

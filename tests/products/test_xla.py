@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
+from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
 ROWS, IN, OUT, TOPK = 512, 64, 96, 2
@@ -99,20 +100,22 @@ def temporaries(function, num_experts, weights=lambda array: array):
 QUANTIZED_W = lambda arrays: jax.eval_shape(jgg.quantize_weights, arrays[0])  # noqa: E731
 
 
-@pytest.mark.parametrize(
-    ("function", "bytes_of_a_weight", "weights"),
-    [
-        (layer(None, False), 0.1, list),
-        (layer(None, True), 0.1, list),
-        (layer(jgg.Fp8(), False), 0.1, list),
-        (layer(jgg.Fp8(), True), 0.1, list),
-        (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and turned
-        (quantized_product, 1.1, QUANTIZED_W),  # as integers of 8 bits, which a CPU copies them to
-        (lambda x, weights, logits: jgg.quantize_weights(weights[0]), 1.1, list),
-    ],
-    ids=["layer", "layer backward", "Fp8", "Fp8 backward", "kept weights", "quantized product", "quantize_weights"],
-)
-def test_temporaries_do_not_grow_with_the_experts(function, bytes_of_a_weight, weights):
+# name: (function, bytes of a weight that it may take, its weights)
+GROWTHS = {
+    "layer": (layer(None, False), 0.1, list),
+    "layer backward": (layer(None, True), 0.1, list),
+    "Fp8": (layer(jgg.Fp8(), False), 0.1, list),
+    "Fp8 backward": (layer(jgg.Fp8(), True), 0.1, list),
+    "kept weights": (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and turned
+    "quantized product": (quantized_product, 1.1, QUANTIZED_W),  # as integers of 8 bits, which a CPU copies them to
+    "quantize_weights": (lambda x, weights, logits: jgg.quantize_weights(weights[0]), 1.1, list),
+}
+QUICK = "layer backward", "Fp8 backward", "quantized product", "quantize_weights"
+
+
+@pytest.mark.parametrize("case", thorough_but(QUICK, GROWTHS))
+def test_temporaries_do_not_grow_with_the_experts(case):
+    function, bytes_of_a_weight, weights = case
     few, many = 8, 40
     growth = temporaries(function, many, weights) - temporaries(function, few, weights)
     assert growth <= bytes_of_a_weight * (many - few) * 3 * 128 * 256

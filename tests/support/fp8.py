@@ -28,41 +28,38 @@ def mlp(x, w_gate_up, w_down, group_sizes, gather_indices, topk_weights, dy, act
     Only what the recipe quantizes, and what kernels hand on in the dtype of x, is rounded. Weights are [E, N, K], gate
     and up side by side; `order` is that in which their features were in blocks as they were quantized.
     """
-    dtype, topk = x.dtype, topk_weights.shape[1]
     powers = {"power_of_2_scales": recipe.power_of_2_scales}
     tokens = lambda array, **own: again(array, jgg.quantize_tokens, **powers, **own)  # noqa: E731
     back = np.argsort(order)
     up, down = (again(w, jgg.quantize_weights, **powers) for w in (w_gate_up[:, order], w_down))
     up = up[:, back]
-    b_up, b_down = (biases.get(name) for name in ("b_gate_up", "b_down"))
-    quantized_x, quantized_dy = tokens(x), tokens(dy, dtype=recipe.gradient_dtype)
     exact_x, exact_dy = (np.asarray(array).astype(np.float64) for array in (x, dy))
-    results = [np.zeros(np.shape(array)) for array in (x, x, w_gate_up, w_down, topk_weights)]
-    y, dx, d_up, d_down, d_weights = results
-    for expert, rows in enumerate(group_ranges(group_sizes, len(gather_indices))):
-        if not len(rows):
-            continue
-        positions = gather_indices[rows.start : rows.stop]
-        token, p = positions // topk, topk_weights.reshape(-1)[positions, None].astype(np.float64)
-        pre = quantized_x[token] @ up[expert].T + (0 if b_up is None else b_up[expert])
-        hidden = tokens(
-            _activation(activation, pre.astype(dtype))[0],
-        )
-        out = hidden @ down[expert].T + (0 if b_down is None else b_down[expert])
-        np.add.at(y, token, p * out)
-        z = (quantized_dy[token] @ down[expert]).astype(dtype).astype(np.float64)
-        kept = _by_halves(pre.astype(dtype), activation, tokens)
-        hidden, backward = _activation(activation, kept)
-        d_pre = backward(p * z).astype(dtype)
-        quantized_d = again(d_pre[:, order], jgg.quantize_tokens, dtype=recipe.gradient_dtype, **powers)[:, back]
-        np.add.at(dx, token, quantized_d @ up[expert])
-        d_up[expert] = d_pre.astype(np.float64).T @ exact_x[token]
-        d_down[expert] = (p * exact_dy[token]).T @ hidden
-        sums = np.sum(hidden * z, axis=1)
-        if b_down is not None:
-            sums += exact_dy[token] @ b_down[expert]
-        d_weights.reshape(-1)[positions] = sums
-    return results
+    quantized_x, quantized_dy = tokens(x), tokens(dy, dtype=recipe.gradient_dtype)
+    groups = [slice(rows.start, rows.stop) for rows in group_ranges(group_sizes, len(gather_indices))]
+    b_up, b_down = (
+        0 if bias is None else np.repeat(bias, group_sizes, axis=0)
+        for bias in (biases.get("b_gate_up"), biases.get("b_down"))
+    )
+
+    def multiply(rows, matrices):
+        return np.concatenate([rows[own] @ matrix for own, matrix in zip(groups, matrices, strict=True)])
+
+    def outer(left, right):
+        return np.stack([left[own].T @ right[own] for own in groups])
+
+    token, p = gather_indices // topk_weights.shape[1], topk_weights.reshape(-1)[gather_indices, None].astype(float)
+    pre = (multiply(quantized_x[token], up.swapaxes(1, 2)) + b_up).astype(x.dtype)
+    out = multiply(tokens(_activation(activation, pre)[0]), down.swapaxes(1, 2)) + b_down
+    z = multiply(quantized_dy[token], down).astype(x.dtype).astype(np.float64)
+    hidden, backward = _activation(activation, _by_halves(pre, activation, tokens))
+    d_pre = backward(p * z).astype(x.dtype)
+    quantized_d = tokens(d_pre[:, order], dtype=recipe.gradient_dtype)[:, back]
+    y, dx, d_weights = (np.zeros(np.shape(array)) for array in (x, x, topk_weights))
+    np.add.at(y, token, p * out)
+    np.add.at(dx, token, multiply(quantized_d, up))
+    d_weights.reshape(-1)[gather_indices] = np.sum(hidden * z, axis=1) + np.sum(exact_dy[token] * b_down, axis=1)
+    d_up, d_down = outer(d_pre.astype(np.float64), exact_x[token]), outer(p * exact_dy[token], hidden)
+    return y, dx, d_up, d_down, d_weights
 
 
 def _by_halves(pre, activation, tokens):

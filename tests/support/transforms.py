@@ -3,24 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jgg
 from tests.support import oracle
 from tests.support.cases import EVERYTHING, Case, make_data
 from tests.support.comparison import passes_of_grouped_gemm, small_configs
 
-# JAX transforms its own operations here, which few changes can break
-PLAIN_JAX = pytest.param("xla", marks=pytest.mark.thorough)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation",
-    [
-        PLAIN_JAX,
-        None,
-        pytest.param("interpret", marks=pytest.mark.interpret),
-        pytest.param("triton", marks=pytest.mark.gpu),
-    ],
-)
 SMALL = {"group_sizes": (3, 0, 6, 1), "in_features": 4, "out_features": 5}
 # rows past the last group too
 WITH_EVERYTHING = Case("everything", num_rows=12, **SMALL, **EVERYTHING)

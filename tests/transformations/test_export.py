@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.exporting import _KERNEL_CALL
 from tests.support import oracle, processes
 from tests.support.cases import make_data
 from tests.support.closeness import assert_close
+from tests.support.marks import PLAIN_JAX, TRITON, on
 from tests.support.transforms import ORDER, WITH_EVERYTHING, expected_outputs, passes_of
 
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 24, 16, 32, 4, 2
+KERNEL_CALL = "triton_kernel_call_ffi"
 ON = [
     pytest.param(("cpu", "cuda"), id="cpu"),  # of which the program for CUDA is only looked at
     pytest.param(("cuda",), id="cuda", marks=pytest.mark.gpu),
@@ -59,7 +60,7 @@ def test_steps_run_where_triton_is_not_installed(platforms, tmp_path):
         for name, (step, inputs) in steps.items():
             exported = jgg.export(jax.jit(step), platforms=platforms)(*inputs)
             assert exported.platforms == platforms
-            assert exported.mlir_module().count(f"@{_KERNEL_CALL}") >= 2
+            assert exported.mlir_module().count(f"@{KERNEL_CALL}") >= 2
             (tmp_path / f"{name}.program").write_bytes(exported.serialize())
             np.savez(tmp_path / f"{name}.npz", *jax.tree.leaves(inputs))
     processes.run_program("run_exported", tmp_path, *steps, **BESIDE)
@@ -87,7 +88,7 @@ def test_export_is_what_jax_export_refuses():
     struct = jax.ShapeDtypeStruct
     shapes = struct((8, 16), "float32"), struct((2, 16, 4), "float32"), struct((2,), "int32")
     exported = jax.export.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))
-    with pytest.raises(ValueError, match=f"no compatibility guarantees(.|\n)*@{_KERNEL_CALL}"):
+    with pytest.raises(ValueError, match=f"no compatibility guarantees(.|\n)*@{KERNEL_CALL}"):
         exported(*shapes)
     assert jgg.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))(*shapes).out_avals[0].shape == (8, 4)
 
@@ -119,8 +120,7 @@ def test_shapes_known_when_it_runs():
     for recipe in None, jgg.Fp8(keeps_weights=True):
         server = functools.partial(serve, quantization=recipe)
         exported = jgg.export(jax.jit(server))(params, struct((tokens, FEATURES), x.dtype))
-        for count in TOKENS, 5:
-            assert_close(exported.call(params, x[:count]), server(params, x[:count]))
+        assert_close(exported.call(params, x[:5]), jax.jit(server)(params, x[:5]))
 
 
 @pytest.mark.parametrize(("quantize", "shape"), [(jgg.quantize_tokens, "tokens, k"), (jgg.quantize_weights, "e, n, k")])
@@ -154,7 +154,7 @@ def test_shapes_that_must_be_known(shapes, implementation, message):
         jgg.export(jax.jit(function))(lhs, rhs, group_sizes)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, pytest.param("triton", marks=pytest.mark.gpu)])
+@on(PLAIN_JAX, None, TRITON)
 def test_compiled_ahead_of_time(implementation):
     data = make_data(WITH_EVERYTHING, "float32")
     arrays = [jnp.asarray(getattr(data, name)) for name in ORDER]
@@ -165,7 +165,7 @@ def test_compiled_ahead_of_time(implementation):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.gpu)])
+@on(None, TRITON)
 def test_second_start_finds_the_compiled_program(implementation, tmp_path):
     arguments = "run_second_start", tmp_path, implementation
     first, second = (json.loads(processes.run_program(*arguments, **BESIDE)) for _ in range(2))

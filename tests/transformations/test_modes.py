@@ -14,11 +14,10 @@ import jgg
 from jgg.layers import MoELayer
 from tests.support.cases import EVERYTHING, Case, make_data
 from tests.support.closeness import assert_close
+from tests.support.marks import EVERYWHERE, INTERPRET, PLAIN_JAX, TRITON, on, thorough_but
 from tests.support.transforms import (
-    IMPLEMENTATIONS,
     NAMES,
     ORDER,
-    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
     differentiable,
@@ -29,9 +28,6 @@ from tests.support.transforms import (
 NAN_PAST_THE_GROUPS = Case("tail", num_rows=12, poison="tail", **SMALL, **EVERYTHING)
 NAN_IN_A_GROUP = Case("rows", num_rows=12, poison="rows", **SMALL, **EVERYTHING)
 SHARED_WEIGHTS = [None if name in ("w", "bias") else 0 for name in ORDER]
-INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
-GPU = pytest.mark.gpu
-TRITON = pytest.param("triton", marks=GPU)
 
 
 def arguments_of(case):
@@ -56,7 +52,7 @@ def moe(implementation):
     return layer
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_disable_jit(implementation):
     arguments, expected = arguments_of(WITH_EVERYTHING)
     with jax.disable_jit():
@@ -64,7 +60,7 @@ def test_disable_jit(implementation):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_debug_nans(jit, implementation):
     """NaN in a group is found, and none where there are rows that no group has."""
     function = jit(passes_of(WITH_EVERYTHING, implementation))
@@ -144,7 +140,7 @@ WITHOUT_NAN = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 @pytest.mark.parametrize(("function", "dtypes"), WITHOUT_NAN.values(), ids=WITHOUT_NAN)
 def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
     """No NaN where it is only in rows of no group, though those are kept for the backward pass."""
@@ -164,7 +160,12 @@ def test_debug_nans_of_eager_gradients(function, dtypes, implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "batched"),
-    [("xla", False), (None, False), (None, True), pytest.param("triton", True, marks=GPU)],
+    [
+        pytest.param("xla", False, marks=pytest.mark.thorough),
+        (None, False),
+        (None, True),
+        pytest.param("triton", True, marks=pytest.mark.gpu),
+    ],
 )
 def test_checkify_reports_nothing_that_is_right(implementation, batched):
     """Indices out of range are how rows are left out, which must not look like a mistake."""
@@ -182,7 +183,7 @@ def test_checkify_reports_nothing_that_is_right(implementation, batched):
 
 
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
     *floats, logits = moe_arguments()
     routing = jgg.route(logits, 2)
@@ -205,8 +206,11 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@pytest.mark.parametrize(
+    "options",
+    thorough_but(("softmax", "sigmoid"), ROUTERS),
+)
+@on(PLAIN_JAX, None, TRITON)
 def test_checkify_reports_nothing_in_the_layer(implementation, options):
     """With its router, shared experts and losses, and their gradients."""
     layer = MoELayer(8, 5, 4, **({"topk": 2, "shared_features": 6, "use_bias": True} | options))
@@ -223,7 +227,7 @@ def test_checkify_reports_nothing_in_the_layer(implementation, options):
     gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
     error, outputs = jax.jit(checkify.checkify(gradient, checkify.all_checks))(params, x)
     error.throw()
-    assert_close(outputs, jax.jit(gradient)(params, x))
+    assert all(jnp.isfinite(output).all() for output in jax.tree.leaves(outputs))
 
 
 def test_checkify_reports_nan():
@@ -252,7 +256,7 @@ def test_check_beside_the_product_under(transform):
 
 
 @pytest.mark.parametrize("axes", [None, SHARED_WEIGHTS], ids=["one", "vmap"])
-@pytest.mark.parametrize("implementation", [INTERPRET, TRITON])
+@on(INTERPRET, TRITON)
 def test_enable_x64(axes, implementation):
     arguments, expected = arguments_of(WITH_EVERYTHING)
     function = passes_of(WITH_EVERYTHING, implementation)
@@ -267,7 +271,7 @@ def test_enable_x64(axes, implementation):
     assert_close(list(outputs), expected)
 
 
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_enable_x64_in_the_layer(implementation):
     arrays = moe_arguments()
     gradient = jax.grad(lambda arrays: jnp.sum(jnp.sin(moe(implementation)(*arrays))))
@@ -276,7 +280,7 @@ def test_enable_x64_in_the_layer(implementation):
         assert_close(jax.jit(gradient)(arrays), expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@on(PLAIN_JAX, None)
 def test_cotangents_of_integers_are_float0(implementation):
     arguments, _ = arguments_of(WITH_EVERYTHING)
     floats, integers = dict(zip(NAMES, arguments, strict=False)), dict(zip(ORDER[4:6], arguments[4:6], strict=True))
@@ -284,20 +288,17 @@ def test_cotangents_of_integers_are_float0(implementation):
     def loss(floats, integers):
         return jnp.sum(jgg.grouped_gemm(**floats, **integers, **WITH_EVERYTHING.options, implementation=implementation))
 
-    d_floats, d_integers = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(floats, integers)
+    _, d_integers = jax.eval_shape(jax.grad(loss, argnums=(0, 1), allow_int=True), floats, integers)
     assert jax.tree.map(lambda g: g.dtype, d_integers) == dict.fromkeys(integers, jax.dtypes.float0)
-    assert_close(d_floats, jax.grad(loss)(floats, integers))
 
     x, *ws, logits = moe_arguments()
-    routing = jgg.route(logits, 2)
-    d_routing = jax.grad(
-        lambda routing: jnp.sum(jgg.moe_mlp(x, *ws, routing, implementation=implementation)), allow_int=True
-    )(routing)
+    of_routing = jax.grad(lambda r: jnp.sum(jgg.moe_mlp(x, *ws, r, implementation=implementation)), allow_int=True)
+    d_routing = jax.eval_shape(of_routing, jax.eval_shape(lambda logits: jgg.route(logits, 2), logits))
     assert [g.dtype for g in d_routing] == [jnp.float32, *[jax.dtypes.float0] * 3]
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
-@pytest.mark.parametrize("implementation", [PLAIN_JAX, None, TRITON])
+@on(PLAIN_JAX, None, TRITON)
 def test_mesh_of_one_device(implementation, axis_type):
     """Alone, under vmap and in shard_map; `jax.make_mesh` makes explicit axes unless told otherwise."""
     arguments, expected = arguments_of(WITH_EVERYTHING)
@@ -318,7 +319,7 @@ def test_mesh_of_one_device(implementation, axis_type):
             assert_close(list(outputs), expected)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_abstract_values(implementation):
     """Shapes and jaxprs come without data, and for any GPU without one."""
     arguments, expected = arguments_of(WITH_EVERYTHING)
@@ -351,7 +352,7 @@ def test_linearize_and_second_order_of_plain_jax():
     assert_close(hessian, expected, 1e-4)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_jacobian_of_the_kernels(implementation):
     """Reverse mode only, by vmap over dy alone; forward mode says why not."""
     function, arrays, _ = differentiable(WITH_EVERYTHING, implementation)
@@ -370,16 +371,21 @@ def second_derivative(function, arguments):
     return jax.jit(jax.grad(slope, range(len(arguments))))(*arguments)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
-def test_second_order_of_the_kernels(implementation):
-    """A product and a layer have second derivatives: plain JAX differentiates what the kernels compute backwards."""
-    (function, arrays, _), (plain, _, _) = (differentiable(WITH_EVERYTHING, name) for name in (implementation, "xla"))
-    assert_close(second_derivative(function, (arrays,)), second_derivative(plain, (arrays,)), 1e-4)
-    got, expected = (second_derivative(moe(name), moe_arguments()) for name in (implementation, "xla"))
+@on(None, TRITON)
+@pytest.mark.parametrize("kind", ["layer", pytest.param("product", marks=pytest.mark.thorough)])
+def test_second_order_of_the_kernels(kind, implementation):
+    """There are second derivatives: plain JAX differentiates what the kernels compute backwards."""
+    names = implementation, "xla"
+    if kind == "layer":
+        functions, arguments = map(moe, names), moe_arguments()
+    else:
+        functions, (arrays, *_), _ = zip(*(differentiable(WITH_EVERYTHING, name) for name in names), strict=True)
+        arguments = [arrays]
+    got, expected = (second_derivative(function, arguments) for function in functions)
     assert_close(got, expected, 1e-4)
 
 
-@pytest.mark.parametrize("implementation", [None, TRITON])
+@on(None, TRITON)
 def test_derivative_of_a_product_alone(implementation):
     """Right even where JAX differentiates the product and not the function that has a rule for it."""
     function, arrays, _ = differentiable(WITH_EVERYTHING, "xla")

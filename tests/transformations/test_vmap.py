@@ -13,12 +13,12 @@ from tests.support import moe_oracle, oracle, processes
 from tests.support.cases import EVERYTHING, Case
 from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
+from tests.support.marks import EVERYWHERE, INTERPRET, KERNELS, PLAIN_JAX, on, thorough_but
+from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 from tests.support.transforms import (
-    IMPLEMENTATIONS,
     IN_ORDER,
     ORDER,
-    PLAIN_JAX,
     SMALL,
     WITH_EVERYTHING,
     batch_of,
@@ -39,6 +39,18 @@ BATCHED = {
 }
 
 
+def elements(arguments, axes, count):
+    """The arguments of each element of a batch, NumPy arrays."""
+    for i in range(count):
+        yield i, [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
+
+
+def assert_elements_right(got, case, arguments, axes, count=2):
+    """Compares y and the gradients of each element, or the first of these, with the oracle's."""
+    for i, one in elements(arguments, axes, count):
+        assert_close([output[i] for output in got], list(expected_outputs(case, *one))[: len(got)])
+
+
 def assert_right_under_vmap(case, implementation, batched, size=3):
     """Forward and backward under vmap, `batched` last in memory for one array and first for the others."""
     batch = batch_of(case, size)
@@ -46,19 +58,14 @@ def assert_right_under_vmap(case, implementation, batched, size=3):
     axes = [(1 if name == "x" else 0) if name in batched else None for name in ORDER]
     moved = [a if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip(arguments, axes, strict=True)]
     got = jax.jit(jax.vmap(passes_of(case, implementation), axes))(*moved)
-    for i in range(size):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
-        assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
+    assert_elements_right(got, case, arguments, axes, size)
 
 
 # which arrays are shared changes how a product is merged; test_generated.py draws more such sets at every change
 OFTEN = ("everything", "rows", "rows-and-routing", "routing", "only-w")
 
 
-@pytest.mark.parametrize(
-    "batched",
-    [pytest.param(names, id=key, marks=[pytest.mark.thorough] * (key not in OFTEN)) for key, names in BATCHED.items()],
-)
+@pytest.mark.parametrize("batched", thorough_but(OFTEN, BATCHED))
 def test_any_argument(batched):
     assert_right_under_vmap(WITH_EVERYTHING, None, batched)
 
@@ -68,16 +75,16 @@ def test_any_argument_of_plain_jax():
 
 
 # in the merged product, what the kernels leave unwritten shows as NaN or as whatever the memory held
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
-
-
 @KERNELS
-@pytest.mark.parametrize("batched", ["everything", "rows-and-routing"])
-@pytest.mark.parametrize("permute_x", [False, True])
-@pytest.mark.parametrize("permute_y", [False, True])
+@pytest.mark.parametrize(
+    ("permute_x", "permute_y", "batched"),
+    [
+        pytest.param(x, y, batched, marks=[pytest.mark.thorough] * ((batched == "everything") != (x == y)))
+        for batched in ("everything", "rows-and-routing")
+        for x in (False, True)
+        for y in (False, True)
+    ],
+)
 def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     """With NaN in the rows past an element's groups, which in the merged product lie between two groups."""
     options = EVERYTHING | {"permute_x": permute_x, "permute_y": permute_y}
@@ -85,7 +92,7 @@ def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     assert_right_under_vmap(case, implementation, BATCHED[batched], size=2)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 @pytest.mark.parametrize(
     "sizes", [[[0], [32]], [[1, 1], [60, 4], [30, 33]], [[0, 40], [0, 0], [33, 0]]], ids=["empty", "more", "none"]
 )
@@ -94,13 +101,12 @@ def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
     num_rows = 32 if len(sizes) == 2 else 64
     case = Case("gaps", sizes[0], num_rows, 8, 12, **EVERYTHING)
     batch = batch_of(case, len(sizes)) | {"group_sizes": jnp.array(sizes, jnp.int32)}
-    got = jax.jit(jax.vmap(passes_of(case, implementation)))(*(batch[name] for name in ORDER))
-    for i in range(len(sizes)):
-        one = [np.asarray(batch[name][i]) for name in ORDER]
-        assert_close([output[i] for output in got], list(expected_outputs(case, *one)))
+    arguments = [batch[name] for name in ORDER]
+    got = jax.jit(jax.vmap(passes_of(case, implementation)))(*arguments)
+    assert_elements_right(got, case, arguments, [0] * len(ORDER), len(sizes))
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.interpret), PLAIN_JAX, None])
+@on(INTERPRET, PLAIN_JAX, None)
 def test_layers_that_drop_tokens(implementation):
     """Each element with its own weights and choices, of which some are of no expert."""
     runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
@@ -111,12 +117,8 @@ def test_layers_that_drop_tokens(implementation):
     @jax.jit
     @jax.vmap
     def run(floats, chosen, dy):
-        def forward(floats):
-            routing = jgg.Routing(floats["topk_weights"], chosen, *jgg.sort_by_expert(chosen, 3))
-            weights = floats["x"], floats["w_gate_up"], floats["w_down"]
-            return jgg.moe_mlp(*weights, routing, precision="highest", implementation=implementation)
-
-        return forward_and_backward(forward)(dy, floats)
+        options = {"precision": "highest", "implementation": implementation}
+        return forward_and_backward(lambda floats: forward(floats, indices_of(chosen, 3), **options))(dy, floats)
 
     got = run(floats, chosen, dy)
     for i, one in enumerate(runs):
@@ -133,8 +135,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
     axes = [0 if name in BATCHED[batched] else None for name in ORDER]
     arguments = [batch[name] if axis == 0 else batch[name][0] for name, axis in zip(ORDER, axes, strict=True)]
     got = jax.jit(jax.vmap(passes_of(WITH_EVERYTHING, implementation), axes))(*arguments)
-    for i in range(2):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
+    for i, one in elements(arguments, axes, 2):
         named = dict(zip(ORDER[:-1], one, strict=False))
         y_is_specified = np.broadcast_to(oracle.specified(**named, **WITH_EVERYTHING.options)[0], got[0][i].shape)
         y, *gradients = expected_outputs(WITH_EVERYTHING, *one)
@@ -142,7 +143,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
         assert_close([output[i] for output in got[1:]], gradients)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_gradient_of_shared_weights_through_vmap(implementation):
     batch = batch_of(WITH_EVERYTHING, 2)
     shared = {name: batch[name][0] for name in ("topk_weights", "bias", "group_sizes", "gather_indices")}
@@ -165,7 +166,7 @@ def test_gradient_of_shared_weights_through_vmap(implementation):
     assert_close(got, expected)
 
 
-@IMPLEMENTATIONS
+@EVERYWHERE
 def test_nested_vmap(implementation):
     outer, inner = 2, 3
     batch = batch_of(IN_ORDER, outer * inner)
@@ -194,12 +195,10 @@ def test_products_alone(batched):
         return y, jgg.grouped_gemm_dx(dy, w, **options), jgg.grouped_gemm_dw(x, dy, **options)
 
     got = jax.jit(jax.vmap(products, axes))(*arguments)
-    for i in range(2):
-        one = [np.asarray(a if axis is None else a[i]) for a, axis in zip(arguments, axes, strict=True)]
-        assert_close([output[i] for output in got], list(expected_outputs(WITH_EVERYTHING, *one))[:3])
+    assert_elements_right(got, WITH_EVERYTHING, arguments, axes)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@on(PLAIN_JAX, None)
 def test_ragged_dot_with_an_offset_for_each(implementation):
     rng = np.random.default_rng(0)
     lhs = jnp.asarray(rng.standard_normal((3, 18, 12)), jnp.float32)

@@ -9,13 +9,12 @@ import pytest
 
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
 from jgg.core.gpu_target import current_target
+from jgg.core.quantized import Format, quantize
 from jgg.launching.choice import How
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from tests.support.closeness import distance
+from tests.support.marks import KERNELS
 
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
 OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
 
 
@@ -119,3 +118,30 @@ def test_an_activation_has_the_curve_of_its_function():
         assert dataclasses.replace(activation, name="other").curve == activation.curve
         assert dataclasses.replace(activation, function=OWN.function).curve is None
     assert clamped_swiglu(2, 3).curve == ("clamped_silu", 2.0, 3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["swiglu", "clamped_swiglu", "geglu", "ungated_relu_squared", "own"])
+@pytest.mark.parametrize(("columns", "interleaved"), [(768, False), (300, False), (128, True)])
+def test_in_fp8(name, columns, interleaved):
+    activation = ACTIVATIONS.get(name, OWN)
+    halves = 2 if activation.is_gated else 1
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    pre, z, weights = normal(37, halves * columns), normal(37, columns), jnp.asarray(rng.uniform(size=37), jnp.float32)
+    kept = quantize(pre.reshape(37, halves, -1), (1, 128), Format())
+    options = {"activation": activation, "interleaved": interleaved and halves == 2}
+    results = []
+    for implementation in ("triton", "xla"):
+        how = How(implementation, current_target())
+        activated = ACTIVATE(how, Activate(pre), stored_as=Format(), keeps=True, **options)
+        stored_as = Format(jnp.dtype(jnp.float8_e5m2), power_of_2_scales=True)
+        d_pre, d, hidden, sums = ACTIVATE_BACKWARD(
+            how, ActivateBackward(kept, z, weights), scale_hidden=True, stored_as=stored_as, **options
+        )
+        quantized = activated.hidden, activated.kept, d
+        results.append([*(array.dequantize("float32") for array in quantized), d_pre, hidden, sums])
+    for number, (got, want) in enumerate(zip(*results, strict=True)):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        # the third was quantized from bfloat16, whose last bit may differ, to the 3 bits of float8_e5m2
+        assert distance(got, want) < (0.05 if number == 2 else 1e-2), number

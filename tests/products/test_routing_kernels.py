@@ -12,12 +12,9 @@ from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
 from jgg.products.top_k import TOP_K, TopK
+from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
 
-KERNELS = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu)],
-)
 # one of each way to choose: plain, with two groups' scores, with fewer groups of one, with no token, with one expert
 CHOSEN = ["mixtral", "qwen3-next", "deepseek-v3", "groups-of-one", "kimi-k2", "no-token", "every-expert", "one-expert"]
 
@@ -119,10 +116,3 @@ def test_large_and_small_batches(num_tokens, num_experts, topk):
     first, second, by_xla = (route(logits, implementation=name) for name in ("triton", "triton", "xla"))
     for again, want in ((second, first), (by_xla, first)):
         jax.tree.map(np.testing.assert_array_equal, again, want)
-
-
-def test_an_implementation_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
-        jgg.route(jnp.zeros((2, 4)), 2, implementation="cuda")
-    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
-        jgg.sort_by_expert(jnp.zeros((2, 4), jnp.int32), 2, implementation="cuda")

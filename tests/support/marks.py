@@ -1,0 +1,26 @@
+"""Which tests run where: the implementations, and what is not needed at every change."""
+
+import pytest
+
+# JAX transforms its own operations here, which few changes can break
+PLAIN_JAX = pytest.param("xla", marks=pytest.mark.thorough)
+INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
+TRITON = pytest.param("triton", marks=pytest.mark.gpu)
+
+
+def on(*implementations):
+    """Runs a test with each of these as its `implementation`."""
+    return pytest.mark.parametrize("implementation", implementations)
+
+
+EVERYWHERE = on(None, PLAIN_JAX, INTERPRET, TRITON)
+KERNELS = on(INTERPRET, TRITON)
+
+
+def thorough_but(quick, cases):
+    """Parameters from cases by name, or from names; those not among the quick ones are marked thorough."""
+    values = cases.values() if isinstance(cases, dict) else cases
+    return [
+        pytest.param(value, id=name, marks=[pytest.mark.thorough] * (name not in quick))
+        for name, value in zip(cases, values, strict=True)
+    ]
