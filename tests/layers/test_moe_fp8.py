@@ -15,11 +15,10 @@ from jgg.activations import ACTIVATIONS
 from jgg.layers import MoELayer
 from tests.support import fp8
 from tests.support.closeness import distance
+from tests.support.marks import TRITON, on
 from tests.support.passes import forward_and_backward
 
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [None, *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "xla"))]
-)
+IMPLEMENTATIONS = on(None, TRITON, pytest.param("xla", marks=pytest.mark.gpu))
 RECIPES = {"e4m3": jgg.Fp8(), "e5m2": jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)}
 NAMES = "y", "x", "w_gate_up", "w_down", "topk_weights"
 
