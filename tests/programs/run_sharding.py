@@ -26,6 +26,7 @@ from tests.support.sharded_cases import (
     assert_shards_close,
     make,
     on_mesh,
+    on_one_device,
     place,
 )
 
@@ -122,6 +123,25 @@ def check_quantized_weights():
     assert_quantized_weights_are_right("quantized once", MoESharding(mesh_of(), **ALL))
     sharding = MoESharding(mesh_of("Explicit"), data="a", fsdp="b", expert="c", exchange="ragged_all_to_all")
     assert_quantized_weights_are_right("dequantized", sharding)
+
+
+def check_float32_weights():
+    """Of tokens in bfloat16: what every device adds to a gradient is float32 too, unless fsdp scatters it."""
+    for axes in (ALL, {"data": "a", "expert": "b", "tensor": "c"}):
+        sharding = MoESharding(mesh_of(), **axes)
+        floats, chosen, dy = make("uneven")
+        tokens = {"x": floats["x"].astype(jnp.bfloat16)}
+        dy = dy.astype(jnp.bfloat16)
+        split, *others = place(floats | tokens, chosen, dy, sharding)
+        y, got, _ = on_mesh(split, *others, sharding)
+        want_y, want = on_one_device(floats | tokens, chosen, dy, np.ones(chosen.shape, bool))
+        assert y.dtype == jnp.bfloat16
+        assert distance(y, want_y) < 1e-2
+        for name, gradient in got.items():
+            assert gradient.dtype == floats[name].dtype or name == "x", name
+            assert distance(gradient, want[name]) < 1e-2, name
+        rounded = got["w_down"].astype(jnp.bfloat16).astype(jnp.float32)
+        assert bool(jnp.all(rounded == got["w_down"])) == ("fsdp" in axes)
 
 
 def check_quantizing_on_explicit_axes():
@@ -226,6 +246,7 @@ def main():
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
     check_quantized_weights()
+    check_float32_weights()
     check_quantizing_on_explicit_axes()
     check_quantized_layer()
     check_weights_are_not_moved()
