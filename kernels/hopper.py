@@ -46,7 +46,9 @@ rows of LAG steps before and announce those at the full barrier.
 Registers. Each thread of the three warpgroups begins with 168 registers, 64,512 of the multiprocessor's 65,536. The
 warpgroups then exchange them in eights: 8 less for each of the two that multiply is 16 more for the one that loads. A
 thread that multiplies holds 192: 128 for the float32 sums of a [64, 256] half tile, and 64 for the finished half tile
-in 16 bits (64 and 64 with 128 columns and a float32 result). What the loading warps must hold decides the rest:
+in 16 bits (64 and 64 with 128 columns and a float32 result). Of a half tile with 256 columns and a float32 result, as
+dW has for float32 weights, it holds one half, and stores the other at once. What the loading warps must hold decides
+the rest:
 
     multiply   load
     240        24     coordinates of blocks, for TMA
@@ -57,8 +59,8 @@ No register of a loading warp that gathers may spill: to read it back would wait
 
 Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
 KB in 4 stages, and as much in 6 stages with 128 columns. Each warpgroup also has a block of 8 KB to store a part from,
-and one of at most 8 KB for that part's hidden features. With the barriers that is 213,288 bytes, or up to 229,672 with
-hidden features, of the 232,448 that a multiprocessor lets a CTA have.
+and one of at most 8 KB for that part's hidden features, or a second for parts that are stored at once. With the
+barriers that is 213,288 bytes, or up to 229,672 with those, of the 232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
 between the two. What was tried with this kernel, and how fast each was, is in kernels/trials.md.

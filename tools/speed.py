@@ -51,13 +51,15 @@ def summary() -> str:
     slower = [quotient for row in gemms if (quotient := _ratio(row, "quack", "tflops")) > 1]
     sonic = [_ratio(row, "forward_ms", "sonic_forward_ms") for row in layers if row["sonic_forward_ms"]]
     slower_layers = [quotient for quotient in sonic if quotient > 1]
+    flax = [_ratio(row, "both_ms", "moe_mlp_both_ms") for row in measurements("flax_layers")]
     text = (
         f"On an H200 in bfloat16, jgg's GEMMs reach {_range(of_dense, 100)}% of the speed of one dense GEMM with as "
         f"many FLOPs. By geometric mean over the GEMMs of seven layers they are {_range(quack)} times as fast as "
         f"QuACK and {_range(torch)} times as fast as `torch._grouped_mm`, depending on the operation. QuACK is faster "
-        f"in {len(slower)} of {len(gemms)} GEMMs, by {_percents(slower)}. Whole layers take {_mean(sonic):.2f} of "
-        f"SonicMoE's time in the forward pass; SonicMoE is faster in {len(slower_layers)} of {len(sonic)}, by "
-        f"{_percents(slower_layers)}."
+        f"in {len(slower)} of {len(gemms)} GEMMs, by {_percents(slower)}. Whole layers, by `jgg.route` and "
+        f"`jgg.moe_mlp` with bfloat16 weights, take {_mean(sonic):.2f} of SonicMoE's time in the forward pass; "
+        f"SonicMoE is faster in {len(slower_layers)} of {len(sonic)}, by {_percents(slower_layers)}. On an H100, "
+        f"`jgg.nnx.MoE` with Flax's float32 parameters takes {_range(flax)} times as long as those in both passes."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
@@ -108,6 +110,18 @@ def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[st
         yield f"{layer[column]} ({_ratio(layer, 'bfloat16_ms', column):.2f})" if layer else ""
 
 
+def flax_table() -> str:
+    """A table of the times of Flax's layers with float32 parameters."""
+    headings = ("layer, on an H100", "`moe_mlp`, bfloat16", "`nnx.MoE`, float32 parameters", "in FP8")
+    return _table(headings, map(_flax_cells, measurements("flax_layers")))
+
+
+def _flax_cells(row: Row) -> Iterator[str]:
+    yield row["layer"]
+    for kind in ("moe_mlp_", "", "fp8_"):
+        yield f"{row[f'{kind}forward_ms']}, {row[f'{kind}both_ms']}"
+
+
 def gpus_table() -> str:
     """A table of a layer's times on several GPUs, where each has as many tokens as one device alone has."""
     headings = ("GPUs", "strategy", "ms", "efficiency", "MB sent by each")
@@ -127,6 +141,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "speed-table": speed_table,
     "fp8-table": fp8_table,
     "gpus-table": gpus_table,
+    "flax-table": flax_table,
 }
 
 
