@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.gpu_target import target
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import check
 from jgg.core.versions import __version__ as __version__
 from jgg.experts.moe import moe_mlp
 from jgg.exporting import export
-from jgg.fp8 import Fp8, QuantizedWeights, quantize_tokens, quantize_weights
+from jgg.fp8 import Fp8, quantize_tokens, quantize_weights
 from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.ragged_dot import ragged_dot, ragged_dot_general
 from jgg.router.logits import router_logits

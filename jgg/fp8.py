@@ -14,11 +14,11 @@ from jgg.core.quantized import (
     DTYPES,
     Format,
     QuantizedArray,
+    QuantizedWeights,
     WeightForms,
     as_bits,
     from_bits,
     scales_shape,
-    type_of,
 )
 from jgg.launching.choice import How
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
@@ -97,42 +97,6 @@ def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) ->
     turned = jax.P(experts, columns, rows) if turns else None
     specs = QuantizedMatrices(split.spec, split.spec, turned)  # type: ignore[arg-type]
     return jax.shard_map(quantized, mesh=split.mesh, in_specs=split.spec, out_specs=specs)(w)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedWeights:
-    """Weights together with the same weights in FP8, made by `Fp8.weights`; a pytree.
-
-    `moe_mlp` multiplies by the weights in FP8, and the gradient goes to `array`. To quantize once for
-    several microbatches, differentiate in w with `dataclasses.replace(weights, array=w)`.
-
-    Attributes:
-      array: [E, rows, columns].
-      forms: the same in FP8, twice: as it is, and with rows and columns exchanged.
-    """
-
-    array: jax.Array
-    forms: WeightForms
-
-    def __repr__(self) -> str:
-        """The dtypes and shapes, without the numbers."""
-        return f"QuantizedWeights(array={type_of(self.array)}, forms={self.forms})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.array.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the array."""
-        return self.array.dtype
-
-
-def is_in_fp8(w: object) -> bool:
-    """Whether weights were quantized by the caller."""
-    return isinstance(w, QuantizedArray | QuantizedWeights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,13 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_dtype, as_flag, as_int, as_precision, check_floats, check_instance
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import DTYPES
-from jgg.core.quantized import QuantizedArray, as_dense
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization
 from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.experts.mesh import check_interleaved, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8, QuantizedWeights, check_quantization
+from jgg.fp8 import Fp8, check_quantization
 from jgg.launching.choice import How, check_implementation
 from jgg.router.logits import compute_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss

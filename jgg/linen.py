@@ -7,8 +7,9 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
+from jgg.core.quantized import is_quantized
 from jgg.experts.layer_options import LayerOptions
-from jgg.fp8 import Fp8, is_in_fp8
+from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -74,7 +75,7 @@ class MoE(nn.Module, LayerOptions):
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
             selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
-        own = [array for name, array in params.items() if not (name.endswith("_router") or is_in_fp8(array))]
+        own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
             params, x, selection_bias, sharding=self.sharding, precision=self.precision,

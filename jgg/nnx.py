@@ -15,10 +15,10 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
-from jgg.core.quantized import DTYPES, QuantizedArray, block_of, values_and_scales
+from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.experts.mesh import check_split
-from jgg.fp8 import Fp8, is_in_fp8
+from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, check_layer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
@@ -136,7 +136,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """
         layer = self.layer
         params = {name: self._value(name) for name in layer.shapes}
-        own = [array for name, array in params.items() if not (name.endswith("_router") or is_in_fp8(array))]
+        own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         y, metrics = layer.apply(

@@ -9,11 +9,11 @@ from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array, as_array_or_none, as_int, check, check_instance
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes
 from jgg.experts.mesh import MoESharding, check_interleaved, map_tokens, specs_of_parts
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8, QuantizedWeights
+from jgg.fp8 import Fp8
 
 __all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
 

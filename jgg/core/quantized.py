@@ -149,11 +149,6 @@ class ToQuantize:
         return array.mT if self.is_turned else array
 
 
-def is_quantized(array: Any) -> bool:
-    """Whether an operand is a QuantizedArray, or will be one when a product quantizes it."""
-    return isinstance(array, QuantizedArray | ToQuantize)
-
-
 class WeightForms(NamedTuple):
     """Quantized weights: as they are, and with rows and columns exchanged.
 
@@ -163,6 +158,42 @@ class WeightForms(NamedTuple):
 
     straight: QuantizedArray | None
     turned: QuantizedArray | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights together with the same weights in FP8, made by `Fp8.weights`; a pytree.
+
+    `moe_mlp` multiplies by the weights in FP8, and the gradient goes to `array`. To quantize once for
+    several microbatches, differentiate in w with `dataclasses.replace(weights, array=w)`.
+
+    Attributes:
+      array: [E, rows, columns].
+      forms: the same in FP8, twice: as it is, and with rows and columns exchanged.
+    """
+
+    array: jax.Array
+    forms: WeightForms
+
+    def __repr__(self) -> str:
+        """The dtypes and shapes, without the numbers."""
+        return f"QuantizedWeights(array={type_of(self.array)}, forms={self.forms})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array."""
+        return self.array.dtype
+
+
+def is_quantized(array: Any) -> bool:
+    """Whether an operand or weights are in FP8, or will be when a product quantizes them."""
+    return isinstance(array, QuantizedArray | QuantizedWeights | ToQuantize)
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:

@@ -23,8 +23,8 @@ from jgg.core.arguments import (
     check_rank,
 )
 from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
-from jgg.core.quantized import QuantizedArray, WeightForms, as_dense
-from jgg.fp8 import Fp8, QuantizedWeights, as_quantized_weights, check_quantization
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, as_dense
+from jgg.fp8 import Fp8, as_quantized_weights, check_quantization
 from jgg.launching.choice import check_implementation
 from jgg.router.routing import Routing
 

@@ -221,8 +221,7 @@ def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Arra
     XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
     each run with one block of 128 threads, so that a few long runs would be slow (`_RUNS`).
     """
-    num_written = jnp.sum(there.recv_sizes, dtype=jnp.int32)[None]
-    out = BUFFER(target.how, Buffer(num_written), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
+    out = BUFFER(target.how, Buffer(there.recv_sizes), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
     arrays = [vary_over(axes, array) for array in (rows, out, *there)]
     return jax.lax.platform_dependent(

@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from jgg.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
 from jgg.core.problem import W_LAYOUTS
-from jgg.core.quantized import QuantizedArray, WeightForms, block_of
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, block_of
 from jgg.experts.exchange import EXCHANGES
-from jgg.fp8 import QuantizedWeights
 
 P = jax.P
 

@@ -13,13 +13,13 @@ from jax.typing import ArrayLike
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import vary_over, varying_axes
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights
 from jgg.experts.in_dtype import InDtype
 from jgg.experts.in_fp8 import InFp8
 from jgg.experts.mlp import Mlp, Operands, problems
-from jgg.fp8 import Fp8, QuantizedWeights
+from jgg.fp8 import Fp8
 from jgg.launching.choice import how_of
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias

@@ -9,13 +9,13 @@ from jgg.primitives.product import Product, array_type
 
 
 class Buffer(NamedTuple):
-    """The number of rows that will be written, int32 [1].
+    """What decides how much is written to the buffer, an array of any shape.
 
-    The buffer is the same for any number. But since it depends on this operand, it is made where it is needed; without
-    an operand, JAX and XLA would make it before a loop over layers and copy it in every step.
+    The buffer does not depend on its values. But since it has an operand, it is made where it is needed; without one,
+    JAX and XLA would make it before a loop over layers and copy it in every step.
     """
 
-    num_written: jax.Array
+    needed_for: jax.Array
 
 
 def _plain(operands: Buffer, shape, dtype):
