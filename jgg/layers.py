@@ -24,7 +24,14 @@ from jgg.fp8 import Fp8, check_quantization
 from jgg.launching.choice import How, check_implementation
 from jgg.router.logits import compute_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
-from jgg.router.routing import Routing, as_selection_bias, check_counts, check_scores, compute_routing
+from jgg.router.routing import (
+    Routing,
+    as_given_choices,
+    as_selection_bias,
+    check_counts,
+    check_scores,
+    compute_routing,
+)
 from jgg.sharding import MoESharding
 
 __all__ = ["LayerOptions", "Metrics", "MoELayer", "dense_init", "expert_init"]
@@ -34,23 +41,25 @@ dense_init = jax.nn.initializers.lecun_normal()
 
 
 class Metrics(NamedTuple):
-    """The figures that `MoELayer.apply` returns beside y.
+    """What `MoELayer.apply` returns beside y.
 
     Attributes:
       group_sizes: int32 [E], rows that the router gave each expert.
       load_balancing_loss: float32 [], as `jgg.load_balancing_loss`: 1 where the load is even.
       router_z_loss: float32 [], as `jgg.router_z_loss`.
       overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
+      topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices as x is.
     """
 
     group_sizes: jax.Array
     load_balancing_loss: jax.Array
     router_z_loss: jax.Array
     overflow: jax.Array
+    topk_indices: jax.Array
 
 
 class LayerArrays(NamedTuple):
-    """The arrays of `MoELayer.apply`, checked: x [T, H], the parameters of `MoELayer.shapes` and selection_bias."""
+    """The arrays of `MoELayer.apply`, checked: x [T, H], parameters, selection_bias and topk_indices [T, k]."""
 
     x: jax.Array
     w_router: jax.Array
@@ -63,6 +72,7 @@ class LayerArrays(NamedTuple):
     w_shared_down: jax.Array | None = None
     w_shared_gate: jax.Array | None = None
     selection_bias: jax.Array | None = None
+    topk_indices: jax.Array | None = None
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -125,8 +135,9 @@ class MoELayer(LayerOptions, InFeatures):
 
     def apply(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
-        selection_bias: ArrayLike | None = None, *, sharding: MoESharding | None = None,
-        precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None, implementation: str | None = None,
+        selection_bias: ArrayLike | None = None, *, topk_indices: ArrayLike | None = None,
+        sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None,
+        implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
@@ -137,6 +148,8 @@ class MoELayer(LayerOptions, InFeatures):
             also be the result of `Fp8.weights`.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
+          topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
+            a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
@@ -147,21 +160,24 @@ class MoELayer(LayerOptions, InFeatures):
             quantization=quantization, implementation=implementation,
         )  # fmt: skip
         x = as_array("x", x)
-        arrays = self._checked(params, x, selection_bias, sharding, options)
+        arrays = self._checked(params, x, selection_bias, topk_indices, sharding, options)
         if sharding is None:
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
             named = {name: array for name, array in arrays._asdict().items() if array is not None}
             specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
-                sharding, named, specs, (sharding.token_spec, jax.P()),
+                sharding, named, specs, (sharding.token_spec, of_metrics),
             )  # fmt: skip
-        return y.reshape(x.shape), metrics
+        topk_indices = metrics.topk_indices.reshape(*x.shape[:-1], self.topk)
+        return y.reshape(x.shape), metrics._replace(topk_indices=topk_indices)
 
     def _checked(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: jax.Array,
-        selection_bias: ArrayLike | None, sharding: MoESharding | None, options: MlpOptions,
+        selection_bias: ArrayLike | None, topk_indices: ArrayLike | None, sharding: MoESharding | None,
+        options: MlpOptions,
     ) -> LayerArrays:  # fmt: skip
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         if sharding is not None:
@@ -178,6 +194,9 @@ class MoELayer(LayerOptions, InFeatures):
             )
         if selection_bias is not None:
             selection_bias = as_selection_bias(selection_bias, self.num_experts)
+        if topk_indices is not None:
+            topk_indices = as_given_choices(topk_indices, "[..., k]", (*x.shape[:-1], self.topk))
+            topk_indices = topk_indices.reshape(math.prod(x.shape[:-1]), self.topk)
         named: dict[str, Any] = {}
         for name, expected in self.shapes.items():
             if name in params:
@@ -187,7 +206,7 @@ class MoELayer(LayerOptions, InFeatures):
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, **named)
+        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, topk_indices=topk_indices, **named)
         check_floats("x", x)
         check_floats("w_router", arrays.w_router)
         if arrays.b_router is not None:
@@ -202,8 +221,8 @@ class MoELayer(LayerOptions, InFeatures):
         token_axes = () if sharding is None else sharding.token_axes
         logits = compute_logits(arrays.x, arrays.w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
-            logits, arrays.selection_bias, How(options.implementation, current_target()), topk=self.topk,
-            score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
+            logits, arrays.selection_bias, arrays.topk_indices, How(options.implementation, current_target()),
+            topk=self.topk, score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
             topk_groups=self.topk_groups,
         )  # fmt: skip
         y, overflow = self._experts(arrays, routing, sharding, options)
@@ -212,6 +231,7 @@ class MoELayer(LayerOptions, InFeatures):
             compute_load_balancing_loss(logits, routing.group_sizes, None, self.topk, self.score, token_axes),
             compute_router_z_loss(logits, None, token_axes),
             overflow,
+            routing.topk_indices,
         )
         return y + self._shared(arrays, options.precision) if self.shared_features else y, metrics
 

@@ -17,7 +17,7 @@ from jgg.sharding import MoESharding
 class MoE(nn.Module, LayerOptions):
     """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
 
-    Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss" and "overflow"
+    Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss", "overflow" and "topk_indices"
     (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
     may be wrapped in `nn.with_partitioning`.
 
@@ -62,8 +62,8 @@ class MoE(nn.Module, LayerOptions):
         )  # fmt: skip
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to x [..., H]; the result has the shape of x."""
+    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
+        """Applies the layer to x [..., H]; the result has the shape of x. `topk_indices` are as in `jgg.nnx.MoE`."""
         layer = MoELayer.of(self, x.shape[-1])
         params = {}
         for name, shape in layer.shapes.items():
@@ -78,7 +78,7 @@ class MoE(nn.Module, LayerOptions):
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
-            params, x, selection_bias, sharding=self.sharding, precision=self.precision,
+            params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         for name, value in metrics._asdict().items():

@@ -128,11 +128,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """The layer as a function of its parameters."""
         return MoELayer.of(self, self.in_features)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x.
 
         Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
-        "router_z_loss", float32 [], and "overflow", int32 [], as in `jgg.layers.Metrics`.
+        "router_z_loss", float32 [], "overflow", int32 [], and "topk_indices", int32 [..., k], as in
+        `jgg.layers.Metrics`.
+
+        Args:
+          topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
+            with -1 for a choice of the router; as in `jgg.route`.
         """
         layer = self.layer
         params = {name: self._value(name) for name in layer.shapes}
@@ -140,7 +145,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         y, metrics = layer.apply(
-            params, x, selection_bias, sharding=self.sharding, precision=self.precision,
+            params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.

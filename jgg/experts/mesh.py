@@ -126,7 +126,7 @@ class MoESharding:
 
 def map_tokens[Result](
     function: Callable[[dict[str, Any]], Result], sharding: MoESharding, arrays: dict[str, Any], specs: dict[str, P],
-    out_specs: P | tuple[P, ...],
+    out_specs: Any,
 ) -> Result:  # fmt: skip
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
 

@@ -24,6 +24,7 @@ from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How, check_implementation
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
+from jgg.router.weights import weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
@@ -33,7 +34,7 @@ class Routing(NamedTuple):
 
     Attributes:
       topk_weights: float32 [T, k], the weight of each choice.
-      topk_indices: int32 [T, k], the expert of each choice.
+      topk_indices: int32 [T, k], the expert of each choice; outside [0, E) for a choice that is no expert.
       group_sizes: int32 [E], rows of each expert.
       gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None means
         that k is 1 and the tokens are in expert order already.
@@ -55,6 +56,7 @@ def route(
     selection_bias: ArrayLike | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
+    topk_indices: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> Routing:
     """Chooses each token's experts and sorts the rows by expert.
@@ -84,6 +86,13 @@ def route(
       num_groups: groups of E / num_groups consecutive experts each.
       topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
         score: for "sigmoid" the sum of the group's two highest scores, else its highest score.
+      topk_indices: integer [T, k], experts to use instead of the router's choice, such as the choices of another router
+        that are replayed; None where the router makes all choices. -1 leaves a choice to the router: a token's choices
+        of -1 become, in order of position, the best of the k experts that the router would choose without topk_indices
+        and that the token is not given. So they stay within the router's groups; given experts may be of any group. The
+        weights are made from the logits of the experts used, by the options above. An expert that a token is given
+        twice has two rows, each with its weight. An index outside [-1, E) is no expert: the choice has weight 0, is
+        left out where scores are normalized, and adds nothing in `moe_mlp`.
       implementation: how to choose and sort, as in `grouped_gemm`; all implementations give the same result.
 
     Returns:
@@ -93,7 +102,8 @@ def route(
 
     Raises:
       ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
-      TypeError: logits or selection_bias is no float array, or an option is no number or flag.
+      TypeError: logits or selection_bias is no float array, topk_indices no integer array, or an option no number or
+        flag.
     """
     logits = as_logits(logits)
     num_experts = logits.shape[1]
@@ -101,24 +111,28 @@ def route(
     topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
     if selection_bias is not None:
         selection_bias = as_selection_bias(selection_bias, num_experts)
+    if topk_indices is not None:
+        topk_indices = as_given_choices(topk_indices, "[T, k]", (logits.shape[0], topk))
     check_implementation(implementation)
     return compute_routing(
-        logits, selection_bias, How(implementation, current_target()), topk=topk, score=score, normalize=normalize,
-        scale=scale, num_groups=num_groups, topk_groups=topk_groups,
+        logits, selection_bias, topk_indices, How(implementation, current_target()), topk=topk, score=score,
+        normalize=normalize, scale=scale, num_groups=num_groups, topk_groups=topk_groups,
     )  # fmt: skip
 
 
 def compute_routing(
-    logits: jax.Array, selection_bias: jax.Array | None, how: How, *, topk: int, score: str, normalize: bool,
-    scale: float, num_groups: int, topk_groups: int,
+    logits: jax.Array, selection_bias: jax.Array | None, given: jax.Array | None, how: How, *, topk: int, score: str,
+    normalize: bool, scale: float, num_groups: int, topk_groups: int,
 ) -> Routing:  # fmt: skip
-    """`route` of checked arguments."""
+    """`route` of checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
     if selection_bias is not None:
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
     top_k = functools.partial(_top_k, how=how)
     topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
-    topk_weights = _weigh(logits, topk_indices, score, normalize) * scale
+    if given is not None:
+        topk_indices = _replace_given(topk_indices, saturated_int32(given))
+    topk_weights = weigh(logits, topk_indices, score, normalize, scale, all_are_experts=given is None)
     return Routing(topk_weights, topk_indices, *compute_order(topk_indices, logits.shape[1], how))
 
 
@@ -161,26 +175,19 @@ def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
     return indices.reshape(*scores.shape[:-1], k)
 
 
-def _weigh(logits: jax.Array, topk_indices: jax.Array, score: str, normalize: bool) -> jax.Array:
-    """The weights of the chosen experts before scaling, float32 [T, k]."""
-    if score == "softmax" and not normalize:
-        return _of_choices(jax.nn.softmax(logits), topk_indices)
-    chosen = _of_choices(logits, topk_indices)
-    if score != "sigmoid":
-        return jax.nn.softmax(chosen)  # equals the softmax over all experts divided by the sum of the chosen
-    if not normalize:
-        return jax.nn.sigmoid(chosen)
-    # s / (sum of s + 1e-20) as a softmax over log(s) and log(1e-20): the gradient of the quotient overflows where all
-    # of s are tiny
-    terms = jnp.pad(jax.nn.log_sigmoid(chosen), ((0, 0), (0, 1)), constant_values=math.log(1e-20))
-    return jax.nn.softmax(terms)[:, :-1]
+def _replace_given(own: jax.Array, given: jax.Array) -> jax.Array:
+    """The given experts, int32 [T, k], with the router's own experts [T, k] in the place of -1.
 
-
-def _of_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
-    """The scores [T, E] of the chosen experts, [T, k]."""
-    # not by take_along_axis, whose gradient checkify's index_checks cannot check
-    tokens = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
-    return scores.at[tokens, topk_indices].get(out_sharding=jax.typeof(topk_indices).sharding)
+    The n-th -1 of a token takes the n-th of its own experts that is not given: own [5, 2, 7] and given [-1, 5, -1] are
+    [2, 5, 7]. There are enough of them, because a token has at least as many choices that are given as own experts that
+    are.
+    """
+    is_open = given == -1
+    is_left = jnp.all(own[:, :, None] != given[:, None, :], axis=-1)
+    nth_open, nth_left = (jnp.cumsum(mask, axis=1, dtype=jnp.int32) for mask in (is_open, is_left))
+    takes = is_left[:, None, :] & (nth_open[:, :, None] == nth_left[:, None, :])  # [T, k, k]: choice, own expert
+    taken = jnp.sum(jnp.where(takes, own[:, None, :], 0), axis=-1, dtype=jnp.int32)
+    return jnp.where(is_open, taken, given)
 
 
 def sort_by_expert(
@@ -228,6 +235,15 @@ def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
         raise ValueError(f"selection_bias must be [E] = [{num_experts}], got {list(selection_bias.shape)}.")
     check_floats("selection_bias", selection_bias)
     return selection_bias
+
+
+def as_given_choices(topk_indices: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
+    """The choices that a router is given, as an array; raises unless they are integers of this shape, named `axes`."""
+    topk_indices = as_array("topk_indices", topk_indices)
+    if topk_indices.shape != shape:
+        raise ValueError(f"topk_indices must be {axes} = {list(shape)}, got {list(topk_indices.shape)}.")
+    check_integers("topk_indices", topk_indices)
+    return topk_indices
 
 
 def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:

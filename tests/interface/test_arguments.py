@@ -77,7 +77,8 @@ FUNCTIONS = {
     "MoESharding": (MoESharding, {"mesh": MESH, "data": "a", "exchange": "all_gather", "buffer_factor": 1.0}),
     "route": (
         jgg.route,
-        ROUTER | {"logits": jnp.ones((3, 4)), "selection_bias": jnp.ones(4), "implementation": "xla"},
+        ROUTER | {"logits": jnp.ones((3, 4)), "selection_bias": jnp.ones(4), "topk_indices": indices(3, 2)}
+        | {"implementation": "xla"},
     ),
     "router_logits": (
         jgg.router_logits, OPTIONS | {"x": jnp.ones((3, 4)), "w_router": jnp.ones((4, 2)), "bias": jnp.ones(2)}
@@ -113,9 +114,12 @@ FUNCTIONS = {
 MAY_BE_NONE = {
     "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
     "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
-    "residual_names", "ops",
+    "residual_names", "ops", "topk_indices",
 }  # fmt: skip
-MUST_BE_GIVEN = {("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "sharding"), ("tune", "dtype")}
+MUST_BE_GIVEN = {
+    ("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "topk_indices"), ("sharded_moe_mlp", "sharding"),
+    ("sort_by_expert", "topk_indices"), ("load_balancing_loss", "topk_indices"), ("tune", "dtype"),
+}  # fmt: skip
 ANY_SHAPE = {("interleave", "array"), ("sort_by_expert", "topk_indices")}
 
 

@@ -175,6 +175,7 @@ def test_metrics_are_intermediates():
         np.testing.assert_array_equal(got["group_sizes"][0], np.bincount(indices.ravel(), minlength=8))
         close(got["load_balancing_loss"][0], jgg.load_balancing_loss(logits, jnp.asarray(indices)))
         close(got["router_z_loss"][0], jgg.router_z_loss(logits))
+        np.testing.assert_array_equal(got["topk_indices"][0], indices.reshape(3, 5, 2))
     module.apply(variables, X)  # nobody asks for them
 
 

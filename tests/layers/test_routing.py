@@ -348,6 +348,16 @@ ROUTE_ERRORS = {
         TypeError,
         "selection_bias must be a float array, got int32",
     ),
+    "given-shape": (
+        {"topk_indices": jnp.zeros((8, 3), jnp.int32)},
+        ValueError,
+        "topk_indices must be [T, k] = [8, 2], got [8, 3]",
+    ),
+    "given-dtype": (
+        {"topk_indices": jnp.zeros((8, 2))},
+        TypeError,
+        "topk_indices must be an integer array, got float32",
+    ),
 }
 
 

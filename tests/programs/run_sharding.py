@@ -45,28 +45,35 @@ def mesh_of(kind="Auto"):
 
 
 def check_layer(kind):
-    """A layer on a mesh against the same layer on one device: y, gradients and metrics."""
+    """A layer on a mesh against the same layer on one device: y, gradients and metrics. Some choices are given."""
     layer = MoELayer(24, **({"hidden_features": 20, "num_experts": 8, "topk": 2} | LAYERS[kind]))
     sharding = MoESharding(mesh_of(kind), **ALL, exchange="ragged_all_to_all")
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in layer.shapes.items()}
     selection_bias = np.linspace(-0.3, 0.3, 8, dtype=np.float32) if layer.use_selection_bias else None
+    given = rng.integers(0, 8, (4, 3, layer.topk)).astype(np.int32)
+    given[::2, 1:] = -1
+    given[1, 0, 0] = 8  # no expert
 
-    def run(params, x, sharding=None):
+    def run(params, x, given, sharding=None):
         def loss(params):
-            y, metrics = layer.apply(params, x, selection_bias, sharding=sharding, precision="highest")
+            y, metrics = layer.apply(
+                params, x, selection_bias, topk_indices=given, sharding=sharding, precision="highest"
+            )  # fmt: skip
             return jnp.sum(jnp.square(y)) + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
 
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         return *results, gradients
 
-    want_y, want_metrics, want = jax.jit(run)(params, X)
+    want_y, want_metrics, want = jax.jit(run)(params, X, given)
     specs = dict.fromkeys(params, jax.P()) | sharding.weight_specs("ekn")
     split = {name: jax.device_put(array, sharding.named(specs[name])) for name, array in params.items()}
-    x = jax.device_put(X, sharding.named(jax.P(sharding.token_axes)))
-    y, metrics, got = jax.jit(functools.partial(run, sharding=sharding))(split, x)
+    tokens = sharding.named(jax.P(sharding.token_axes))
+    x, given = jax.device_put((X, given), tokens)
+    y, metrics, got = jax.jit(functools.partial(run, sharding=sharding))(split, x, given)
+    assert metrics.topk_indices.sharding.is_equivalent_to(tokens, 3), metrics.topk_indices.sharding
     assert_shards_close(y, want_y, "y")
-    assert int(jnp.sum(metrics.group_sizes)) == 12 * layer.topk
+    assert int(jnp.sum(metrics.group_sizes)) == 12 * layer.topk - 1
     for name, value in metrics._asdict().items():
         assert_shards_close(value, getattr(want_metrics, name), name)
     for name in params:
@@ -84,6 +91,9 @@ def check_flax():
     assert variables["params"]["w_down"].sharding.spec == jax.P("b", None, "a")
     y, sown = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
     assert int(sown["intermediates"]["overflow"][0]) == 0
+    (chosen,) = sown["intermediates"]["topk_indices"]
+    assert chosen.sharding.is_equivalent_to(x.sharding, 3), chosen.sharding
+    np.testing.assert_array_equal(jax.jit(module.apply)(variables, x, chosen), y)
 
     whole = module.clone(sharding=None)
     variables = jax.device_get(variables)
