@@ -3,21 +3,21 @@
 import triton
 import triton.language as tl
 
-from .forward import multiply_rows
+from .forward import add_low_rank, multiply_rows
 from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
 
 @triton.jit
 def dx_kernel(
-    dy, num_terms, scale, w, x, topk_weights, gather_indices, group_starts, group_ends,
+    dy, num_terms, scale, w, low_rows, low_matrices, x, topk_weights, gather_indices, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, dx, row_sums, zeros_end, num_rows, num_positions,
     num_groups, first_column,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, RANK: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
     TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx[i] = (dy[i] @ w[group of i]) * topk_weights[i], rows in expert order.
+    """dx[i] = (dy[i] @ w[group of i] + low_rows[i] @ low_matrices[group of i]) * topk_weights[i], rows in expert order.
 
     Arrays are as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. With num_terms [1], dy is
     the sum of that many such matrices, stored one after the other. scale, float32 [1] or None, multiplies dy. GATHER_DY
@@ -45,6 +45,11 @@ def dx_kernel(
         )  # fmt: skip
         if scale is not None:
             acc *= tl.load(scale)
+        if low_rows is not None:
+            acc = add_low_rank(
+                acc, low_rows, low_matrices, group, rows, in_group, first_column + column, RANK, W_COLUMNS,
+                REDUCED_IS_MINOR, PRECISION, BLOCK_COLUMNS,
+            )  # fmt: skip
         if row_sums is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             x_pointers = row_pointers(x, positions // TOPK if GATHER_X else rows, columns, COLUMNS)

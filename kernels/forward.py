@@ -91,10 +91,29 @@ def multiply_rows(
 
 
 @triton.jit
+def add_low_rank(
+    acc, low_rows, low_matrices, group, rows, in_group, column,
+    RANK: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """acc + low_rows[rows] @ low_matrices[group], float32; low_rows [any, RANK] are in expert order."""
+    BLOCK_RANK: tl.constexpr = min(64, max(16, triton.next_power_of_2(RANK)))
+    for k in tl.range(0, RANK, BLOCK_RANK):
+        reduced = k + tl.arange(0, BLOCK_RANK)
+        mask = in_group[:, None] & (reduced < RANK)[None, :]
+        block = tl.load(row_pointers(low_rows, rows, reduced, RANK), mask=mask, other=0.0)
+        matrix = load_weight(
+            low_matrices, group, k, column, RANK, W_COLUMNS, REDUCED_IS_MINOR, False, BLOCK_RANK, BLOCK_COLUMNS
+        )
+        acc = tl.dot(block, matrix, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def forward_kernel(
-    x, x_scales, w, w_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
+    x, x_scales, w, w_scales, low_rows, low_matrices, bias, topk_weights, gather_indices, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, zeros_end, num_rows, num_positions, num_groups, first_column,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
+    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, RANK: tl.constexpr, TOPK: tl.constexpr,
     REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -108,6 +127,7 @@ def forward_kernel(
     and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. FP8 operands have x_scales [rows
     of x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up; others have None.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
+    low_rows [num_rows, RANK], in expert order, times low_matrices, laid out as w is, are added unless they are None.
     Rows of y without a group become zeros; after the last group, only those before zeros_end.
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -127,6 +147,11 @@ def forward_kernel(
             tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
             BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
         )  # fmt: skip
+        if low_rows is not None:
+            acc = add_low_rank(
+                acc, low_rows, low_matrices, group, rows, rows < group_end, first_column + column, RANK, W_COLUMNS,
+                REDUCED_IS_MINOR, PRECISION, BLOCK_COLUMNS,
+            )  # fmt: skip
         if bias is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             acc += tl.load(bias + group * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]

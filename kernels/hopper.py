@@ -211,10 +211,11 @@ def multiply_tiles(
 
 @gluon.jit
 def hopper_kernel(
-    left, right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
+    left, right, low_left, low_right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
     tile_group, tile_start, tile_end, tiles_through, y, hidden, zeros_end, num_rows, num_positions, num_groups,
     first_column, y_row, y_column,
-    HAS_TERMS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr, REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
+    HAS_TERMS: gl.constexpr, LOW_STEPS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr,
+    REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
     RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     GATHERS: gl.constexpr, TOPK: gl.constexpr,
@@ -231,7 +232,9 @@ def hopper_kernel(
     y[g] has Y_GROUP_ROWS rows, and the result [LEFT, COLUMNS], or transposed if Y_IS_TURNED, is stored in it from row
     y_row and column y_column on. left and right are 16-bit floats. left, right, y and hidden are TMA descriptors, whose
     rows are multiples of 16 bytes. Where the kernel GATHERS, left is a pointer instead, and row gather_indices[i] //
-    TOPK there is left's row i. With num_terms [1], the operand that HAS_TERMS names is the sum of that many matrices of
+    TOPK there is left's row i. After the steps of left and right come LOW_STEPS more, of low_left [num_rows, rank], in
+    expert order, and low_right, laid out as right is, with rank in place of REDUCED; both are TMA descriptors. With
+    num_terms [1], the operand that HAS_TERMS names is the sum of that many matrices of
     num_rows rows, stored one after the other. scale, float32 [1] or None, multiplies the product.
 
     With ACTIVATES, which needs RAGGED_M, y is the pre-activation, or None where it is not kept, and hidden [num_rows,
@@ -244,7 +247,7 @@ def hopper_kernel(
     work = Work(
         tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_row), gl.to_tensor(y_column), terms,
         gl.to_tensor(num_rows), HAS_TERMS, RAGGED_M, LEFT, REDUCED, COLUMNS, HALVES, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
-        GATHERS, Y_GROUP_ROWS,
+        GATHERS, Y_GROUP_ROWS, LOW_STEPS,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     # what registers cannot hold is stored at once, a part while TMA still reads the part before
@@ -264,13 +267,25 @@ def hopper_kernel(
             ),
             (
                 load_blocks,
-                (work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK),
+                (
+                    work,
+                    ring,
+                    left,
+                    right,
+                    low_left,
+                    low_right,
+                    gather_indices,
+                    num_positions,
+                    first_column,
+                    RIGHT_IS_TURNED,
+                    TOPK,
+                ),
             ),
         ],
         [4, 4 if GATHERS else 1],
         # registers of a thread that multiplies and of one that loads
         [224, 56]
-        if GATHERS and (HAS_TERMS != "" or not RAGGED_M)
+        if GATHERS and (HAS_TERMS != "" or not RAGGED_M or LOW_STEPS)
         else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
     )
     if RAGGED_M:

@@ -50,6 +50,7 @@ class Work:
       y_row, y_column: without RAGGED_M, where the result begins in each matrix of y, which has Y_GROUP_ROWS rows.
       terms: how many matrices of num_rows rows, stored one after the other, add up to the operand that HAS_TERMS names:
         "left", "right" (only without RAGGED_M) or "" for neither. A tile's steps run over one term after the other.
+      LOW_STEPS: how many of a tile's steps, the last, are of a term of low rank.
       HALVES: 2 where half of a tile's columns are gate's and half are up's, each from column // 2 on; else 1.
     """
 
@@ -73,6 +74,7 @@ class Work:
     BLOCK_COLUMNS: gl.constexpr
     GATHERS: gl.constexpr
     Y_GROUP_ROWS: gl.constexpr
+    LOW_STEPS: gl.constexpr
 
     @gluon.jit
     def num_tiles(self):
@@ -155,7 +157,7 @@ class Work:
         steps = self.steps_of_term(tile)
         if self.HAS_TERMS != "":
             steps = steps * self.terms
-        return steps
+        return steps + self.LOW_STEPS
 
     @gluon.jit
     def at_step(self, tile, step):
@@ -309,9 +311,20 @@ def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
 
 
 @gluon.jit
+def load_right(work, right, group, column, reduced, is_shared, full, block, RIGHT_IS_TURNED: gl.constexpr):
+    """Begins to load a block of right; the two CTAs share it if both multiply by the same block."""
+    if work.HALVES == 2:
+        place = [group, 0, column, reduced] if RIGHT_IS_TURNED else [group, 0, reduced, column]
+    else:
+        place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+    tma.async_load(right, place, full, block, multicast=True, pred=is_shared)
+    tma.async_load(right, place, full, block, pred=is_shared == 0)
+
+
+@gluon.jit
 def load_for_rows(
-    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
-    TOPK: gl.constexpr,
+    work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column,
+    RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of all tiles with RAGGED_M: left's from the tile's rows, right's from its group's matrix."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
@@ -329,22 +342,16 @@ def load_for_rows(
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
+        column = first_column + tile.column // work.HALVES
         if work.GATHERS:
             sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
             second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
-        for step in range(work.steps(tile)):
+        for step in range(work.steps(tile) - work.LOW_STEPS):
             full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
-            right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
             reduced, left_term = work.at_step(tile, step)
-            column = first_column + tile.column // work.HALVES
-            if work.HALVES == 2:
-                place = [group, 0, column, reduced] if RIGHT_IS_TURNED else [group, 0, reduced, column]
-            else:
-                place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
-            tma.async_load(right, place, full, right_block, multicast=True, pred=is_shared)
-            tma.async_load(right, place, full, right_block, pred=is_shared == 0)
+            load_right(work, right, group, column, reduced, is_shared, full, ring.right.index(stage), RIGHT_IS_TURNED)
             if work.GATHERS:
                 gather.load(left_block, sources, left_term, reduced)
                 gather.load(second_block, second_sources, left_term, reduced)
@@ -353,6 +360,18 @@ def load_for_rows(
             else:
                 tma.async_load(left, [first + left_term, reduced], full, left_block)
                 tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
+            stage, phase = ring.next(stage, phase)
+        for low_step in gl.static_range(work.LOW_STEPS):
+            reduced = low_step * work.BLOCK_REDUCED
+            full = ring.begin(stage, phase, low_left.nbytes_per_cta, RIGHT_BYTES, has_second)
+            load_right(
+                work, low_right, group, column, reduced, is_shared, full, ring.right.index(stage), RIGHT_IS_TURNED
+            )
+            tma.async_load(low_left, [first, reduced], full, ring.left.index(2 * stage))
+            tma.async_load(low_left, [second, reduced], full, ring.left.index(2 * stage + 1), pred=has_second)
+            if work.GATHERS:
+                ring.announce_earlier(stage, begun)
+                begun += 1
             stage, phase = ring.next(stage, phase)
     if work.GATHERS:
         ring.announce_last(stage, begun)
@@ -412,12 +431,15 @@ def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK
 
 @gluon.jit
 def load_blocks(
-    work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED: gl.constexpr,
-    TOPK: gl.constexpr,
+    work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column,
+    RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """Runs on the loading warp or, where the kernel GATHERS rows, which TMA cannot do, on four loading warps."""
     if work.RAGGED_M:
-        load_for_rows(work, ring, left, right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED, TOPK)
+        load_for_rows(
+            work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED,
+            TOPK,
+        )  # fmt: skip
     else:
         load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK)
 

@@ -206,7 +206,7 @@ def hopper_fp8_kernel(
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED else 1
     work = Work(
         tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1), gl.to_tensor(num_rows),
-        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0,
+        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0, 0,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     if ACTIVATES:
@@ -230,7 +230,10 @@ def hopper_fp8_kernel(
                 (1, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
                  num_positions, first_column, RIGHT_SCALES, TOPK),
             ),
-            (load_blocks, (work, ring, left, right, gather_indices, num_positions, first_column, True, TOPK)),
+            (
+                load_blocks,
+                (work, ring, left, right, None, None, gather_indices, num_positions, first_column, True, TOPK),
+            ),
         ],
         [4, 4 if GATHERS else 1],
         [224, 56] if GATHERS and ACTIVATES else [232, 40] if GATHERS else [240, 24],

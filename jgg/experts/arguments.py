@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgg.activations import Activation, ActivationLike, find_activation
@@ -26,6 +27,7 @@ from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, as_dense
 from jgg.fp8 import Fp8, as_quantized_weights, check_quantization
 from jgg.launching.choice import check_implementation
+from jgg.low_rank import LowRank, as_low_rank
 from jgg.router.routing import Routing
 
 Matrices = jax.Array | QuantizedArray | QuantizedWeights
@@ -57,6 +59,15 @@ class ExpertWeights(NamedTuple):
     b_down: jax.Array | None = None
     quantized_gate_up: WeightForms | None = None
     quantized_down: WeightForms | None = None
+    low_rank_gate_up: "Factors | None" = None
+    low_rank_down: "Factors | None" = None
+
+
+class Factors(NamedTuple):
+    """The factors of a term of low rank beside weights, a and b of a `LowRank`, b times its scale."""
+
+    a: jax.Array
+    b: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +121,19 @@ def checked_weights(
         as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down), options.quantization,
     )  # fmt: skip
     check_shapes(x, weights.w_gate_up, weights.w_down, weights.b_gate_up, weights.b_down, options)
+    return weights
+
+
+def with_low_rank(
+    weights: ExpertWeights, gate_up: LowRank | None, down: LowRank | None, w_layout: str
+) -> ExpertWeights:
+    """The parameters with terms of low rank, and without gradients of the weights beside them; raises as `LowRank`."""
+    for name, value in (("gate_up", gate_up), ("down", down)):
+        if value is not None:
+            w = getattr(weights, f"w_{name}")
+            term = as_low_rank(f"low_rank_{name}", value, w_layout, w.shape)
+            factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
+            weights = weights._replace(**{f"w_{name}": jax.lax.stop_gradient(w), f"low_rank_{name}": factors})
     return weights
 
 

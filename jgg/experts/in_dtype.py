@@ -12,6 +12,7 @@ from jgg.launching.choice import is_plain_jax
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, Activated, ActivationGradients
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.low_rank import LowRankTerm
 from jgg.products.up import UP
 
 
@@ -33,25 +34,28 @@ class InDtype(Mlp):
 
         return operands._replace(w_gate_up=cast(operands.w_gate_up), w_down=cast(operands.w_down))
 
-    def up(self, operands: Operands, keeps: bool) -> Activated:
+    def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""
         x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)
         return UP(
-            self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up),
+            self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up, low_rank=term),
             problem=self.of_up, activation=self.activation, interleaved=self.interleaved, keeps=keeps,
         )  # fmt: skip
 
-    def down(self, operands: Operands, hidden: Any) -> jax.Array:
+    def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
         w, bounds = operands.w_down, self.bounds(operands.group_sizes)
-        of_down = Forward(hidden, w, bounds, operands.gather_indices, operands.topk_weights, operands.b_down)
+        weights = operands.topk_weights
+        of_down = Forward(hidden, w, bounds, operands.gather_indices, weights, operands.b_down, term)
         return FORWARD(self.how, of_down, problem=self.combined_down)
 
-    def activation_backward(self, operands: Operands, kept: Any, dy: jax.Array) -> ActivationGradients:
+    def activation_backward(
+        self, operands: Operands, kept: Any, dy: jax.Array, term: LowRankTerm | None
+    ) -> ActivationGradients:
         """The gradient of the pre-activation, hidden features, and the sums of `Mlp.activation_backward`."""
         bounds = self.bounds(operands.group_sizes)
         weights = self.row_weights(operands)
-        of_z = Forward(dy, operands.w_down, bounds, operands.gather_indices)
+        of_z = Forward(dy, operands.w_down, bounds, operands.gather_indices, low_rank=term)
         z = FORWARD(self.how, of_z, problem=self.transposed_down)
         in_group = between_groups(bounds, self.of_up.num_rows)
         return ACTIVATE_BACKWARD(
@@ -59,8 +63,9 @@ class InDtype(Mlp):
             activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
         )  # fmt: skip
 
-    def dx(self, operands: Operands, d_pre_activation: Any) -> jax.Array:
+    def dx(self, operands: Operands, d_pre_activation: Any, term: LowRankTerm | None) -> jax.Array:
         """The gradient of x [T, H]."""
         bounds = self.bounds(operands.group_sizes)
-        of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=operands.gather_indices)
+        indices = operands.gather_indices
+        of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=indices, low_rank=term)
         return DX(self.how, of_dx, problem=self.of_up).dx

@@ -10,9 +10,10 @@ from jgg.activations import Activation
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.quantized import WeightForms
 from jgg.core.schedule import GroupBounds, group_bounds
-from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
+from jgg.experts.arguments import ExpertWeights, Factors, MlpOptions, ResidualNames
 from jgg.launching.choice import How
 from jgg.products.activate import Activated, ActivationGradients
+from jgg.products.low_rank import LowRankTerm
 from jgg.products.plain import grouped_gemm as plain
 from jgg.router.routing import Routing
 
@@ -57,6 +58,8 @@ class Mlp(abc.ABC):
 
     Each way to compute the steps is a subclass in a file of its own: `InDtype` and `InFp8`.
 
+    Each step takes the term of low rank that is added to its product (`jgg.experts.low_rank`), or None.
+
     Attributes:
       of_up: the product from x, in token order (without gather_indices in expert order), to the pre-activation in
         expert order.
@@ -78,22 +81,24 @@ class Mlp(abc.ABC):
         """The operands with the weights as products take them; with `keeps`, for the backward pass too."""
 
     @abc.abstractmethod
-    def up(self, operands: "Operands", keeps: bool) -> Activated:
+    def up(self, operands: "Operands", keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features and, if `keeps` is True, the pre-activation."""
 
     @abc.abstractmethod
-    def down(self, operands: "Operands", hidden: Any) -> jax.Array:
+    def down(self, operands: "Operands", hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
 
     @abc.abstractmethod
-    def activation_backward(self, operands: "Operands", kept: Any, dy: jax.Array) -> ActivationGradients:
+    def activation_backward(
+        self, operands: "Operands", kept: Any, dy: jax.Array, term: LowRankTerm | None
+    ) -> ActivationGradients:
         """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
 
         With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept.
         """
 
     @abc.abstractmethod
-    def dx(self, operands: "Operands", d_pre_activation: Any) -> jax.Array:
+    def dx(self, operands: "Operands", d_pre_activation: Any, term: LowRankTerm | None) -> jax.Array:
         """The gradient of x [T, H], computed from `ActivationGradients.rows_of_dx`."""
 
     def kept_for_backward(self, operands: "Operands") -> "Operands":
@@ -171,6 +176,8 @@ class Operands(NamedTuple):
     gather_indices: jax.Array | None
     quantized_gate_up: WeightForms | None = None
     quantized_down: WeightForms | None = None
+    low_rank_gate_up: Factors | None = None
+    low_rank_down: Factors | None = None
 
     @property
     def scales_hidden(self) -> bool:

@@ -15,12 +15,14 @@ from jgg.core.arguments import as_array
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
-from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights
+from jgg.experts import low_rank
+from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights, with_low_rank
 from jgg.experts.in_dtype import InDtype
 from jgg.experts.in_fp8 import InFp8
 from jgg.experts.mlp import Mlp, Operands, problems
 from jgg.fp8 import Fp8
 from jgg.launching.choice import how_of
+from jgg.low_rank import LowRank
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
@@ -39,6 +41,8 @@ def moe_mlp(
     interleaved: bool = False,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
     quantization: Fp8 | None = None,
@@ -79,6 +83,8 @@ def moe_mlp(
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the product with w_gate_up.
       b_down: [E, H], added to the product with w_down.
+      low_rank_gate_up, low_rank_down: LoRA's terms beside w_gate_up and w_down, each a `jgg.LowRank` in `w_layout` with
+        gate and up as w_gate_up has them. The weights beside a term get no gradient, and no time is spent on one.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
       quantization: a `jgg.Fp8`, the recipe for products in FP8; None for the dtype of x. Kernels multiply in FP8 on
         GPUs of compute capability 8.9 and newer, with H and I multiples of 16; elsewhere quantized operands are
@@ -103,6 +109,7 @@ def moe_mlp(
     )  # fmt: skip
     x = as_array("x", x)
     weights = checked_weights(x, w_gate_up, w_down, b_gate_up, b_down, options)
+    weights = with_low_rank(weights, low_rank_gate_up, low_rank_down, options.w_layout)
     return compute_mlp(x, weights, checked_routing(x, routing, weights.w_gate_up.shape[0]), options)
 
 
@@ -123,6 +130,8 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         b_down=weights.b_down,
         quantized_gate_up=weights.quantized_gate_up,
         quantized_down=weights.quantized_down,
+        low_rank_gate_up=weights.low_rank_gate_up,
+        low_rank_down=weights.low_rank_down,
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
@@ -142,7 +151,8 @@ def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     operands = mlp.with_factors(operands, keeps=False)
-    return mlp.down(operands, mlp.up(operands, keeps=False).hidden)
+    hidden = mlp.up(operands, keeps=False, term=low_rank.term_of_up(mlp, operands)).hidden
+    return mlp.down(operands, hidden, low_rank.term_of_down(mlp, operands, hidden))
 
 
 @jax.tree_util.register_static
@@ -155,13 +165,14 @@ class _Trained:
     w_down: bool
 
 
-def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _Trained]]:
+def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, Any, _Trained]]:
     trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
     operands = mlp.with_factors(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
-    activated = mlp.up(operands, keeps=True)
+    term = low_rank.term_of_up(mlp, operands)
+    activated = mlp.up(operands, keeps=True, term=term)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), activated.kept)
-    y = mlp.down(operands, activated.hidden)
-    return y, (mlp.kept_for_backward(operands), kept, trained)
+    y = mlp.down(operands, activated.hidden, low_rank.term_of_down(mlp, operands, activated.hidden))
+    return y, (mlp.kept_for_backward(operands), kept, term, trained)
 
 
 def _down_backward(
@@ -187,15 +198,17 @@ def _down_backward(
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array) -> tuple[Operands]:
-    operands, kept, trained = residuals
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any, Any, _Trained], dy: jax.Array) -> tuple[Operands]:
+    operands, kept, term, trained = residuals
     x, b_gate_up, topk_weights, gather_indices = (
         operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
     )  # fmt: skip
     bounds = mlp.bounds(operands.group_sizes)
 
     dy = dy.astype(x.dtype)
-    gradients = mlp.activation_backward(operands, kept, dy)
+    term_z = low_rank.term_of_z(mlp, operands, dy)
+    gradients = mlp.activation_backward(operands, kept, dy, term_z)
+    d_low_rank_down = low_rank.gradients_of_down(mlp, operands, term_z, gradients.hidden, dy)
     dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy, trained.w_down)
     d_weights = gradients.row_sums + sums
     dx: jax.Array | Any = None
@@ -205,8 +218,10 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array
     rows_of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier(
         (gradients.rows_of_dx if trained.x else None, gradients.d_pre_activation, dw_down)
     )
+    term_dx = low_rank.term_of_dx(mlp, operands, d_pre_activation)
+    d_low_rank_gate_up = low_rank.gradients_of_gate_up(mlp, operands, term, term_dx, d_pre_activation)
     if trained.x:
-        dx = mlp.dx(operands, rows_of_dx)
+        dx = mlp.dx(operands, rows_of_dx, term_dx)
     d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
     if trained.w_gate_up:
         dw_gate_up = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
@@ -219,7 +234,12 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _Trained], dy: jax.Array
         # a choice without a row has no gradient
         d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    return (Operands(dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None),)
+    return (
+        Operands(
+            dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None,
+            low_rank_gate_up=d_low_rank_gate_up, low_rank_down=d_low_rank_down,
+        ),
+    )  # fmt: skip
 
 
 _mlp.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -229,6 +249,8 @@ def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     """The MLP in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
     bounds = mlp.bounds(group_sizes)
-    pre_activation = plain.grouped_gemm(mlp.of_up, x, w_gate_up, bounds, gather_indices, None, b_gate_up)
+    term = low_rank.term_of_up(mlp, operands)
+    pre_activation = plain.grouped_gemm(mlp.of_up, x, w_gate_up, bounds, gather_indices, None, b_gate_up, term)
     hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
-    return plain.grouped_gemm(mlp.combined_down, hidden, w_down, bounds, gather_indices, topk_weights, b_down)
+    term = low_rank.term_of_down(mlp, operands, hidden)
+    return plain.grouped_gemm(mlp.combined_down, hidden, w_down, bounds, gather_indices, topk_weights, b_down, term)

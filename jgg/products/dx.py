@@ -18,6 +18,7 @@ from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
+from jgg.products.low_rank import LowRankTerm
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
@@ -36,6 +37,7 @@ class Dx(NamedTuple):
     x: jax.Array | None = None
     gather_indices: jax.Array | None = None
     topk_weights: jax.Array | None = None
+    low_rank: LowRankTerm | None = None
 
 
 class DxResults(NamedTuple):
@@ -56,14 +58,22 @@ def _result_types(operands: Dx, problem: GroupedGemmProblem):
 
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
-    dy, w, bounds, x, gather_indices, topk_weights = operands
+    dy, w, bounds, x, gather_indices, topk_weights, _ = operands
     rows, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
-    dx = rows_dot(
-        rows, w, bounds, scales=plain.row_scales(problem, bounds, gather_indices, topk_weights), write_at=x_at,
-        adds=x_at is not None, shape=problem.x_shape, out_dtype=problem.dtype, **dot,
-    )  # fmt: skip
-    return DxResults(dx, None if x is None else row_dots(Rows(x, x_at), rows, w, bounds, **dot))
+    scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
+    options = {"scales": scales, "write_at": x_at, "adds": x_at is not None, "shape": problem.x_shape, **dot}
+    low_rank = operands.low_rank
+    if low_rank is None:
+        dx = rows_dot(rows, w, bounds, out_dtype=problem.dtype, **options)
+        return DxResults(dx, None if x is None else row_dots(Rows(x, x_at), rows, w, bounds, **dot))
+    low_rows, matrices = Rows(low_rank.rows), low_rank.matrices
+    dx = rows_dot(rows, w, bounds, out_dtype=jnp.float32, **options)
+    dx = (dx + rows_dot(low_rows, matrices, bounds, out_dtype=jnp.float32, **options)).astype(problem.dtype)
+    if x is None:
+        return DxResults(dx)
+    row_sums = row_dots(Rows(x, x_at), rows, w, bounds, **dot)
+    return DxResults(dx, row_sums + row_dots(Rows(x, x_at), low_rows, matrices, bounds, **dot))
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
@@ -93,11 +103,12 @@ def _multiply_rows(
     launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
 ) -> DxResults:
     """Computes dx [M, K] from the terms of dy, and row sums; `problem` and `part` may describe a range of columns."""
-    _, w, bounds, x, gather_indices, topk_weights = operands
+    _, w, bounds, x, gather_indices, topk_weights, low_rank = operands
     config, target = launcher.config, launcher.target
     if config.kernel == "hopper":
         dx = hopper.multiply_rows(
-            launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part
+            launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part,
+            low_rank=low_rank,
         )["y"]  # fmt: skip
         return DxResults(dx)
     from jgg.kernels.dx import dx_kernel
@@ -116,7 +127,7 @@ def _multiply_rows(
     }
     rows = row_tiles.Rows("dy", terms.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
     results = row_tiles.multiply(
-        launcher, dx_kernel, problem, part, rows, w, bounds, own, outputs,
+        launcher, dx_kernel, problem, part, rows, w, bounds, own, outputs, low_rank=low_rank,
         GATHER_DY=problem.permute_y, GATHER_X=problem.permute_x,
     )  # fmt: skip
     if x is None:
@@ -128,7 +139,7 @@ def _multiply_rows(
 
 def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProblem):
     batch = vmap.Batch.of(problem, operands, batched, "x", "dy")
-    if batch is None:
+    if batch is None or operands.low_rank is not None:
         return None
     return (_more_groups if batched.w else _more_rows)(how, batch, operands, batched)
 
@@ -157,7 +168,22 @@ def _more_rows(how, batch, operands, batched):
     return batch.split(DxResults(dx, None if row_sums is None else row_sums[place]))
 
 
+def _several(how: How, operands: Dx, problem: GroupedGemmProblem):
+    """Computes dX and its term of low rank one after the other, since devices would each add the term."""
+    low_rank, how = operands.low_rank, how._replace(config=None)
+    assert low_rank is not None
+    dx, row_sums = DX(how, operands._replace(low_rank=None), problem=problem)
+    of_term = dataclasses.replace(problem, out_features=low_rank.rank, permute_y=False)
+    term = operands._replace(dy=low_rank.rows, w=low_rank.matrices, low_rank=None)
+    of_term_dx, of_term_sums = DX(how, term, problem=of_term)
+    if row_sums is not None and of_term_sums is not None:
+        row_sums += of_term_sums
+    return DxResults(dx + of_term_dx, row_sums)
+
+
 def _letters(operands: Dx, problem: GroupedGemmProblem):
+    if operands.low_rank is not None:
+        return None
     rows = {"dy": ".n", "w": problem.w_layout, "x": ".k", "gather_indices": ".", "topk_weights": None}
     return Letters(rows, (".k", "."), ("en", "enk"))
 
@@ -169,6 +195,7 @@ DX: Product[DxResults] = Product(
     plain=_plain,
     launch=_launch,
     letters=_letters,
+    several=_several,
     merge_batch=_merge_batch,
     config_type=KernelConfigDX,
 )

@@ -5,6 +5,7 @@ Operands may be quantized; where no kernel multiplies quantized operands, they a
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products import hopper, hopper_quantized, row_tiles
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
+from jgg.products.low_rank import LowRankTerm
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
@@ -42,6 +44,7 @@ class Forward(NamedTuple):
     gather_indices: jax.Array | None = None
     topk_weights: jax.Array | None = None
     bias: jax.Array | None = None
+    low_rank: LowRankTerm | None = None
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
@@ -60,6 +63,8 @@ def _dequantized(
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """Launches the product; with combine_y one range of columns after the other, each range added up by token."""
+    if problem.is_quantized and operands.low_rank is not None:
+        return _add_term(functools.partial(_launch, launcher._replace(config=None)), operands, problem)
     if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
         operands, problem = _dequantized(operands, problem, problem.out_dtype)
         launcher = launcher._replace(config=None)
@@ -72,13 +77,13 @@ def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     launcher, x, product = choose(launcher, operands, product)
     if not problem.combine_y:
         return _multiply_rows(launcher, operands._replace(x=x), product)
-    _, w, bounds, gather_indices, topk_weights, bias = operands
+    _, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
     read_at = gather_indices if product.permute_x else None
 
     def multiply(x, columns):
         part_of_product = dataclasses.replace(product, out_features=len(columns))
         own_bias = None if bias is None else bias[:, columns.start : columns.stop]
-        own = Forward(x, w, bounds, read_at, None, own_bias)
+        own = Forward(x, w, bounds, read_at, None, own_bias, low_rank)
         return _multiply_rows(launcher, own, part_of_product, Part(columns.start, zeroes=False))
 
     return sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)
@@ -111,12 +116,12 @@ def _multiply_rows(
     if config.kernel != "hopper":
         y = _multiply_on_every_gpu(launcher, operands, problem, part)
     elif problem.is_quantized:
-        y = hopper_quantized.multiply_rows(launcher, problem, *operands, part=part)
+        y = hopper_quantized.multiply_rows(launcher, problem, *operands[:-1], part=part)
     else:
-        x, w, bounds, gather_indices, topk_weights, bias = operands
+        x, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
         y = hopper.multiply_rows(
             launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
-            gathers=problem.permute_x, part=part,
+            gathers=problem.permute_x, part=part, low_rank=low_rank,
         )["y"]  # fmt: skip
     return token_order(launcher, y, operands.gather_indices) if scatter_after else y
 
@@ -126,7 +131,7 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
     from jgg.kernels.forward import forward_kernel
 
     (x, x_scales), (w, w_scales) = map(values_and_scales, operands[:2])
-    _, _, bounds, gather_indices, topk_weights, bias = operands
+    _, _, bounds, gather_indices, topk_weights, bias, low_rank = operands
     config, target = launcher.config, launcher.target
     if problem.is_quantized and config.block_k != BLOCK:
         raise ValueError(f"block_k of {config.op} must be {BLOCK} in FP8, got {config.block_k}.")
@@ -140,15 +145,31 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
     rows = row_tiles.Rows("x", x, config.use_tma_load_x and x_by_tma(target, problem))
     outputs = {"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)}
     return row_tiles.multiply(
-        launcher, forward_kernel, problem, part, rows, w, bounds, own, outputs,
+        launcher, forward_kernel, problem, part, rows, w, bounds, own, outputs, low_rank=low_rank,
         GATHER=problem.permute_x, SCATTER=problem.permute_y,
     )["y"]  # fmt: skip
 
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
-    """Computes the product of quantized operands on several devices: dequantizes them and splits them like others."""
+    """Computes what several devices do not split as it is: quantized operands and a term of low rank apart."""
+    if operands.low_rank is not None:
+        compute = lambda operands, problem: FORWARD(how._replace(config=None), operands, problem=problem)  # noqa: E731
+        return _add_term(compute, operands, problem)
     operands, problem = _dequantized(operands, problem, problem.out_dtype)
     return FORWARD(how._replace(config=None), operands, problem=problem)
+
+
+def _add_term(compute: Callable[[Forward, GroupedGemmProblem], jax.Array], operands: Forward, problem):
+    """Computes a product and its term of low rank one after the other, and adds them in float32."""
+    low_rank = operands.low_rank
+    assert low_rank is not None
+    in_float32 = dataclasses.replace(problem, out_dtype=jnp.dtype(jnp.float32))
+    y = compute(operands._replace(low_rank=None), in_float32)
+    of_term = dataclasses.replace(
+        in_float32, dtype=low_rank.rows.dtype, in_features=low_rank.rank, permute_x=False, has_bias=False
+    )
+    term = operands._replace(x=low_rank.rows, w=low_rank.matrices, bias=None, low_rank=None)
+    return (y + compute(term, of_term)).astype(problem.out_dtype)
 
 
 def merge_shared_weights(product: Product, how: How, operands: Forward, batched: Forward, **parameters):
@@ -167,7 +188,7 @@ def _merge_batch(how: How, operands: Forward, batched: Forward, problem: Grouped
     if problem.is_quantized:
         return merge_shared_weights(FORWARD, how, operands, batched, problem=problem)
     batch = vmap.Batch.of(problem, operands, batched, "x")
-    if batch is None or (batched.bias and not batched.w):
+    if batch is None or (batched.bias and not batched.w) or operands.low_rank is not None:
         return None
     return (_more_groups if batched.w else _more_rows)(how, batch, operands, batched)
 
@@ -204,7 +225,7 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):
-    if problem.is_quantized:
+    if problem.is_quantized or operands.low_rank is not None:
         return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))

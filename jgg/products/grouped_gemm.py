@@ -102,7 +102,7 @@ def _forward(problem: GroupedGemmProblem, hows: Hows, operands: Forward) -> tupl
 
 
 def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: jax.Array) -> tuple[Forward]:
-    x, w, bounds, gather_indices, topk_weights, bias = operands
+    x, w, bounds, gather_indices, topk_weights, bias, _ = operands
     if problem.dtype == jnp.float32:  # float32 holds the values of every dtype; 16-bit operands would round dy
         dy = dy.astype(problem.dtype)
     x_if_weighted = None if topk_weights is None else x
@@ -121,7 +121,7 @@ def _backward(problem: GroupedGemmProblem, hows: Hows, operands: Forward, dy: ja
         how = hows.dw._replace(config=None)
         dbias = DBIAS(how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
         dbias = dbias.astype(bias.dtype)
-    return (Forward._make((dx, dw, None, None, d_topk_weights, dbias)),)
+    return (Forward._make((dx, dw, None, None, d_topk_weights, dbias, None)),)
 
 
 _differentiable.defvjp(_forward, _backward)

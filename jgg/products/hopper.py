@@ -14,6 +14,7 @@ from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
 from jgg.products.activation_launches import activation_constants
+from jgg.products.low_rank import LowRankTerm
 from jgg.products.row_tiles import (
     TILE_ROWS,
     WHOLE_PRODUCT,
@@ -49,7 +50,7 @@ class Hidden(NamedTuple):
 def multiply_rows(
     launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
     gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, part: Part = WHOLE_PRODUCT,
-    hidden: Hidden | None = None,
+    hidden: Hidden | None = None, low_rank: LowRankTerm | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Computes forward or dX: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
@@ -75,10 +76,22 @@ def multiply_rows(
     is_turned = is_forward == (problem.w_layout == "enk")
     block_features = block_columns // (1 + has_halves)
     block = (block_features, step) if is_turned else (step, block_features)
+
+    def right(matrices_of_experts):
+        shape = matrices_of_experts.shape
+        return halves(shape, block, axis=1 if is_turned else 2) if has_halves else matrices(shape, block)
+
+    low_descriptors = {}
+    if low_rank is not None:
+        low_rank = low_rank.aligned(is_turned)
+        low_left = matrix(low_rank.rows.shape, (TILE_ROWS, step), cta_axis=0)
+        low_descriptors = {"low_left": low_left, "low_right": right(low_rank.matrices)}
     launch = Launch(
         operands={
             "left": terms.rows,
             "right": w,
+            "low_left": low_rank and low_rank.rows,
+            "low_right": low_rank and low_rank.matrices,
             "num_terms": terms.num_terms,
             "scale": terms.scale,
             "bias": bias,
@@ -91,12 +104,14 @@ def multiply_rows(
         },
         descriptors={
             **({} if gathers else {"left": matrix(terms.rows.shape, (TILE_ROWS, step), cta_axis=0)}),
-            "right": halves(w.shape, block, axis=1 if is_turned else 2) if has_halves else matrices(w.shape, block),
+            "right": right(w),
+            **low_descriptors,
             **{key: bounded_rows(width, stored, cta_axis=2) for key, (width, stored) in results.items()},
         },
         outputs={key: jax.ShapeDtypeStruct((problem.num_rows, width), dtype) for key, (width, _) in results.items()},
         constants={
             "HAS_TERMS": "" if terms.num_terms is None else "left",
+            "LOW_STEPS": 0 if low_rank is None else math.ceil(low_rank.rank / step),
             "RAGGED_M": True,
             "LEFT": 0,
             "RIGHT_IS_TURNED": is_turned,
@@ -158,7 +173,7 @@ def multiply_row_blocks(
             "num_terms": dy.num_terms,
             "scale": dy.scale,
             "gather_indices": None if gathered is None else gather_indices,
-            **dict.fromkeys(("bias", "topk_weights")),
+            **dict.fromkeys(("bias", "topk_weights", "low_left", "low_right")),
             **row_operands(problem, Part(zeroes=False), bounds),
             **dict(zip(("tile_group", "tile_start", "tile_end"), groups, strict=True)),
             "y_row": 0 if problem.w_layout == "enk" else first_feature,
@@ -173,6 +188,7 @@ def multiply_row_blocks(
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, dtype) if dw is None else dw},
         constants={
             "HAS_TERMS": "" if dy.num_terms is None else "left" if left is dy.rows else "right",
+            "LOW_STEPS": 0,
             "RAGGED_M": False,
             "LEFT": left.shape[1],
             "REDUCED": 0,

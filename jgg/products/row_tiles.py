@@ -10,6 +10,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import PRECISIONS, Launch, launch_options, matrices, matrix, tile_operands, w_by_tma
+from jgg.products.low_rank import LowRankTerm, operands_of
 
 
 class Part(NamedTuple):
@@ -54,7 +55,8 @@ class Rows(NamedTuple):
 
 def multiply(
     launcher: Launcher, kernel, problem: GroupedGemmProblem, part: Part, rows: Rows, w: jax.Array, bounds: GroupBounds,
-    operands: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct], **constants: bool,
+    operands: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct], low_rank: LowRankTerm | None = None,
+    **constants: bool,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Launches `forward_kernel` or `dx_kernel`, which run on every GPU; returns its outputs by name.
 
@@ -70,7 +72,13 @@ def multiply(
     tma_w = config.use_tma_load_w and w_by_tma(target, w)
     w_block = (block_columns, step) if reduced_is_minor else (step, block_columns)
     launch = Launch(
-        operands={rows.name: rows.array, "w": w, **operands, **row_operands(problem, part, bounds, schedule)},
+        operands={
+            rows.name: rows.array,
+            "w": w,
+            **operands_of(low_rank),
+            **operands,
+            **row_operands(problem, part, bounds, schedule),
+        },
         descriptors={
             **({rows.name: matrix(rows.array.shape, (block_rows, step))} if rows.by_tma else {}),
             **({"w": matrices(w.shape, w_block)} if tma_w else {}),
@@ -80,6 +88,7 @@ def multiply(
             "REDUCED": reduced,
             "COLUMNS": columns,
             "W_COLUMNS": w.shape[1 if reduced_is_minor else 2],
+            "RANK": low_rank.rank if low_rank else 0,
             "TOPK": problem.topk,
             "REDUCED_IS_MINOR": reduced_is_minor,
             "PRECISION": PRECISIONS[problem.precision],
