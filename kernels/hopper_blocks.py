@@ -342,16 +342,17 @@ def load_for_rows(
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
-        column = first_column + tile.column // work.HALVES
         if work.GATHERS:
             sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
             second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
         for step in range(work.steps(tile) - work.LOW_STEPS):
             full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
+            right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
             reduced, left_term = work.at_step(tile, step)
-            load_right(work, right, group, column, reduced, is_shared, full, ring.right.index(stage), RIGHT_IS_TURNED)
+            column = first_column + tile.column // work.HALVES
+            load_right(work, right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TURNED)
             if work.GATHERS:
                 gather.load(left_block, sources, left_term, reduced)
                 gather.load(second_block, second_sources, left_term, reduced)
@@ -364,9 +365,9 @@ def load_for_rows(
         for low_step in gl.static_range(work.LOW_STEPS):
             reduced = low_step * work.BLOCK_REDUCED
             full = ring.begin(stage, phase, low_left.nbytes_per_cta, RIGHT_BYTES, has_second)
-            load_right(
-                work, low_right, group, column, reduced, is_shared, full, ring.right.index(stage), RIGHT_IS_TURNED
-            )
+            right_block = ring.right.index(stage)
+            column = first_column + tile.column // work.HALVES
+            load_right(work, low_right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TURNED)
             tma.async_load(low_left, [first, reduced], full, ring.left.index(2 * stage))
             tma.async_load(low_left, [second, reduced], full, ring.left.index(2 * stage + 1), pred=has_second)
             if work.GATHERS:
