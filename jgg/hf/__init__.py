@@ -5,10 +5,22 @@
     layer = jgg.nnx.MoE(**vars(jgg.hf.moe_layer(config)), rngs=nnx.Rngs(0))
     jgg.nnx.load_params(layer, jgg.hf.from_hf(config, checkpoint, layer=3))
 
-Checkpoint needs safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
-Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`.
+Files need safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
+Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`. `load_adapter` and `save_adapter`
+read and write LoRA adapters of experts in PEFT's format.
 """
 
+from jgg.hf.adapters import Adapter, load_adapter, save_adapter
 from jgg.hf.checkpoints import Checkpoint, family, from_hf, moe_layer, read_config, to_hf
 
-__all__ = ["Checkpoint", "family", "from_hf", "moe_layer", "read_config", "to_hf"]
+__all__ = [
+    "Adapter",
+    "Checkpoint",
+    "family",
+    "from_hf",
+    "load_adapter",
+    "moe_layer",
+    "read_config",
+    "save_adapter",
+    "to_hf",
+]

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from jgg.core.arguments import check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
 from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
-from jgg.hf.files import opened, read_float8, read_object, read_weight_map
+from jgg.hf.files import check_names, check_shape, opened, read_object, read_tensor, read_weight_map
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
 
@@ -95,34 +95,18 @@ def from_hf(
     }
     expected = {part for parts in names.values() for part in parts}
     present = {name for name in tensors if name.startswith(block)}
-    _check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
+    check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
     params: dict[str, Any] = {}
     for name, shape in shapes.items():
         stored = own.tensors[name]
         if keep_quantized and quantized is not None and names[name][0] in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
-            values = _filled(stored, block, shape, quantized.read_values)
-            scales = _filled(stored, block, of_scales, quantized.read_scales, "scales of ")
+            values = stored.filled(block, shape, quantized.read_values)
+            scales = stored.filled(block, of_scales, quantized.read_scales, "scales of ")
             params[name] = QuantizedArray(values, scales)
         else:
-            params[name] = _filled(stored, block, shape, tensors.__getitem__)
+            params[name] = stored.filled(block, shape, tensors.__getitem__)
     return params
-
-
-def _filled(
-    stored: Tensor, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
-) -> np.ndarray:
-    """Reads the parts of a parameter and joins them to an array of `shape`."""
-    first_part, _ = next(stored.parts(block, np.broadcast_to(0, shape)))
-    first = np.asarray(read(first_part))
-    array = np.empty(shape, first.dtype)
-    for part, target in stored.parts(block, array):
-        value = first if part == first_part else np.asarray(read(part))
-        _check_shape(what + part, value, target.shape)
-        if value.dtype != first.dtype:
-            raise ValueError(f"{what}{part} must have the dtype of {first_part}, {first.dtype}, got {value.dtype}.")
-        target[...] = value
-    return array
 
 
 def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
@@ -152,7 +136,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
         no quantization_config, or holds values that the config's format cannot store exactly; the message names it.
     """
     own, shapes = family(config), _shapes(config)
-    _check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
+    check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
 
     def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: Any) -> None:
@@ -162,15 +146,15 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     for name, shape in shapes.items():
         param = params[name]
         if not isinstance(param, QuantizedArray):
-            _check_shape(name, np.asarray(param), shape)
+            check_shape(name, np.asarray(param), shape)
             store(name, "", np.asarray, param)
             continue
         how = quantization(config)
         if how is None:
             raise ValueError(f"{name} must be no QuantizedArray if config has no quantization_config, got one.")
         of_scales = f"scales of {name}"
-        _check_shape(name, param, shape)
-        _check_shape(of_scales, param.scales, _scales_shape(own.tensors[name], name, shape, how))
+        check_shape(name, param, shape)
+        check_shape(of_scales, param.scales, _scales_shape(own.tensors[name], name, shape, how))
         store(name, how.suffixes[0], functools.partial(how.write_values, f"values of {name}"), param.values)
         store(name, how.suffixes[1], functools.partial(how.write_scales, of_scales), param.scales)
     return tensors
@@ -180,17 +164,6 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
-
-
-def _check_names(present: Set[str], expected: Set[str], where: str) -> None:
-    for wrong, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
-        if wrong:
-            raise ValueError(f"{min(wrong)} {what} {where}.")
-
-
-def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -219,16 +192,9 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor into host memory."""
-        path = self._files[name]
-        with opened(self.path / path) as file:
-            dtype = file.get_slice(name).get_dtype()
-            if dtype == "F8_E4M3":
-                return read_float8(self.path / path, name)
-            try:
-                return file.get_tensor(name)
-            except AttributeError as error:  # safetensors looks the dtype up in NumPy
-                wanted = "a dtype that NumPy has, or F8_E4M3"
-                raise ValueError(f"{name} of {self.path / path} must have {wanted}, got {dtype}.") from error
+        path = self.path / self._files[name]
+        with opened(path) as file:
+            return read_tensor(file, path, name)
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from jgg.activations import clamped_swiglu
 from jgg.core.arguments import as_finite, as_flag, as_int, check_one_of
+from jgg.hf.files import check_shape
 
 SELECTION_BIAS = "selection_bias"
 
@@ -31,6 +32,21 @@ class Tensor:
             for name, part in zip(self.names, np.split(own, len(self.names), axis=-1), strict=True):
                 yield block + name.replace("{e}", str(expert)), part.swapaxes(-1, -2) if self.is_transposed else part
 
+    def filled(
+        self, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
+    ) -> np.ndarray:
+        """Reads the parts of a parameter and joins them to an array of `shape`; `what` precedes names in messages."""
+        first_part, _ = next(self.parts(block, np.broadcast_to(0, shape)))
+        first = np.asarray(read(first_part))
+        array = np.empty(shape, first.dtype)
+        for part, target in self.parts(block, array):
+            value = first if part == first_part else np.asarray(read(part))
+            check_shape(what + part, value, target.shape)
+            if value.dtype != first.dtype:
+                raise ValueError(f"{what}{part} must have the dtype of {first_part}, {first.dtype}, got {value.dtype}.")
+            target[...] = value
+        return array
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -41,16 +57,25 @@ class Family:
       options: function from a config to the arguments of `MoELayer`.
       tensors: the tensors of each parameter, with names relative to the block.
       prefix: the beginning of tensor names, before "layers.N.".
+      fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
+      is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
+        are stored [E, in, out] and transformers does not say so.
     """
 
     block: str
     options: Callable[[Mapping[str, Any]], dict[str, Any]]
     tensors: dict[str, Tensor]
     prefix: str = "model."
+    fused_block: str | None = None
+    is_swapped: bool = False
 
     def block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
         return f"{self.prefix}layers.{layer}.{self.block}."
+
+    def fused_name(self, layer: int) -> str:
+        """Returns the name of the module of all experts in transformers 5."""
+        return f"{self.prefix}layers.{layer}.{self.fused_block or self.block}.experts"
 
 
 _COUNTS = ("n_shared_experts",)  # configs have null rather than 0 for these keys
@@ -139,7 +164,12 @@ _DEEPSEEK = Family(
     _QWEN | {SELECTION_BIAS: _as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
 )  # fmt: skip
 FAMILIES = {
-    "mixtral": Family("block_sparse_moe", _mixtral, {"w_router": _matrix("gate.weight")} | _experts("w1", "w3", "w2")),
+    "mixtral": Family(
+        "block_sparse_moe",
+        _mixtral,
+        {"w_router": _matrix("gate.weight")} | _experts("w1", "w3", "w2"),
+        fused_block="mlp",
+    ),
     "qwen3_moe": Family("mlp", _qwen3_moe, _QWEN),
     "qwen3_next": Family(
         "mlp",
@@ -164,6 +194,7 @@ FAMILIES = {
         ),
         _FUSED | _shared("shared_expert"),
         prefix="language_model.model.",
+        is_swapped=True,
     ),
     "gpt_oss": Family(
         "mlp",

@@ -1,9 +1,9 @@
-"""Reads the files of Hugging Face checkpoints; every error names the file."""
+"""Reads the files of Hugging Face checkpoints; every error names the file, or the tensor."""
 
 import contextlib
 import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,7 +49,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def read_float8(path: Path, name: str) -> np.ndarray:
+def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
+    """Reads a tensor of the safetensors file that `opened` opened at `path`."""
+    dtype = file.get_slice(name).get_dtype()
+    if dtype == "F8_E4M3":
+        return _read_float8(path, name)
+    try:
+        return file.get_tensor(name)
+    except AttributeError as error:  # safetensors looks the dtype up in NumPy
+        raise ValueError(f"{name} of {path} must have a dtype that NumPy has, or F8_E4M3, got {dtype}.") from error
+
+
+def _read_float8(path: Path, name: str) -> np.ndarray:
     """Reads a float8_e4m3fn tensor, which safetensors 0.8 cannot: it asks NumPy, which has no such dtype.
 
     Source: https://github.com/huggingface/safetensors#format
@@ -60,3 +71,16 @@ def read_float8(path: Path, name: str) -> np.ndarray:
         begin, end = tensor["data_offsets"]
         values = np.fromfile(file, np.uint8, end - begin, offset=begin)
     return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])
+
+
+def check_names(present: Set[str], expected: Set[str], where: str) -> None:
+    """Raises ValueError with the first name that is missing or surplus."""
+    for wrong, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
+        if wrong:
+            raise ValueError(f"{min(wrong)} {what} {where}.")
+
+
+def check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a tensor or parameter has a shape."""
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")

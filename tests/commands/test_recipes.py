@@ -1,14 +1,19 @@
 """The code of docs/integrations.md and docs/migrate.md runs, and computes what they say."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+import jgg.hf
 import jgg.nnx
 from tests.support.documents import code_of, run_code
 from tests.support.hf import DATA, load
+from tests.support.peft import DATA as ADAPTERS
+from tests.support.peft import load_weights
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +77,22 @@ def test_hugging_face(tmp_path, monkeypatch):
     (stored,) = (array for name, array in weights.items() if name.endswith("correction_bias"))
     np.testing.assert_array_equal(bias, stored)
     assert {array.dtype.name for array in names["variables"]["params"].values()} == {"bfloat16"}
+
+
+def test_peft(tmp_path, monkeypatch):
+    config, base, merged = load_weights("mixtral")
+    for folder in ("model", "adapter"):
+        shutil.copytree(ADAPTERS / "mixtral", tmp_path / folder)
+    save_file(base, tmp_path / "model" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (code,) = code_of("integrations.md", "PEFT")
+    names = run_code(code)
+    want = jgg.hf.from_hf(config, merged, 0)
+    assert names["params"].keys() == want.keys()
+    for name, array in want.items():
+        np.testing.assert_allclose(names["params"][name], array, rtol=1e-6, atol=2e-6, err_msg=name)
+    tensors = "adapter_model.safetensors"
+    assert load_file(tmp_path / "saved" / tensors).keys() == load_file(tmp_path / "adapter" / tensors).keys()
 
 
 # how many comparisons of `before` and `after` a section of migrate.md has

@@ -69,17 +69,18 @@ GRANITE_NAMES = {
 }
 
 
-def on_disk(family, name, array):
+def on_disk(family, name, array, layer=0):
     """The tensors of a checkpoint that an array of the block is."""
-    prefix = PREFIXES.get(family, "model.layers.0.mlp.")
+    prefix = PREFIXES.get(family, "model.layers.0.mlp.").replace(".0.", f".{layer}.")
     if family == "granitemoe":
         return {prefix + GRANITE_NAMES[name]: array}
-    if family in ("llama4", "gpt_oss") or not name.startswith("experts."):
+    if family in ("llama4", "gpt_oss") or not name.startswith(("experts.gate_up_proj", "experts.down_proj")):
         return {prefix + name: array}
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
     tensors = {}
     for expert, matrix in enumerate(array):
-        parts = {gate: matrix[:INNER], up: matrix[INNER:]} if name == "experts.gate_up_proj" else {down: matrix}
+        names = (gate, up) if name == "experts.gate_up_proj" else (down,)
+        parts = dict(zip(names, np.split(matrix, len(names)), strict=True))
         tensors |= {f"{prefix}experts.{expert}.{part}.weight": value for part, value in parts.items()}
     return tensors
 

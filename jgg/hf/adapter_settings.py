@@ -1,0 +1,149 @@
+"""Reads and writes adapter_config.json, PEFT's settings of a LoRA adapter; every error names the file and the key."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jgg.core.arguments import as_finite, as_flag, as_int, check, check_instance
+
+# what changes more than a low-rank term of a matrix
+_REFUSED = (
+    "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias",
+    "modules_to_save", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
+)  # fmt: skip
+# other ways to begin change the weights that the adapter is beside
+_INITIALIZATIONS = True, False, "gaussian", "eva", "orthogonal", None
+_NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSettings:
+    """The content of adapter_config.json, checked to be a LoRA adapter that is all low-rank terms.
+
+    Attributes:
+      where: what holds the settings, for messages.
+      values: the settings by their keys in PEFT's `LoraConfig`.
+
+    Raises: ValueError, TypeError: the settings have what jgg does not; the message has `where` and the key.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        values, where = self.values, self.where
+        method, bias, begin = values.get("peft_type"), values.get("bias"), values.get("init_lora_weights")
+        check(method == "LORA", f"peft_type of {where} must be 'LORA', got {method!r}.")
+        check(bias in ("none", None), f"bias of {where} must be 'none', got {bias!r}.")
+        check(begin in _INITIALIZATIONS, f"init_lora_weights of {where} must be in {_INITIALIZATIONS}, got {begin!r}.")
+        for key in _REFUSED:
+            check(not values.get(key), f"{key} of {where} must be absent, null or false, got {values.get(key)!r}.")
+        for key in ("rank_pattern", "alpha_pattern"):
+            patterns = values.get(key) or {}
+            check_instance(f"{key} of {where}", patterns, Mapping, "null or an object")
+            for pattern in patterns:
+                self._check_pattern(key, pattern)
+        for key in ("target_parameters", "target_modules"):
+            targets = values.get(key) or []
+            if key == "target_modules" and isinstance(targets, str):
+                self._check_pattern(key, targets)
+            elif not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+                raise TypeError(f"{key} of {where} must be a list of names, got {targets!r}.")
+
+    def _check_pattern(self, key: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{key} of {self.where} must be regular expressions, got {pattern!r}: {error}.") from error
+
+    def rank(self, name: str) -> int:
+        """Returns r of the module or parameter of this name."""
+        return as_int(f"r of {name} in {self.where}", self._value_for(name, "rank_pattern", "r"), 1)
+
+    def scale(self, name: str, rank: int) -> float:
+        """Returns the scale of a term of this rank."""
+        alpha = self._value_for(name, "alpha_pattern", "lora_alpha")
+        return as_finite(f"lora_alpha of {name} in {self.where}", alpha) / self._divisor(rank)
+
+    def _value_for(self, name: str, patterns: str, default: str) -> Any:
+        for pattern, value in (self.values.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        return self.values.get(default)
+
+    def _divisor(self, rank: int) -> float:
+        is_rank_stabilized = as_flag(f"use_rslora of {self.where}", self.values.get("use_rslora") or False)
+        return math.sqrt(rank) if is_rank_stabilized else rank
+
+    def targets_parameter(self, name: str) -> bool:
+        """Returns whether target_parameters have the parameter of this name."""
+        return any(_ends_with(name, target) for target in self.values.get("target_parameters") or ())
+
+    def check_targets(self, parameters: Collection[str], modules: Collection[str]) -> None:
+        """Raises ValueError if a target is neither one of these parameters of experts nor one of these modules."""
+        for target in self.values.get("target_parameters") or ():
+            # the adapter of another module's parameter has the module's name
+            is_found = any(_ends_with(name, target) for name in parameters) or any(
+                _ends_with(name, target.rpartition(".")[0] or target) for name in modules
+            )
+            check(is_found, self._unmatched("target_parameters", target))
+        targets = self.values.get("target_modules") or []
+        if isinstance(targets, str):
+            is_found = any(targets == "all-linear" or re.fullmatch(targets, name) for name in modules)
+            check(is_found, self._unmatched("target_modules", targets))
+            return
+        for target in targets:
+            check(any(_ends_with(name, target) for name in modules), self._unmatched("target_modules", target))
+
+    def _unmatched(self, key: str, target: str) -> str:
+        return (
+            f"{key} of {self.where} must be names with an adapter in the file of tensors, got {target!r}, without one."
+        )
+
+    def with_terms(self, terms: Mapping[str, tuple[int, float]], experts: Collection[str]) -> "AdapterSettings":
+        """Returns settings by which the parameters that `terms` names have its ranks and scales.
+
+        Args:
+          terms: rank and scale by the name of a parameter.
+          experts: the names of all parameters of experts; those that `terms` lacks will be no targets.
+        """
+        own = {name: (self.rank(name), self.scale(name, rank)) for name, (rank, _) in terms.items()}
+        ranks = {name: rank for name, (rank, _) in terms.items() if rank != own[name][0]}
+        alphas = {
+            name: _as_number(scale * self._divisor(rank))
+            for name, (rank, scale) in terms.items()
+            if scale != own[name][1]
+        }
+        targets = list(self.values.get("target_parameters") or ())
+        if {name for name in experts if self.targets_parameter(name)} != terms.keys():
+            others = [target for target in targets if not any(_ends_with(name, target) for name in experts)]
+            targets = [*others, *terms]
+        changes: dict[str, Any] = {"target_parameters": targets}
+        if terms:
+            changes["lora_dropout"] = 0.0  # PEFT has none for parameters
+        for key, changed in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            # PEFT takes the first that matches
+            changes[key] = {re.escape(name): value for name, value in changed.items()} | (self.values.get(key) or {})
+        return dataclasses.replace(self, values={**self.values, **changes})
+
+
+def new_settings(where: str, settings: Mapping[str, Any], terms: Mapping[str, tuple[int, float]]) -> AdapterSettings:
+    """Returns the settings, completed by those of the first of the terms where they lack r and lora_alpha."""
+    check_instance(where, settings, Mapping, "a mapping, the content of adapter_config.json")
+    first = next(iter(terms.values()), None)
+    own: dict[str, Any] = {}
+    if first is not None:
+        rank, scale = first
+        own = {"r": rank, "lora_alpha": _as_number(scale * rank)}
+    return AdapterSettings(where, {**_NEW, **own, **settings})
+
+
+def _as_number(value: float) -> int | float:
+    """The value as PEFT writes it: whole numbers without a point."""
+    return int(value) if value == int(value) else value
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
