@@ -92,3 +92,33 @@ def test_bfloat16_and_fp8_bases(w_layout, quantization, implementation):
             one, other = getattr(got[name], part), getattr(want[name], part)
             assert one.dtype == "float32"
             assert distance(one, other) < bound, (name, part)
+
+
+def test_many_adapters_on_one_base():
+    """Under `vmap` over adapters, each element is as if it were alone."""
+    arrays, low_rank, _, indices = make(tokens=24)
+    _, others, _, _ = make(tokens=24, seed=1)
+    both = jax.tree.map(lambda *parts: jnp.stack(parts), low_rank, others)
+    got = jax.vmap(lambda terms: forward(arrays | terms, indices))(both)
+    for element, terms in enumerate((low_rank, others)):
+        assert_close(got[element], forward(arrays | terms, indices), 1e-6)
+
+
+def test_quantized_base():
+    """A base in FP8 is multiplied as what it dequantizes to, and has no gradient."""
+    arrays, low_rank, dy, indices = make(tokens=24, features=128, hidden=128)
+    base = {name: jgg.quantize_weights(arrays[name]) for name in TERMS.values()}
+    y, gradients = run(arrays | base, low_rank, dy, indices)
+    dense = {name: array.dequantize(jnp.float32) for name, array in base.items()}
+    want_y, want = run(arrays | dense, low_rank, dy, indices)
+    assert_close(y, want_y, 1e-6)
+    assert_close(jax.tree.leaves(gradients["low_rank_down"]), jax.tree.leaves(want["low_rank_down"]), 1e-6)
+
+
+def test_errors():
+    arrays, low_rank, _, indices = make()
+    term = low_rank["low_rank_down"]
+    with pytest.raises(ValueError, match=r"^low_rank_gate_up beside w \[.*\] in w_layout 'enk' must have a \["):
+        forward(arrays | {"low_rank_gate_up": term}, indices)
+    with pytest.raises(TypeError, match=r"^low_rank_down must be a LowRank, got tuple"):
+        forward(arrays | {"low_rank_down": (term.a, term.b)}, indices)
