@@ -74,8 +74,14 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any]) -> Adapter:
         layers[layer] = reader.read({name for name, index in found.items() if index == layer}, layer)
     others = {name: tensor for name, tensor in tensors.items() if name not in found}
     modules = sorted({_module_of(name) for name in others if ".lora_" in name})
-    parameters = [name for layer in layers for name in _names_of_parameters(own, layer).values()]
-    settings.check_targets(parameters, [*modules, *reader.modules])
+    places = " or ".join(sorted({own.fused_name(0), f"{own.block_name(0)}experts"}))
+    for name in others:
+        check(
+            "experts" not in name.split("."),
+            f"{name} is not expected in {folder / _TENSORS}: layer 0 of a {config['model_type']} model has its experts "
+            f"in {places}.",
+        )
+    settings.check_targets(reader.parameters, [*modules, *reader.modules])
     values = settings.values
     if reader.modules:
         values = {**values, "target_modules": modules}
@@ -92,7 +98,8 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
     none for parameters.
 
     Args:
-      folder: where to write; it is made if it is missing, and an adapter that it holds is replaced, both files or none.
+      folder: where to write; it is made if it is missing. An adapter that it holds is replaced once both files are
+        written.
       config: content of the model's config.json.
       adapter: the layers need not come from `load_adapter`. Settings that are missing get PEFT's usual values, r and
         lora_alpha those of the first term. For `others` to be used they need their "target_modules".
@@ -146,7 +153,7 @@ class _Reader:
     Attributes:
       tensors: the tensors of experts by their names in PEFT's file.
       where: the file of the tensors, for messages.
-      modules: the modules of experts that were read.
+      parameters, modules: the fused parameters and the modules of experts that were read.
     """
 
     own: Family
@@ -154,6 +161,7 @@ class _Reader:
     settings: AdapterSettings
     tensors: Mapping[str, np.ndarray]
     where: str
+    parameters: list[str] = dataclasses.field(default_factory=list)
     modules: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, present: set[str], layer: int) -> dict[str, LowRank]:
@@ -170,6 +178,7 @@ class _Reader:
         targeted = [param for param, name in names.items() if self.settings.targets_parameter(name)]
         places = dict(_places(self.own, layer, targeted))
         self._check_names(present, {name for place in places.values() for name in _pair(place)}, layer)
+        self.parameters.extend(names[param] for param in targeted)
         return {param: self._of_parameter(param, places[param], names[param]) for param in targeted}
 
     def _of_parameter(self, param: str, place: str, name: str) -> LowRank:

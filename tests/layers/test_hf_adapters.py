@@ -254,6 +254,21 @@ def test_what_is_wrong_with_tensors_is_named(case, name, shape, message, edited)
         edited(case, tensors=edit)
 
 
+def test_adapters_of_another_architecture_are_not_taken_for_other_tensors(edited):
+    def in_text_model(tensors):
+        return {name.replace("language_model.model", "model"): array for name, array in tensors.items()}
+
+    with pytest.raises(ValueError) as error:
+        edited("llama4", tensors=in_text_model)
+    assert "model.model.layers.0.feed_forward.experts.base_layer.lora_A.weight is not expected in" in str(error.value)
+    assert str(error.value).endswith("model has its experts in language_model.model.layers.0.feed_forward.experts.")
+
+
+def test_target_parameters_are_no_modules(edited):
+    with pytest.raises(ValueError, match=r"target_parameters of .* got 'mlp\.experts\.down_proj', without one"):
+        edited("qwen3_moe_modules", {"target_parameters": ["mlp.experts.down_proj"]})
+
+
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_modules_of_one_term_have_one_rank_and_scale(key, edited):
     with pytest.raises(ValueError, match=r"modules \['experts.*w1', 'experts.*w3'\] of .* must have one rank and one"):
