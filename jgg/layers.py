@@ -2,26 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_array, as_dtype, as_flag, as_int, as_precision, check_floats, check_instance
+from jgg.core.arguments import as_array, as_flag, as_int, check_floats
 from jgg.core.gpu_target import current_target
-from jgg.core.problem import DTYPES
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
-from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization
-from jgg.experts.layer_options import InFeatures, LayerOptions
-from jgg.experts.mesh import check_interleaved, map_tokens
+from jgg.experts.arguments import Matrices, MlpOptions, add_term, as_matrices, check_shapes, in_quantization
+from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
+from jgg.experts.lora import Lora
+from jgg.experts.mesh import map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8, check_quantization
-from jgg.launching.choice import How, check_implementation
+from jgg.fp8 import Fp8
+from jgg.launching.choice import How
 from jgg.router.logits import compute_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
 from jgg.router.routing import (
@@ -71,6 +70,10 @@ class LayerArrays(NamedTuple):
     w_shared_gate_up: jax.Array | None = None
     w_shared_down: jax.Array | None = None
     w_shared_gate: jax.Array | None = None
+    w_gate_up_lora_a: jax.Array | None = None
+    w_gate_up_lora_b: jax.Array | None = None
+    w_down_lora_a: jax.Array | None = None
+    w_down_lora_b: jax.Array | None = None
     selection_bias: jax.Array | None = None
     topk_indices: jax.Array | None = None
 
@@ -94,6 +97,8 @@ class MoELayer(LayerOptions, InFeatures):
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
         _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
+        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets)
+        plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
         if self.scale_input and self.topk != 1:
@@ -133,6 +138,26 @@ class MoELayer(LayerOptions, InFeatures):
             shapes["w_shared_gate"] = (hidden, 1)
         return shapes
 
+    @property
+    def lora(self) -> Lora:
+        """The options of the LoRA adapters."""
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
+        return self.lora.shapes(self.shapes)
+
+    def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
+
+        Args:
+          params: arrays by the names in `shapes` and `adapter_shapes`. Matrices with adapters may not be quantized.
+
+        Raises: as `jgg.LowRank.merge`.
+        """
+        return self.lora.merge(params)
+
     def apply(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
         selection_bias: ArrayLike | None = None, *, topk_indices: ArrayLike | None = None,
@@ -142,10 +167,10 @@ class MoELayer(LayerOptions, InFeatures):
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
-          params: arrays by the names and with the shapes in `shapes`, of any float dtypes. The router computes in
-            float32, all else in the dtype of x. Any matrix may be a QuantizedArray, which gets no gradient and is
-            dequantized to the dtype of x as it is used; with `quantization` experts' matrices stay quantized, and may
-            also be the result of `Fp8.weights`.
+          params: arrays by the names and with the shapes in `shapes` and `adapter_shapes`, of any float dtypes. The
+            router computes in float32, all else in the dtype of x. Any matrix may be a QuantizedArray, which gets no
+            gradient and is dequantized to the dtype of x as it is used; with `quantization` experts' matrices stay
+            quantized, and may also be the result of `Fp8.weights`. Matrices with adapters get no gradient either.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
@@ -180,9 +205,7 @@ class MoELayer(LayerOptions, InFeatures):
         options: MlpOptions,
     ) -> LayerArrays:  # fmt: skip
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
-        if sharding is not None:
-            check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
-            check_interleaved(self.interleaved, self.activation, sharding)
+        check_sharding(self, sharding)
         if (selection_bias is None) == self.use_selection_bias:
             wanted, got = ("[E]", "None") if self.use_selection_bias else ("None", "an array")
             raise ValueError(
@@ -198,19 +221,20 @@ class MoELayer(LayerOptions, InFeatures):
             topk_indices = as_given_choices(topk_indices, "[..., k]", (*x.shape[:-1], self.topk))
             topk_indices = topk_indices.reshape(math.prod(x.shape[:-1]), self.topk)
         named: dict[str, Any] = {}
-        for name, expected in self.shapes.items():
+        adapters = self.adapter_shapes
+        for name, expected in (self.shapes | adapters).items():
             if name in params:
                 value: Any = params[name]
-                named[name] = as_matrices(name, value) if len(expected) == 3 else as_dense(name, value, x.dtype)
+                is_dense = len(expected) != 3 or name in adapters
+                named[name] = as_dense(name, value, x.dtype) if is_dense else as_matrices(name, value)
             if name not in params or named[name].shape != expected:
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         arrays = LayerArrays(x=tokens, selection_bias=selection_bias, topk_indices=topk_indices, **named)
         check_floats("x", x)
-        check_floats("w_router", arrays.w_router)
-        if arrays.b_router is not None:
-            check_floats("b_router", arrays.b_router)
+        for name in {"w_router", "b_router", *adapters} & named.keys():
+            check_floats(name, named[name])
         check_shapes(tokens, arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down, options)
         return arrays
 
@@ -245,6 +269,8 @@ class MoELayer(LayerOptions, InFeatures):
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
         if sharding is None:
             quantized = in_quantization(tokens, *weights, options.quantization)
+            for name, term in self.lora.terms(arrays._asdict()).items():
+                quantized = add_term(quantized, name.removeprefix("w_"), term)
             return compute_mlp(tokens, quantized, routing, options), jnp.int32(0)
         return compute_mlp_on_device(tokens, *weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
@@ -258,26 +284,3 @@ class MoELayer(LayerOptions, InFeatures):
 
         y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))
-
-
-def check_layer(
-    layer: MoELayer, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
-    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, kernel_init: Initializer,
-    router_init: Initializer, bias_init: Initializer,
-) -> None:  # fmt: skip
-    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
-
-    Args:
-      dtype: dtype of the computation, or None.
-    """
-    as_precision(precision)
-    check_quantization(quantization)
-    check_implementation(implementation)
-    if dtype is not None:
-        as_dtype("dtype", dtype, DTYPES)
-    as_dtype("param_dtype", param_dtype)
-    for name, init in (("kernel_init", kernel_init), ("router_init", router_init), ("bias_init", bias_init)):
-        check_instance(name, init, Callable, "a function")
-    if sharding is not None:
-        check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
-        check_interleaved(layer.interleaved, layer.activation, sharding)

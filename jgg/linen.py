@@ -8,9 +8,10 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.quantized import is_quantized
-from jgg.experts.layer_options import LayerOptions
+from jgg.experts.layer_options import LayerOptions, check_layer
+from jgg.experts.lora import lora_init
 from jgg.fp8 import Fp8
-from jgg.layers import MoELayer, check_layer, dense_init, expert_init
+from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
@@ -22,7 +23,9 @@ class MoE(nn.Module, LayerOptions):
     may be wrapped in `nn.with_partitioning`.
 
     Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros; to have none,
-    differentiate in the other parameters alone.
+    differentiate in the other parameters alone. So is that of matrices beside LoRA adapters. Adapters are "params" too,
+    named as in `jgg.nnx.MoE`; to train them alone, mask the optimizer by `"_lora_" in name`, or differentiate in them
+    alone. `jgg.layers.MoELayer.merge_adapters` merges them.
 
     Examples:
       >>> import jax, jgg.linen
@@ -32,9 +35,9 @@ class MoE(nn.Module, LayerOptions):
       (2, 16, 64)
 
     Args:
-      hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
+      hidden_features, num_experts, topk and options from score to lora_targets: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
-        the router's. Parameters stay as they are, and so do their gradients.
+        the router's and the adapters. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
       precision, implementation: as in `jgg.grouped_gemm`.
       quantization: as in `jgg.nnx.MoE`.
@@ -71,6 +74,10 @@ class MoE(nn.Module, LayerOptions):
             init = self.bias_init if name.startswith("b_") else init
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             params[name] = self.param(name, init, shape, self.param_dtype)
+        adapters = {}
+        for name, shape in layer.adapter_shapes.items():
+            init = lora_init if name.endswith("_a") else nn.initializers.zeros
+            adapters[name] = self.param(name, init, shape, self.param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
@@ -78,8 +85,8 @@ class MoE(nn.Module, LayerOptions):
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
-            params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
-            quantization=self.quantization, implementation=self.implementation,
+            params | adapters, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding,
+            precision=self.precision, quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         for name, value in metrics._asdict().items():
             self.sow("intermediates", name, value)

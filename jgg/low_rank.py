@@ -56,8 +56,9 @@ class LowRank:
             Merge into what its `dequantize` returns.
           w_layout: "enk" or "ekn", the layout of w, a and b.
 
-        Raises: ValueError: shapes disagree, scale is not finite or w_layout is unknown. TypeError: w, a or b is no
-          float array.
+        Raises:
+          ValueError: shapes disagree, scale is not finite or w_layout is unknown.
+          TypeError: w, a or b is no float array.
         """
         return self._added(w, w_layout, 1)
 

@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
 from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
-from jgg.experts.layer_options import InFeatures, LayerOptions
+from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
+from jgg.experts.lora import lora_init
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8
-from jgg.layers import MoELayer, check_layer, dense_init, expert_init
+from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.sharding import MoESharding
 
 
@@ -68,11 +69,19 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       >>> layer(jax.numpy.ones((2, 16, 64))).shape
       (2, 16, 64)
 
+      With LoRA, the adapters are `nnx.LoRAParam`, and gradients and optimizers take them alone:
+
+      >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
+      >>> loss = lambda layer, x: (layer(x) ** 2).sum()
+      >>> gradients = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(layer, jax.numpy.ones((16, 64)))
+      >>> list(gradients)
+      ['w_down_lora_a', 'w_down_lora_b', 'w_gate_up_lora_a', 'w_gate_up_lora_b']
+
     Args:
       in_features: H, features of x and y.
-      hidden_features, num_experts, topk and options from score to use_shared_gate: as in `jgg.layers.LayerOptions`.
+      hidden_features, num_experts, topk and options from score to lora_targets: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
-        the router's. Parameters stay as they are, and so do their gradients.
+        the router's and the adapters. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
@@ -118,6 +127,9 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
+        for name, shape in layer.adapter_shapes.items():
+            init = lora_init if name.endswith("_a") else nnx.initializers.zeros
+            setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, param_dtype)))
         if self.use_selection_bias:
             init = nnx.initializers.zeros
             init = init if self.sharding is None else self.sharding.split_init(init, "selection_bias")
@@ -144,6 +156,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
+        params |= {name: self._value(name) for name in layer.adapter_shapes}
         y, metrics = layer.apply(
             params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation,
@@ -152,6 +165,27 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)
         return y
+
+    def merge_adapters(self) -> None:
+        """Merges each LoRA adapter into its matrix, and sets its b to zero: the layer stays the same, up to rounding.
+
+        Examples:
+          >>> import jgg.nnx
+          >>> from flax import nnx
+          >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
+          >>> layer.w_down_lora_b[...] += 0.1  # in the place of training
+          >>> layer.merge_adapters()
+          >>> float(abs(layer.w_down_lora_b[...]).max())
+          0.0
+
+        Raises: TypeError: a matrix with an adapter is a QuantizedArray. Nothing is merged then.
+        """
+        layer = self.layer
+        params = {name: self._value(name) for name in layer.shapes | layer.adapter_shapes}
+        merged = layer.merge_adapters(params)
+        for name in params:
+            if merged[name] is not params[name]:
+                getattr(self, name).set_value(merged[name])
 
     def _value(self, name: str) -> Any:
         variable = getattr(self, name)
@@ -179,7 +213,8 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
       layer: the layer, which may be from `nnx.eval_shape`: then the parameters are created here, split by the layer's
         `sharding`.
       params: arrays of floats by name: the names in `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the
-        router has one. Matrices may each be a QuantizedArray.
+        router has one. Matrices may each be a QuantizedArray. LoRA adapters that params lack stay as they are, except
+        that a layer from `nnx.eval_shape` has none to keep.
 
     Raises:
       ValueError: a name is missing or is not expected, or a shape is wrong, or devices would share a block.
@@ -188,9 +223,11 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
     """
     check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
     check_instance("params", params, Mapping, "a dict of arrays by name")
-    names = [*layer.layer.shapes, *(["selection_bias"] if layer.use_selection_bias else [])]
+    adapters = layer.layer.adapter_shapes
+    names = [*layer.layer.shapes, *(["selection_bias"] if layer.use_selection_bias else []), *adapters]
     for name in names:
-        check(name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
+        stays = name in adapters and isinstance(layer._value(name), jax.Array)
+        check(stays or name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
     placements: dict[str, Any] = {}
     for name, array in params.items():
         check(name in names, f"params must have {', '.join(names)} and nothing else, got {name!r} too.")

@@ -130,11 +130,16 @@ def with_low_rank(
     """The parameters with terms of low rank, and without gradients of the weights beside them; raises as `LowRank`."""
     for name, value in (("gate_up", gate_up), ("down", down)):
         if value is not None:
-            w = getattr(weights, f"w_{name}")
-            term = as_low_rank(f"low_rank_{name}", value, w_layout, w.shape)
-            factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
-            weights = weights._replace(**{f"w_{name}": jax.lax.stop_gradient(w), f"low_rank_{name}": factors})
+            term = as_low_rank(f"low_rank_{name}", value, w_layout, getattr(weights, f"w_{name}").shape)
+            weights = add_term(weights, name, term)
     return weights
+
+
+def add_term(weights: ExpertWeights, name: str, term: LowRank) -> ExpertWeights:
+    """The parameters with a checked term beside the weights "gate_up" or "down", which then get no gradient."""
+    factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
+    w = jax.lax.stop_gradient(getattr(weights, f"w_{name}"))
+    return weights._replace(**{f"w_{name}": w, f"low_rank_{name}": factors})
 
 
 def in_quantization(

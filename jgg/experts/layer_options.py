@@ -5,8 +5,19 @@ because the frameworks' dataclasses are not, and a dataclass that is not frozen 
 """
 
 import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from jgg.activations import ActivationLike
+from jgg.core.arguments import as_dtype, as_precision, check, check_instance
+from jgg.core.problem import DTYPES
+from jgg.experts.lora import TARGETS
+from jgg.experts.mesh import MoESharding, check_interleaved
+from jgg.fp8 import Fp8, check_quantization
+from jgg.launching.choice import check_implementation
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -38,6 +49,11 @@ class LayerOptions:
       use_router_bias: the router's logits have a bias.
       shared_features: hidden features of the shared experts, taken together; 0 for none.
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
+      lora_rank: r, the rank of LoRA adapters beside the experts' matrices, which then get no gradient; None for none.
+        Beside w [E, K, N] they are the parameters named as w with "_lora_a", [E, K, r], and "_lora_b", [E, r, N], and
+        add `lora_alpha / lora_rank * a @ b` to it. Layers with a sharding have none yet.
+      lora_alpha: a number that is not trained; None for lora_rank, so that the scale is 1.
+      lora_targets: the matrices that have adapters.
     """
 
     hidden_features: int
@@ -56,3 +72,37 @@ class LayerOptions:
     use_router_bias: bool = False
     shared_features: int = 0
     use_shared_gate: bool = False
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] = TARGETS
+
+
+def check_layer(
+    options: LayerOptions, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
+    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, kernel_init: Initializer,
+    router_init: Initializer, bias_init: Initializer,
+) -> None:  # fmt: skip
+    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
+
+    Args:
+      dtype: dtype of the computation, or None.
+    """
+    as_precision(precision)
+    check_quantization(quantization)
+    check_implementation(implementation)
+    if dtype is not None:
+        as_dtype("dtype", dtype, DTYPES)
+    as_dtype("param_dtype", param_dtype)
+    for name, init in (("kernel_init", kernel_init), ("router_init", router_init), ("bias_init", bias_init)):
+        check_instance(name, init, Callable, "a function")
+    check_sharding(options, sharding)
+
+
+def check_sharding(options: LayerOptions, sharding: MoESharding | None) -> None:
+    """Raises unless a layer with these options can be split so."""
+    if sharding is None:
+        return
+    check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
+    check_interleaved(options.interleaved, options.activation, sharding)
+    rank = options.lora_rank
+    check(rank is None, f"sharding must be None with a lora_rank, got a MoESharding and lora_rank={rank}.")
