@@ -25,7 +25,7 @@ class InDtype(Mlp):
         """Whether there is nothing to compute, or nothing but plain JAX can compute it."""
         return super().is_plain or is_plain_jax(self.how.implementation)
 
-    def with_factors(self, operands: Operands, keeps: bool) -> Operands:
+    def prepared(self, operands: Operands, keeps: bool) -> Operands:
         """The operands with the weights in the dtype of x."""
         dtype = operands.x.dtype
 

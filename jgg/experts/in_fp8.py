@@ -25,7 +25,7 @@ class InFp8(Mlp):
 
     recipe: Fp8
 
-    def with_factors(self, operands: Operands, keeps: bool) -> Operands:
+    def prepared(self, operands: Operands, keeps: bool) -> Operands:
         """The operands, with weights quantized if both passes are to use what is quantized once.
 
         The recipe says so, or weights wider than x, which would take long to read again.

@@ -20,7 +20,7 @@ def term_of_up(mlp: Mlp, operands: Operands) -> LowRankTerm | None:
     if operands.low_rank_gate_up is None:
         return None
     a, b = _cast(operands.low_rank_gate_up, operands.x)
-    of_rows = _with_out_features(mlp.of_up, a)
+    of_rows = _with_a(mlp, mlp.of_up, a)
     rows = Forward(operands.x, a, mlp.bounds(operands.group_sizes), operands.gather_indices)
     return LowRankTerm(FORWARD(mlp.how, rows, problem=of_rows), b)
 
@@ -33,7 +33,7 @@ def term_of_down(mlp: Mlp, operands: Operands, hidden: jax.Array | QuantizedArra
     if isinstance(hidden, QuantizedArray):
         hidden = hidden.dequantize(operands.x.dtype)
     rows = Forward(hidden, a, mlp.bounds(operands.group_sizes))
-    return LowRankTerm(FORWARD(mlp.how, rows, problem=_with_out_features(mlp.of_down, a)), b)
+    return LowRankTerm(FORWARD(mlp.how, rows, problem=_with_a(mlp, mlp.of_down, a)), b)
 
 
 def term_of_z(mlp: Mlp, operands: Operands, dy: jax.Array) -> LowRankTerm | None:
@@ -67,7 +67,7 @@ def gradients_of_gate_up(
     if factors is None or term is None or term_dx is None:
         return None
     bounds = mlp.bounds(operands.group_sizes)
-    of_a = dataclasses.replace(_with_out_features(mlp.of_up, factors.a), dw_dtype=factors.a.dtype)
+    of_a = dataclasses.replace(_with_a(mlp, mlp.of_up, factors.a), dw_dtype=factors.a.dtype)
     of_b = dataclasses.replace(_in_expert_order(mlp, factors.a), dw_dtype=factors.b.dtype)
     return Factors(
         DW(mlp.how, Dw(operands.x, term_dx.rows, bounds, operands.gather_indices), problem=of_a),
@@ -90,7 +90,7 @@ def gradients_of_down(
     if not operands.scales_hidden:
         hidden = (mlp.row_weights(operands)[:, None] * hidden.astype(jnp.float32)).astype(hidden.dtype)
     bounds, a = mlp.bounds(operands.group_sizes), factors.a.astype(operands.x.dtype)
-    of_a = dataclasses.replace(_with_out_features(mlp.of_down, a), dw_dtype=factors.a.dtype)
+    of_a = dataclasses.replace(_with_a(mlp, mlp.of_down, a), dw_dtype=factors.a.dtype)
     rows = FORWARD(mlp.how, Forward(hidden, a, bounds), problem=of_a)
     of_b = dataclasses.replace(mlp.transposed_down, out_features=_rank(mlp, a), dw_dtype=factors.b.dtype)
     return Factors(
@@ -107,10 +107,9 @@ def _rank(mlp: Mlp, a: jax.Array) -> int:
     return a.shape[1 if mlp.of_up.w_layout == "enk" else 2]
 
 
-def _with_out_features(problem: GroupedGemmProblem, a: jax.Array) -> GroupedGemmProblem:
+def _with_a(mlp: Mlp, problem: GroupedGemmProblem, a: jax.Array) -> GroupedGemmProblem:
     """The problem of a product with a in place of the weights."""
-    rank = a.shape[1 if problem.w_layout == "enk" else 2]
-    return dataclasses.replace(problem, out_features=rank, has_bias=False)
+    return dataclasses.replace(problem, out_features=_rank(mlp, a), has_bias=False)
 
 
 def _in_expert_order(mlp: Mlp, a: jax.Array) -> GroupedGemmProblem:

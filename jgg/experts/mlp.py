@@ -77,7 +77,7 @@ class Mlp(abc.ABC):
     names: ResidualNames
 
     @abc.abstractmethod
-    def with_factors(self, operands: "Operands", keeps: bool) -> "Operands":
+    def prepared(self, operands: "Operands", keeps: bool) -> "Operands":
         """The operands with the weights as products take them; with `keeps`, for the backward pass too."""
 
     @abc.abstractmethod

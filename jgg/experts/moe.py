@@ -150,7 +150,7 @@ def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
-    operands = mlp.with_factors(operands, keeps=False)
+    operands = mlp.prepared(operands, keeps=False)
     hidden = mlp.up(operands, keeps=False, term=low_rank.term_of_up(mlp, operands)).hidden
     return mlp.down(operands, hidden, low_rank.term_of_down(mlp, operands, hidden))
 
@@ -167,7 +167,7 @@ class _Trained:
 
 def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, Any, _Trained]]:
     trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
-    operands = mlp.with_factors(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
+    operands = mlp.prepared(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
     term = low_rank.term_of_up(mlp, operands)
     activated = mlp.up(operands, keeps=True, term=term)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), activated.kept)

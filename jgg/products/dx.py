@@ -1,6 +1,7 @@
 """dX: dx[i] = (dy[i] @ w[e]^T) * topk_weights, and row sums, from which the gradient of topk_weights is made."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -58,22 +59,20 @@ def _result_types(operands: Dx, problem: GroupedGemmProblem):
 
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
-    dy, w, bounds, x, gather_indices, topk_weights, _ = operands
-    rows, x_at = Rows(dy, plain.y_rows(problem, gather_indices)), plain.x_rows(problem, gather_indices)
+    dy, w, bounds, x, gather_indices, topk_weights, low_rank = operands
+    x_at = plain.x_rows(problem, gather_indices)
+    factors, out_dtype = [(Rows(dy, plain.y_rows(problem, gather_indices)), w)], problem.dtype
+    if low_rank is not None:  # added in float32
+        factors, out_dtype = [*factors, (Rows(low_rank.rows), low_rank.matrices)], jnp.float32
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
     scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     options = {"scales": scales, "write_at": x_at, "adds": x_at is not None, "shape": problem.x_shape, **dot}
-    low_rank = operands.low_rank
-    if low_rank is None:
-        dx = rows_dot(rows, w, bounds, out_dtype=problem.dtype, **options)
-        return DxResults(dx, None if x is None else row_dots(Rows(x, x_at), rows, w, bounds, **dot))
-    low_rows, matrices = Rows(low_rank.rows), low_rank.matrices
-    dx = rows_dot(rows, w, bounds, out_dtype=jnp.float32, **options)
-    dx = (dx + rows_dot(low_rows, matrices, bounds, out_dtype=jnp.float32, **options)).astype(problem.dtype)
+    terms = (rows_dot(rows, matrices, bounds, out_dtype=out_dtype, **options) for rows, matrices in factors)
+    dx = functools.reduce(jnp.add, terms).astype(problem.dtype)
     if x is None:
         return DxResults(dx)
-    row_sums = row_dots(Rows(x, x_at), rows, w, bounds, **dot)
-    return DxResults(dx, row_sums + row_dots(Rows(x, x_at), low_rows, matrices, bounds, **dot))
+    sums = (row_dots(Rows(x, x_at), rows, matrices, bounds, **dot) for rows, matrices in factors)
+    return DxResults(dx, functools.reduce(jnp.add, sums))
 
 
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):

@@ -1,11 +1,10 @@
 """The term of a product that has few features in between: rows of r features times a matrix of each expert."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-STEP = 64  # features of a step of the warp-specialized kernel
 _ALIGNED = 8  # features of 16 bits whose rows are multiples of 16 bytes, as TMA needs
 
 
@@ -34,15 +33,3 @@ class LowRankTerm(NamedTuple):
         axis = 2 if reduced_is_minor else 1
         pads = [(0, missing if each == axis else 0) for each in range(3)]
         return LowRankTerm(jnp.pad(self.rows, ((0, 0), (0, missing))), jnp.pad(self.matrices, pads))
-
-
-def operands_of(term: LowRankTerm | None) -> dict[str, Any]:
-    """The term as operands of the plain kernels."""
-    return (
-        {"low_rows": None, "low_matrices": None}
-        if term is None
-        else {
-            "low_rows": term.rows,
-            "low_matrices": term.matrices,
-        }
-    )

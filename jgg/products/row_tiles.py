@@ -10,7 +10,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import PRECISIONS, Launch, launch_options, matrices, matrix, tile_operands, w_by_tma
-from jgg.products.low_rank import LowRankTerm, operands_of
+from jgg.products.low_rank import LowRankTerm
 
 
 class Part(NamedTuple):
@@ -75,7 +75,8 @@ def multiply(
         operands={
             rows.name: rows.array,
             "w": w,
-            **operands_of(low_rank),
+            "low_rows": low_rank and low_rank.rows,
+            "low_matrices": low_rank and low_rank.matrices,
             **operands,
             **row_operands(problem, part, bounds, schedule),
         },

@@ -62,9 +62,7 @@ def _launch(
     if problem.is_quantized:
         quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
         operands = operands._replace(w=with_quantized(operands.w, quantize_weights))
-        x, w, bounds, gather_indices, topk_weights, bias, _ = operands
-        arrays = x, w, bounds, gather_indices, topk_weights, bias
-        return hopper_quantized.multiply_and_activate(launcher, problem, *arrays, hidden=hidden)
+        return hopper_quantized.multiply_and_activate(launcher, problem, *operands[:-1], hidden=hidden)
     launcher, x, product = forward.choose(launcher, operands, problem)
     results = hopper.multiply_rows(
         launcher, product, Terms(x), operands.w, operands.bounds, operands.gather_indices, bias=operands.bias,
