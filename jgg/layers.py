@@ -13,7 +13,7 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_flag, as_int, check_floats
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
-from jgg.experts.arguments import Matrices, MlpOptions, add_term, as_matrices, check_shapes, in_quantization
+from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
 from jgg.experts.lora import Lora
 from jgg.experts.mesh import map_tokens
@@ -267,12 +267,12 @@ class MoELayer(LayerOptions, InFeatures):
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
+        terms = self.lora.terms(arrays._asdict())
         if sharding is None:
             quantized = in_quantization(tokens, *weights, options.quantization)
-            for name, term in self.lora.terms(arrays._asdict()).items():
-                quantized = add_term(quantized, name.removeprefix("w_"), term)
-            return compute_mlp(tokens, quantized, routing, options), jnp.int32(0)
-        return compute_mlp_on_device(tokens, *weights, routing.topk_weights, routing.topk_indices, sharding, options)
+            return compute_mlp(tokens, with_terms(quantized, terms), routing, options), jnp.int32(0)
+        choices = routing.topk_weights, routing.topk_indices
+        return compute_mlp_on_device(tokens, *weights, *choices, terms, sharding, options)
 
     def _shared(self, arrays: LayerArrays, precision: jax.lax.Precision) -> jax.Array:
         """The shared experts' y of all tokens."""

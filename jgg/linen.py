@@ -77,6 +77,7 @@ class MoE(nn.Module, LayerOptions):
         adapters = {}
         for name, shape in layer.adapter_shapes.items():
             init = lora_init if name.endswith("_a") else nn.initializers.zeros
+            init = init if self.sharding is None else self.sharding.split_init(init, name)
             adapters[name] = self.param(name, init, shape, self.param_dtype)
         selection_bias = None
         if layer.use_selection_bias:

@@ -129,6 +129,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
         for name, shape in layer.adapter_shapes.items():
             init = lora_init if name.endswith("_a") else nnx.initializers.zeros
+            init = init if self.sharding is None else self.sharding.split_init(init, name)
             setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, param_dtype)))
         if self.use_selection_bias:
             init = nnx.initializers.zeros

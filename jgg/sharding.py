@@ -1,5 +1,6 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,12 @@ from jax.typing import ArrayLike
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array, as_array_or_none, as_int, check, check_instance
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
-from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes
+from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes, checked_terms
+from jgg.experts.lora import adapter_names
 from jgg.experts.mesh import MoESharding, check_interleaved, map_tokens, specs_of_parts
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.fp8 import Fp8
+from jgg.low_rank import LowRank
 
 __all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
 
@@ -30,6 +33,8 @@ def sharded_moe_mlp(
     sharding: MoESharding,
     b_gate_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
     activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     w_layout: str = "enk",
@@ -46,8 +51,9 @@ def sharded_moe_mlp(
 
     Args:
       x: [T, H], split as `sharding.token_spec`.
-      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`, split as `sharding.weight_specs(w_layout)`. Values and
-        scales of a QuantizedArray are split alike, and no block may be on several devices.
+      w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down: as in `jgg.moe_mlp`, split as
+        `sharding.weight_specs(w_layout)`. Values and scales of a QuantizedArray are split alike, and no block may be on
+        several devices.
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
       sharding: which mesh axis splits what, and by which exchange.
@@ -83,11 +89,18 @@ def sharded_moe_mlp(
     check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     check_interleaved(options.interleaved, options.activation, sharding)
     arrays |= {name: bias for name, bias in biases.items() if bias is not None}
+    terms = checked_terms(low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], w_layout)
+    for name, term in terms.items():
+        arrays |= dict(zip(adapter_names(name), (term.a, term.b), strict=True))
 
     def on_device(part: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        own_terms = {}
+        for name, term in terms.items():
+            a, b = adapter_names(name)
+            own_terms[name] = dataclasses.replace(term, a=part[a], b=part[b])
         return compute_mlp_on_device(
             part["x"], part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"),
-            part["topk_weights"], part["topk_indices"], sharding, options,
+            part["topk_weights"], part["topk_indices"], own_terms, sharding, options,
         )  # fmt: skip
 
     return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
@@ -103,6 +116,8 @@ def moe_mlp_on_device(
     sharding: MoESharding,
     b_gate_up: jax.Array | None = None,
     b_down: jax.Array | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
     activation: ActivationLike = "swiglu",
     interleaved: bool = False,
     w_layout: str = "enk",
@@ -126,8 +141,9 @@ def moe_mlp_on_device(
     whole_gate_up = _gathered(w_gate_up, specs["w_gate_up"], sharding)
     whole_down = _gathered(w_down, specs["w_down"], sharding)
     check_shapes(x, whole_gate_up, whole_down, b_gate_up, b_down, options)
+    terms = checked_terms(low_rank_gate_up, low_rank_down, w_gate_up, w_down, w_layout)
     return compute_mlp_on_device(
-        x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, topk_indices, sharding, options
+        x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, topk_indices, terms, sharding, options
     )  # fmt: skip
 
 

@@ -124,22 +124,25 @@ def checked_weights(
     return weights
 
 
-def with_low_rank(
-    weights: ExpertWeights, gate_up: LowRank | None, down: LowRank | None, w_layout: str
-) -> ExpertWeights:
-    """The parameters with terms of low rank, and without gradients of the weights beside them; raises as `LowRank`."""
-    for name, value in (("gate_up", gate_up), ("down", down)):
-        if value is not None:
-            term = as_low_rank(f"low_rank_{name}", value, w_layout, getattr(weights, f"w_{name}").shape)
-            weights = add_term(weights, name, term)
+def checked_terms(
+    gate_up: LowRank | None, down: LowRank | None, w_gate_up: Matrices, w_down: Matrices, w_layout: str
+) -> dict[str, LowRank]:
+    """The terms of low rank that are given, by the names of the weights beside them; raises as `as_low_rank`."""
+    given = ("gate_up", gate_up, w_gate_up), ("down", down, w_down)
+    return {
+        f"w_{name}": as_low_rank(f"low_rank_{name}", term, w_layout, w.shape)
+        for name, term, w in given
+        if term is not None
+    }
+
+
+def with_terms(weights: ExpertWeights, terms: Mapping[str, LowRank]) -> ExpertWeights:
+    """The parameters with checked terms by the names of the weights beside them, which then get no gradient."""
+    for name, term in terms.items():
+        factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
+        w = jax.lax.stop_gradient(getattr(weights, name))
+        weights = weights._replace(**{name: w, name.replace("w_", "low_rank_", 1): factors})
     return weights
-
-
-def add_term(weights: ExpertWeights, name: str, term: LowRank) -> ExpertWeights:
-    """The parameters with a checked term beside the weights "gate_up" or "down", which then get no gradient."""
-    factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
-    w = jax.lax.stop_gradient(getattr(weights, f"w_{name}"))
-    return weights._replace(**{f"w_{name}": w, f"low_rank_{name}": factors})
 
 
 def in_quantization(

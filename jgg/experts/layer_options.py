@@ -12,7 +12,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.activations import ActivationLike
-from jgg.core.arguments import as_dtype, as_precision, check, check_instance
+from jgg.core.arguments import as_dtype, as_precision, check_instance
 from jgg.core.problem import DTYPES
 from jgg.experts.lora import TARGETS
 from jgg.experts.mesh import MoESharding, check_interleaved
@@ -51,7 +51,7 @@ class LayerOptions:
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
       lora_rank: r, the rank of LoRA adapters beside the experts' matrices, which then get no gradient; None for none.
         Beside w [E, K, N] they are the parameters named as w with "_lora_a", [E, K, r], and "_lora_b", [E, r, N], and
-        add `lora_alpha / lora_rank * a @ b` to it. Layers with a sharding have none yet.
+        add `lora_alpha / lora_rank * a @ b` to it.
       lora_alpha: a number that is not trained; None for lora_rank, so that the scale is 1.
       lora_targets: the matrices that have adapters.
     """
@@ -104,5 +104,3 @@ def check_sharding(options: LayerOptions, sharding: MoESharding | None) -> None:
         return
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
     check_interleaved(options.interleaved, options.activation, sharding)
-    rank = options.lora_rank
-    check(rank is None, f"sharding must be None with a lora_rank, got a MoESharding and lora_rank={rank}.")

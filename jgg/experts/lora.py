@@ -51,7 +51,7 @@ class Lora:
         if self.rank is None:
             return shapes
         for target in self.targets:
-            (a, b), (experts, rows, columns) = _names(target), weights[target]
+            (a, b), (experts, rows, columns) = adapter_names(target), weights[target]
             shapes |= {a: (experts, rows, self.rank), b: (experts, self.rank, columns)}
         return shapes
 
@@ -61,7 +61,7 @@ class Lora:
         if self.rank is None or self.alpha is None:
             return terms
         for target in self.targets:
-            a, b = _names(target)
+            a, b = adapter_names(target)
             terms[target] = LowRank(params[a], params[b], self.alpha / self.rank)
         return terms
 
@@ -70,10 +70,10 @@ class Lora:
         merged = dict(params)
         for target, term in self.terms(params).items():
             check_instance(target, params[target], jax.Array | np.ndarray, "a float array, to be merged into")
-            merged |= {target: term.merge(params[target], "ekn"), _names(target)[1]: jnp.zeros_like(term.b)}
+            merged |= {target: term.merge(params[target], "ekn"), adapter_names(target)[1]: jnp.zeros_like(term.b)}
         return merged
 
 
-def _names(target: str) -> tuple[str, str]:
-    """The names of a and b."""
+def adapter_names(target: str) -> tuple[str, str]:
+    """The names of a and b beside the weights of this name."""
     return f"{target}_lora_a", f"{target}_lora_b"

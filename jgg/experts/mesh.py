@@ -93,20 +93,24 @@ class MoESharding:
         return math.ceil(min(self.buffer_factor or devices, devices) * num_rows)
 
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
-        """PartitionSpecs of w_gate_up, w_down, b_gate_up and b_down by name; layers use w_layout="ekn".
+        """PartitionSpecs of w_gate_up, w_down, b_gate_up, b_down and LoRA adapters by name; layers use w_layout="ekn".
 
-        Values and scales of a QuantizedArray both have the spec of the weights that they stand for.
+        Values and scales of a QuantizedArray both have the spec of the weights that they stand for. The a and b of a
+        `jgg.LowRank` beside w_gate_up have the specs "w_gate_up_lora_a" and "w_gate_up_lora_b", which split the axes
+        that they share with w_gate_up alike; so it is with w_down.
         """
         check_one_of("w_layout", w_layout, W_LAYOUTS)
-        up, down = (self.fsdp, self.tensor), (self.tensor, self.fsdp)
-        if w_layout == "enk":
-            up, down = down, up
-        return {
-            "w_gate_up": P(self.expert, *up),
-            "w_down": P(self.expert, *down),
-            "b_gate_up": P(self.expert, self.tensor),
-            "b_down": P(self.expert, None),
+        in_ekn = {
+            "w_gate_up": (self.fsdp, self.tensor),
+            "w_gate_up_lora_a": (self.fsdp, None),
+            "w_gate_up_lora_b": (None, self.tensor),
+            "w_down": (self.tensor, self.fsdp),
+            "w_down_lora_a": (self.tensor, None),
+            "w_down_lora_b": (None, self.fsdp),
         }
+        step = 1 if w_layout == "ekn" else -1
+        specs = {name: P(self.expert, *features[::step]) for name, features in in_ekn.items()}
+        return specs | {"b_gate_up": P(self.expert, self.tensor), "b_down": P(self.expert, None)}
 
     def named(self, spec: P) -> jax.NamedSharding:
         """The NamedSharding of a PartitionSpec on this mesh."""

@@ -16,7 +16,7 @@ from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
 from jgg.experts import low_rank
-from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_weights, with_low_rank
+from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_terms, checked_weights, with_terms
 from jgg.experts.in_dtype import InDtype
 from jgg.experts.in_fp8 import InFp8
 from jgg.experts.mlp import Mlp, Operands, problems
@@ -109,7 +109,8 @@ def moe_mlp(
     )  # fmt: skip
     x = as_array("x", x)
     weights = checked_weights(x, w_gate_up, w_down, b_gate_up, b_down, options)
-    weights = with_low_rank(weights, low_rank_gate_up, low_rank_down, options.w_layout)
+    terms = checked_terms(low_rank_gate_up, low_rank_down, weights.w_gate_up, weights.w_down, options.w_layout)
+    weights = with_terms(weights, terms)
     return compute_mlp(x, weights, checked_routing(x, routing, weights.w_gate_up.shape[0]), options)
 
 

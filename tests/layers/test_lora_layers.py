@@ -12,7 +12,6 @@ from flax import nnx
 import jgg
 import jgg.linen
 import jgg.nnx
-import jgg.sharding
 from jgg.layers import MoELayer
 from tests.support.closeness import assert_close, distance
 
@@ -175,7 +174,6 @@ def test_load_params_keeps_adapters_or_loads_them():
     jax.tree.map(np.testing.assert_array_equal, params_of(abstract), params)
 
 
-MESH = jax.sharding.AbstractMesh((2,), ("a",))
 TARGETS = "lora_targets must be a tuple of one or both of ('w_gate_up', 'w_down'), got "
 ERRORS = {
     "rank": (ValueError, {"lora_rank": 0}, "lora_rank must be None or a positive int, got 0."),
@@ -186,11 +184,6 @@ ERRORS = {
     "no targets": (ValueError, LORA | {"lora_targets": ()}, TARGETS + "()."),
     "a name": (ValueError, LORA | {"lora_targets": "w_down"}, TARGETS + "'w_down'."),
     "no tuple": (TypeError, LORA | {"lora_targets": 3}, TARGETS + "int."),
-    "sharding": (
-        ValueError,
-        LORA | {"sharding": jgg.sharding.MoESharding(MESH, expert="a")},
-        "sharding must be None with a lora_rank, got a MoESharding and lora_rank=5.",
-    ),
 }
 
 
@@ -204,15 +197,13 @@ def test_errors(error, options, message):
 def test_errors_of_apply():
     layer = MoELayer(144, **SIZES, **LORA)
     params = {name: jnp.ones(shape) for name, shape in (layer.shapes | layer.adapter_shapes).items()}
-    sharding = jgg.sharding.MoESharding(MESH, expert="a")
     b = "w_down_lora_b"
-    for error, changes, options, message in (
-        (ValueError, {b: jnp.ones((4, 6, 144))}, {}, f"{b} must be among params, with the shape [4, 5, 144], got"),
-        (TypeError, {b: jnp.ones((4, 5, 144), int)}, {}, f"{b} must be a float array, got int32."),
-        (ValueError, {}, {"sharding": sharding}, "sharding must be None with a lora_rank"),
+    for error, changes, message in (
+        (ValueError, {b: jnp.ones((4, 6, 144))}, f"{b} must be among params, with the shape [4, 5, 144], got"),
+        (TypeError, {b: jnp.ones((4, 5, 144), int)}, f"{b} must be a float array, got int32."),
     ):
         with pytest.raises(error, match=re.escape(message)):
-            layer.apply(params | changes, X, **options)
+            layer.apply(params | changes, X)
     del params[b]
     with pytest.raises(ValueError, match=re.escape(f"{b} must be among params, with the shape [4, 5, 144], got none")):
         layer.apply(params, X)

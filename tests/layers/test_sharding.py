@@ -22,6 +22,7 @@ from tests.support.sharded_cases import (
     assert_case_is_right,
     assert_quantized_weights_are_right,
     make,
+    make_terms,
 )
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -192,6 +193,11 @@ WRONG_ARRAYS = {
         {"w_down": jgg.Fp8().weights(np.zeros((8, 10, 12), np.float32))},
         "w_down must be an array or a QuantizedArray without quantization, got QuantizedWeights.",
     ),
+    "another axis of a term": (
+        {"tensor": "a"},
+        {"low_rank_down": jgg.LowRank(np.zeros((8, 12, 4), np.float32), np.zeros((8, 4, 12), np.float32))},
+        "low_rank_down beside w [8, 10, 12] in w_layout 'ekn' must have a [8, 10, 4] and b [8, 4, 12], got a [8",
+    ),
     "features disagree": (
         {"expert": "b"},
         zeros(x=(32, 11)),
@@ -263,7 +269,7 @@ def test_on_a_device_inside_shard_map(quantize):
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = MoESharding(mesh, fsdp="a")
     arrays, chosen, _ = make("uneven")
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()} | {"topk_indices": jnp.asarray(chosen)}
+    arrays = jax.tree.map(jnp.asarray, arrays | make_terms() | {"topk_indices": chosen})
     recipe = None if quantize is None else jgg.Fp8()
     options = {"sharding": sharding, "w_layout": "ekn", "quantization": recipe}
     if quantize is not None:

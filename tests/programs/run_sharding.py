@@ -21,10 +21,12 @@ from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support.closeness import distance
 from tests.support.sharded_cases import (
     CASES,
+    LOW_RANK_CASES,
     assert_case_is_right,
     assert_quantized_weights_are_right,
     assert_shards_close,
     make,
+    make_terms,
     on_mesh,
     on_one_device,
     place,
@@ -35,7 +37,8 @@ ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
 # those options that a mesh could treat differently
 LAYERS = {
     "Auto": {"activation": "ungated_relu_squared", "shared_features": 12, "use_bias": True, "use_selection_bias": True},
-    "Explicit": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "interleaved": True},
+    "Explicit": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "interleaved": True}
+    | {"lora_rank": 5, "lora_targets": ("w_gate_up",)},
 }
 X = np.random.default_rng(0).normal(size=(4, 3, 24)).astype(np.float32)
 
@@ -48,8 +51,8 @@ def check_layer(kind):
     """A layer on a mesh against the same layer on one device: y, gradients and metrics. Some choices are given."""
     layer = MoELayer(24, **({"hidden_features": 20, "num_experts": 8, "topk": 2} | LAYERS[kind]))
     sharding = MoESharding(mesh_of(kind), **ALL, exchange="ragged_all_to_all")
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in layer.shapes.items()}
+    rng, shapes = np.random.default_rng(0), layer.shapes | layer.adapter_shapes
+    params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
     selection_bias = np.linspace(-0.3, 0.3, 8, dtype=np.float32) if layer.use_selection_bias else None
     given = rng.integers(0, 8, (4, 3, layer.topk)).astype(np.int32)
     given[::2, 1:] = -1
@@ -84,11 +87,14 @@ def check_flax():
     """The Flax layers on a mesh give what they give without, from parameters that come into being split."""
     sharding = MoESharding(mesh_of("Explicit"), expert="b", fsdp="a")
     x = jax.device_put(X, sharding.named(jax.P(sharding.token_axes)))
-    layer = jgg.nnx.MoE(24, 20, num_experts=8, topk=2, use_selection_bias=True, sharding=sharding, rngs=nnx.Rngs(0))
+    options = {"num_experts": 8, "topk": 2, "use_selection_bias": True, "lora_rank": 5, "sharding": sharding}
+    layer = jgg.nnx.MoE(24, 20, **options, rngs=nnx.Rngs(0))
     assert layer.w_gate_up[...].sharding.spec == jax.P("b", "a", None)
-    module = jgg.linen.MoE(20, num_experts=8, topk=2, use_selection_bias=True, sharding=sharding)
+    assert layer.w_gate_up_lora_a[...].sharding.spec == jax.P("b", "a", None)
+    module = jgg.linen.MoE(20, **options)
     variables = jax.jit(module.init)(jax.random.key(0), x)
     assert variables["params"]["w_down"].sharding.spec == jax.P("b", None, "a")
+    assert variables["params"]["w_down_lora_b"].sharding.spec == jax.P("b", None, "a")
     y, sown = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
     assert int(sown["intermediates"]["overflow"][0]) == 0
     (chosen,) = sown["intermediates"]["topk_indices"]
@@ -98,7 +104,7 @@ def check_flax():
     whole = module.clone(sharding=None)
     variables = jax.device_get(variables)
     assert_shards_close(y, jax.jit(whole.apply)(variables, X), "Linen")
-    variables["params"] = jax.device_get({name: getattr(layer, name)[...] for name in layer.layer.shapes})
+    variables["params"] = jax.device_get({name: getattr(layer, name)[...] for name in variables["params"]})
     assert_shards_close(nnx.jit(lambda layer, x: layer(x))(layer, x), jax.jit(whole.apply)(variables, X), "NNX")
 
 
@@ -110,12 +116,12 @@ def check_load_params():
         def make(sharding=sharding):
             return jgg.nnx.MoE(
                 24, 20, num_experts=8, topk=2, interleaved=True, use_bias=True, use_selection_bias=True,
-                sharding=sharding, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
+                lora_rank=5, sharding=sharding, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
             )  # fmt: skip
 
         layer = nnx.eval_shape(make) if is_abstract else make()
         rng = np.random.default_rng(0)
-        shapes = layer.layer.shapes | {"selection_bias": (8,)}
+        shapes = layer.layer.shapes | layer.layer.adapter_shapes | {"selection_bias": (8,)}
         params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
         with jax.transfer_guard_device_to_device("disallow_explicit"):
             jgg.nnx.load_params(layer, params)
@@ -255,6 +261,8 @@ def main():
     for name in CASES:
         assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
         print(name, flush=True)
+    for name in LOW_RANK_CASES:
+        assert_case_is_right(name, mesh_of("Explicit" if "tensor" in name else "Auto"), terms=make_terms())
     check_quantized_weights()
     check_float32_weights()
     check_quantizing_on_explicit_axes()

@@ -1,5 +1,6 @@
 """An expert MLP with its tokens, and every strategy that must give the same on the devices of a mesh."""
 
+import dataclasses
 import functools
 import math
 
@@ -15,6 +16,7 @@ from tests.support.closeness import assert_close, distance
 # one worker runs the tests of several GPUs, since collectives wait for each other and take memory on every GPU
 SEVERAL_GPUS = pytest.mark.xdist_group("several GPUs")
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 32, 12, 10, 8, 3
+RANK = 7
 
 # name: (axes of a mesh a, b, c of 2 devices each and what they split, further options, who gets the tokens)
 CASES = {
@@ -46,6 +48,14 @@ for exchange in ("all_gather", "ragged_all_to_all"):
             "overloaded",
         ),
     }
+# those with terms of low rank too
+LOW_RANK_CASES = [
+    "fsdp",
+    "tensor",
+    "ragged, room for a third",
+    "fsdp, expert, tensor by all_gather",
+    "fsdp, expert, tensor by ragged_all_to_all",
+]
 MAY_OVERFLOW = [name for name, (_, options, _) in CASES.items() if "buffer_factor" in options]
 
 
@@ -66,6 +76,18 @@ def make(load, seed=0, features=FEATURES, hidden=HIDDEN):
         "topk_weights": rng.uniform(0.1, 1, (TOKENS, TOPK)).astype(np.float32),
     }
     return floats, chosen.astype(np.int32), normal(TOKENS, features)
+
+
+def make_terms(features=FEATURES, hidden=HIDDEN):
+    """The terms of low rank beside the weights that `make` returns, as NumPy."""
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {
+        name: jgg.LowRank(normal(EXPERTS, rows, RANK) / rows**0.5, normal(EXPERTS, RANK, columns), scale=0.5)
+        for name, rows, columns in (
+            ("low_rank_gate_up", features, 2 * hidden), ("low_rank_down", hidden, features)
+        )
+    }  # fmt: skip
 
 
 def fitting(chosen, sharding):
@@ -124,17 +146,22 @@ def place(floats, chosen, dy, sharding):
     specs = sharding.weight_specs("ekn")
 
     def split(name, array):
+        if isinstance(array, jgg.LowRank):
+            weights = name.replace("low_rank", "w")
+            parts = {part: split(f"{weights}_lora_{part}", getattr(array, part)) for part in "ab"}
+            return dataclasses.replace(array, **parts)
         spec = sharding.named(specs.get(name, sharding.token_spec))
         return jax.make_array_from_callback(array.shape, spec, lambda index: array[index])
 
     return {name: split(name, array) for name, array in floats.items()}, split("", chosen), split("", dy)
 
 
-def assert_case_is_right(name, mesh, seed=0, compiler_options=None):
-    """Compares y, every gradient and the overflow with the result of one device."""
+def assert_case_is_right(name, mesh, seed=0, compiler_options=None, terms=None):
+    """Compares y, every gradient and the overflow with the result of one device; `terms` are those of low rank."""
     axes, options, load = CASES[name]
     sharding = MoESharding(mesh, **axes, **options)
     floats, chosen, dy = make(load, seed)
+    floats |= terms or {}
     fits = fitting(chosen, sharding)
     assert (name in MAY_OVERFLOW) == (not fits.all()), name  # so that each case tests what it says
     y, gradients, overflow = on_mesh(
@@ -144,7 +171,8 @@ def assert_case_is_right(name, mesh, seed=0, compiler_options=None):
     assert int(overflow) == np.sum(~fits), name
     assert_shards_close(y, want_y, f"{name}: y")
     for argument, gradient in gradients.items():
-        assert_shards_close(gradient, want[argument], f"{name}: gradient of {argument}")
+        for own, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(want[argument]), strict=True):
+            assert_shards_close(own, expected, f"{name}: gradient of {argument}")
 
 
 # name: (how weights are quantized beforehand, the recipe that they are multiplied by)
