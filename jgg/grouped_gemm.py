@@ -9,6 +9,7 @@ from jgg.core.deprecated import positions_deprecated
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
+from jgg.low_rank import LowRank, as_low_rank, factors_of
 from jgg.products.grouped_gemm import Arrays, Hows, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
 
 
@@ -23,6 +24,7 @@ def grouped_gemm(
     topk_weights: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
+    low_rank: LowRank | None = None,
     w_layout: str = "enk",
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -58,6 +60,9 @@ def grouped_gemm(
       topk_weights: float [M] or [T, k] in token order; row i is scaled by `topk_weights[gather_indices[i]]`, or by
         `topk_weights[i]` without gather_indices, in float32.
       bias: float [E, N], added before the scaling.
+      low_rank: a LoRA term beside w, a `jgg.LowRank` in `w_layout`, of any float dtype: `scale * (x[i] @ a[e]^T) @
+        b[e]^T` is added to the float32 sums before the bias. Rows of `x @ a^T` are rounded to the dtype of x. Then a
+        and b have gradients, w gets none, and no time is spent on one. x must not be quantized.
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
         and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these
@@ -87,6 +92,8 @@ def grouped_gemm(
         permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
         preferred_element_type=preferred_element_type,
     )  # fmt: skip
+    if low_rank is not None:
+        arrays = _with_term(arrays, as_low_rank("low_rank", low_rank, problem.w_layout, problem.w_shape))
     how = how_of(problem, implementation)
     hows = Hows(
         how._replace(config=kernel_config_fwd),
@@ -245,6 +252,12 @@ def _checked(
         out_dtype=preferred_element_type,
     )  # fmt: skip
     return problem, Arrays(x, w, group_sizes, gather_indices, topk_weights, bias)
+
+
+def _with_term(arrays: Arrays, term: LowRank) -> Arrays:
+    """The arrays with a term beside w, which then gets no gradient."""
+    check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
+    return arrays._replace(w=jax.lax.stop_gradient(arrays.w), low_rank=factors_of(term))
 
 
 def _as_order(group_sizes: ArrayLike, gather_indices: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, as_finite, check_floats, check_instance, check_one_of, check_rank
 from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, type_of
+from jgg.products.low_rank import Factors
 
 __all__ = ["LowRank"]
 
@@ -116,3 +117,8 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
             f"got a {list(arrays['a'].shape)} and b {list(arrays['b'].shape)}."
         )
     return LowRank(**arrays, scale=as_finite(f"{name}.scale", value.scale))
+
+
+def factors_of(term: LowRank) -> Factors:
+    """The factors of a checked term, as products take them."""
+    return Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgg.activations import Activation, ActivationLike, find_activation
@@ -27,7 +26,8 @@ from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, as_dense
 from jgg.fp8 import Fp8, as_quantized_weights, check_quantization
 from jgg.launching.choice import check_implementation
-from jgg.low_rank import LowRank, as_low_rank
+from jgg.low_rank import LowRank, as_low_rank, factors_of
+from jgg.products.low_rank import Factors
 from jgg.router.routing import Routing
 
 Matrices = jax.Array | QuantizedArray | QuantizedWeights
@@ -59,15 +59,8 @@ class ExpertWeights(NamedTuple):
     b_down: jax.Array | None = None
     quantized_gate_up: WeightForms | None = None
     quantized_down: WeightForms | None = None
-    low_rank_gate_up: "Factors | None" = None
-    low_rank_down: "Factors | None" = None
-
-
-class Factors(NamedTuple):
-    """The factors of a term of low rank beside weights, a and b of a `LowRank`, b times its scale."""
-
-    a: jax.Array
-    b: jax.Array
+    low_rank_gate_up: Factors | None = None
+    low_rank_down: Factors | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +132,8 @@ def checked_terms(
 def with_terms(weights: ExpertWeights, terms: Mapping[str, LowRank]) -> ExpertWeights:
     """The parameters with checked terms by the names of the weights beside them, which then get no gradient."""
     for name, term in terms.items():
-        factors = Factors(jnp.asarray(term.a), jnp.asarray(term.b) * jnp.asarray(term.scale, term.b.dtype))
         w = jax.lax.stop_gradient(getattr(weights, name))
-        weights = weights._replace(**{name: w, name.replace("w_", "low_rank_", 1): factors})
+        weights = weights._replace(**{name: w, name.replace("w_", "low_rank_", 1): factors_of(term)})
     return weights
 
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
-from jgg.experts.arguments import Factors
 from jgg.experts.mlp import Mlp, Operands
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.low_rank import LowRankTerm
+from jgg.products.low_rank import Factors, LowRankTerm
 
 
 def term_of_up(mlp: Mlp, operands: Operands) -> LowRankTerm | None:

@@ -10,10 +10,10 @@ from jgg.activations import Activation
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.quantized import WeightForms
 from jgg.core.schedule import GroupBounds, group_bounds
-from jgg.experts.arguments import ExpertWeights, Factors, MlpOptions, ResidualNames
+from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.launching.choice import How
 from jgg.products.activate import Activated, ActivationGradients
-from jgg.products.low_rank import LowRankTerm
+from jgg.products.low_rank import Factors, LowRankTerm
 from jgg.products.plain import grouped_gemm as plain
 from jgg.router.routing import Routing
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -78,6 +79,8 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
 def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
     """Launches dX; for tokens without row sums one range of columns after the other, each range added up by token."""
     dy, x, bounds, gather_indices = operands.dy, operands.x, operands.bounds, operands.gather_indices
+    if operands.low_rank is not None and dy.dtype != problem.dtype:  # kernels would scale the term as they scale dy
+        return _add_term(functools.partial(_launch, launcher._replace(config=None)), operands, problem)
     launcher = launcher._replace(config=choose_config(KernelConfigDX, problem, launcher.target, launcher.config))
     if problem.permute_y and not launcher.config.fuse_gather:
         dy = combine(launcher, dy, gather_indices, 1)
@@ -168,13 +171,19 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _several(how: How, operands: Dx, problem: GroupedGemmProblem):
-    """Computes dX and its term of low rank one after the other, since devices would each add the term."""
-    low_rank, how = operands.low_rank, how._replace(config=None)
+    """Computes dX apart from its term of low rank, since devices would each add the term."""
+    compute = lambda operands, problem: DX(how._replace(config=None), operands, problem=problem)  # noqa: E731
+    return _add_term(compute, operands, problem)
+
+
+def _add_term(compute: Callable[[Dx, GroupedGemmProblem], DxResults], operands: Dx, problem: GroupedGemmProblem):
+    """Computes dX and its term of low rank one after the other, and adds them."""
+    low_rank = operands.low_rank
     assert low_rank is not None
-    dx, row_sums = DX(how, operands._replace(low_rank=None), problem=problem)
+    dx, row_sums = compute(operands._replace(low_rank=None), problem)
     of_term = dataclasses.replace(problem, out_features=low_rank.rank, permute_y=False)
     term = operands._replace(dy=low_rank.rows, w=low_rank.matrices, low_rank=None)
-    of_term_dx, of_term_sums = DX(how, term, problem=of_term)
+    of_term_dx, of_term_sums = compute(term, of_term)
     if row_sums is not None and of_term_sums is not None:
         row_sums += of_term_sums
     return DxResults(dx + of_term_dx, row_sums)
