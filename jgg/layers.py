@@ -21,6 +21,7 @@ from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.fp8 import Fp8
 from jgg.launching.choice import How
+from jgg.low_rank import LowRank
 from jgg.router.logits import compute_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
 from jgg.router.routing import (
@@ -148,6 +149,14 @@ class MoELayer(LayerOptions, InFeatures):
         """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
         return self.lora.shapes(self.shapes)
 
+    def adapters(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
+        """Returns the LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them for a layer.
+
+        Args:
+          params: arrays by the names in `adapter_shapes`.
+        """
+        return self.lora.terms(params)
+
     def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
 
@@ -267,7 +276,7 @@ class MoELayer(LayerOptions, InFeatures):
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
-        terms = self.lora.terms(arrays._asdict())
+        terms = self.adapters(arrays._asdict())
         if sharding is None:
             quantized = in_quantization(tokens, *weights, options.quantization)
             return compute_mlp(tokens, with_terms(quantized, terms), routing, options), jnp.int32(0)

@@ -42,7 +42,7 @@ class MoE(nn.Module, LayerOptions):
       precision, implementation: as in `jgg.grouped_gemm`.
       quantization: as in `jgg.nnx.MoE`.
       kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
-      sharding: as in `jgg.nnx.MoE`.
+      sharding, lora_param_dtype: as in `jgg.nnx.MoE`.
     """
 
     dtype: DTypeLike | None = None
@@ -54,14 +54,15 @@ class MoE(nn.Module, LayerOptions):
     implementation: str | None = None
     sharding: MoESharding | None = None
     quantization: Fp8 | None = None
+    lora_param_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer(
             MoELayer.of(self, in_features=1), sharding=self.sharding, precision=self.precision,
             quantization=self.quantization, implementation=self.implementation, dtype=self.dtype,
-            param_dtype=self.param_dtype, kernel_init=self.kernel_init, router_init=self.router_init,
-            bias_init=self.bias_init,
+            param_dtype=self.param_dtype, lora_param_dtype=self.lora_param_dtype, kernel_init=self.kernel_init,
+            router_init=self.router_init, bias_init=self.bias_init,
         )  # fmt: skip
 
     @nn.compact
@@ -78,7 +79,7 @@ class MoE(nn.Module, LayerOptions):
         for name, shape in layer.adapter_shapes.items():
             init = lora_init if name.endswith("_a") else nn.initializers.zeros
             init = init if self.sharding is None else self.sharding.split_init(init, name)
-            adapters[name] = self.param(name, init, shape, self.param_dtype)
+            adapters[name] = self.param(name, init, shape, self.lora_param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
             shape = (layer.num_experts,)

@@ -21,6 +21,7 @@ from jgg.experts.lora import lora_init
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.low_rank import LowRank
 from jgg.sharding import MoESharding
 
 
@@ -83,6 +84,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
         the router's and the adapters. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
+      lora_param_dtype: dtype of the LoRA adapters and of their gradients, beside parameters of any dtype. Products
+        round the adapters to the dtype of the computation.
       precision: as in `jgg.grouped_gemm`.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
       kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
@@ -100,6 +103,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     _: dataclasses.KW_ONLY
     dtype: DTypeLike | None = None
     param_dtype: InitVar[DTypeLike] = jnp.float32
+    lora_param_dtype: InitVar[DTypeLike] = jnp.float32
     precision: jax.lax.PrecisionLike = None
     quantization: Fp8 | None = None
     kernel_init: InitVar[Initializer] = expert_init
@@ -111,14 +115,14 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(
-        self, param_dtype: DTypeLike, kernel_init: Initializer, router_init: Initializer, bias_init: Initializer,
-        kernel_metadata: Mapping[str, Any] | None, rngs: nnx.Rngs,
+        self, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, kernel_init: Initializer, router_init: Initializer,
+        bias_init: Initializer, kernel_metadata: Mapping[str, Any] | None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         layer = self.layer
         check_layer(
             layer, sharding=self.sharding, precision=self.precision, quantization=self.quantization,
-            implementation=self.implementation, dtype=self.dtype, param_dtype=param_dtype, kernel_init=kernel_init,
-            router_init=router_init, bias_init=bias_init,
+            implementation=self.implementation, dtype=self.dtype, param_dtype=param_dtype,
+            lora_param_dtype=lora_param_dtype, kernel_init=kernel_init, router_init=router_init, bias_init=bias_init,
         )  # fmt: skip
         for name, option in vars(layer).items():  # as plain numbers, where an array was given for one
             setattr(self, name, option)
@@ -130,7 +134,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         for name, shape in layer.adapter_shapes.items():
             init = lora_init if name.endswith("_a") else nnx.initializers.zeros
             init = init if self.sharding is None else self.sharding.split_init(init, name)
-            setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, param_dtype)))
+            setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, lora_param_dtype)))
         if self.use_selection_bias:
             init = nnx.initializers.zeros
             init = init if self.sharding is None else self.sharding.split_init(init, "selection_bias")
@@ -166,6 +170,11 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)
         return y
+
+    def adapters(self) -> dict[str, LowRank]:
+        """Returns the LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them for a layer."""
+        layer = self.layer
+        return layer.adapters({name: self._value(name) for name in layer.adapter_shapes})
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix, and sets its b to zero: the layer stays the same, up to rounding.

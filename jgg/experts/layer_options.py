@@ -79,8 +79,8 @@ class LayerOptions:
 
 def check_layer(
     options: LayerOptions, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
-    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, kernel_init: Initializer,
-    router_init: Initializer, bias_init: Initializer,
+    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, lora_param_dtype: DTypeLike,
+    kernel_init: Initializer, router_init: Initializer, bias_init: Initializer,
 ) -> None:  # fmt: skip
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
@@ -93,6 +93,7 @@ def check_layer(
     if dtype is not None:
         as_dtype("dtype", dtype, DTYPES)
     as_dtype("param_dtype", param_dtype)
+    as_dtype("lora_param_dtype", lora_param_dtype)
     for name, init in (("kernel_init", kernel_init), ("router_init", router_init), ("bias_init", bias_init)):
         check_instance(name, init, Callable, "a function")
     check_sharding(options, sharding)

@@ -54,14 +54,18 @@ def quantize(layer):
     return layer
 
 
+BFLOAT16 = {"param_dtype": jnp.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [
         ({}, lambda layer: layer),
-        pytest.param({"param_dtype": jnp.bfloat16}, lambda layer: layer, marks=pytest.mark.thorough),
+        (BFLOAT16, lambda layer: layer),
+        pytest.param(BFLOAT16 | {"lora_param_dtype": jnp.bfloat16}, lambda layer: layer, marks=pytest.mark.thorough),
         ({"quantization": jgg.Fp8()}, quantize),
     ],
-    ids=["float32", "bfloat16", "fp8"],
+    ids=["float32", "beside bfloat16", "bfloat16", "fp8"],
 )
 def test_new_adapters_change_nothing(options, prepare):
     """Bit for bit; and the adapters are drawn after the other parameters."""
@@ -77,7 +81,7 @@ def test_new_adapters_change_nothing(options, prepare):
     gradients = nnx.to_pure_dict(gradients_of_adapters(layer, x))
     assert sorted(gradients) == ADAPTERS
     for name, gradient in gradients.items():
-        assert gradient.dtype == options.get("param_dtype", jnp.float32)
+        assert gradient.dtype == params_of(layer)[name].dtype == options.get("lora_param_dtype", jnp.float32)
         assert np.any(np.asarray(gradient)) == name.endswith("_b"), name
 
 
@@ -113,6 +117,10 @@ def test_as_with_merged_weights(options):
         else:
             assert_close(gradient, want_gradients[name], 5e-5, name=name)
 
+    assert layer.adapters().keys() == set(targets)
+    for name, term in layer.adapters().items():
+        want_weights = params[name] + 8 / 5 * jnp.matmul(term.a, term.b, precision="highest")
+        assert_close(term.merge(params[name], "ekn"), want_weights, 1e-6)
     layer.merge_adapters()
     for name in targets:
         assert np.any(layer._value(name) != params[name]) and not np.any(getattr(layer, f"{name}_lora_b")[...])
@@ -137,6 +145,25 @@ def test_adapters_beside_experts_in_fp8(quantization):
     assert np.any(layer.w_down_lora_b[...])
 
 
+def test_gradients_in_float32_beside_bfloat16():
+    """Of adapters: from the float32 sums, in NNX and Linen."""
+    layer, exact = make_trained(**BFLOAT16), make_trained()
+    params = params_of(layer)
+    jgg.nnx.load_params(exact, {name: array.astype(jnp.float32) for name, array in params.items()})
+    x = jnp.asarray(X, jnp.bfloat16)
+    got = nnx.to_pure_dict(gradients_of_adapters(layer, x))
+    want = nnx.to_pure_dict(gradients_of_adapters(exact, x.astype(jnp.float32)))
+    module = jgg.linen.MoE(precision="highest", **SIZES, **LORA, **BFLOAT16)
+    assert {name: array.dtype for name, array in params.items()} == {
+        name: array.dtype for name, array in module.init(jax.random.key(0), x)["params"].items()
+    }
+    linens = jax.grad(lambda params: jnp.sum(jnp.square(module.apply({"params": params}, x).astype(jnp.float32))))
+    for name in ADAPTERS:
+        assert distance(got[name], want[name]) < 0.02, name
+        assert np.any(got[name] != got[name].astype(jnp.bfloat16).astype(jnp.float32)), name
+    assert_close({name: linens(params)[name] for name in ADAPTERS}, got)
+
+
 def test_a_step_of_an_optimizer_changes_adapters_alone(optax_promotion):
     layer = make_trained()
     before = params_of(layer)
@@ -158,7 +185,7 @@ def test_a_step_of_an_optimizer_changes_adapters_alone(optax_promotion):
 def test_load_params_keeps_adapters_or_loads_them():
     trained = make_trained()
     params = params_of(trained)
-    layer = make_trained(param_dtype=jnp.bfloat16)
+    layer = make_trained(**BFLOAT16)
     layer.w_down_lora_b[...] += 1
     before = params_of(layer)
     jgg.nnx.load_params(layer, {name: params[name] for name in BASE})
@@ -166,7 +193,10 @@ def test_load_params_keeps_adapters_or_loads_them():
         np.testing.assert_array_equal(params_of(layer)[name], before[name])
     jgg.nnx.load_params(layer, params)
     for name, value in params_of(layer).items():
-        np.testing.assert_array_equal(value, params[name].astype(jnp.bfloat16))
+        dtype = jnp.float32 if name in ADAPTERS else jnp.bfloat16
+        np.testing.assert_array_equal(value, params[name].astype(dtype))
+    jgg.nnx.load_params(layer, {name: array.astype(jnp.bfloat16) for name, array in params.items()})
+    assert {params_of(layer)[name].dtype for name in ADAPTERS} == {np.dtype("float32")}
     abstract = nnx.eval_shape(lambda: make(**LORA))
     with pytest.raises(ValueError, match="got none of the name 'w_gate_up_lora_a'"):
         jgg.nnx.load_params(abstract, {name: params[name] for name in BASE})

@@ -128,7 +128,7 @@ def check_load_params():
         specs = dict.fromkeys(params, jax.P()) | sharding.weight_specs("ekn")
         for name, array in params.items():
             got = getattr(layer, name)[...]
-            dtype = jnp.float32 if name == "selection_bias" else jnp.bfloat16
+            dtype = jnp.float32 if name == "selection_bias" or "_lora_" in name else jnp.bfloat16
             assert got.sharding.is_equivalent_to(sharding.named(specs[name]), got.ndim), (kind, name, got.sharding)
             assert got.dtype == dtype, (name, got.dtype)
             np.testing.assert_array_equal(got, array.astype(dtype), name)
