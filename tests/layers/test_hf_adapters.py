@@ -1,8 +1,11 @@
-"""LoRA adapters in PEFT's format: merged as PEFT merges them (data/peft), written bit for bit, and errors."""
+"""LoRA adapters in PEFT's format: merged and trained as by PEFT (data/peft), written bit for bit, and errors."""
 
+import dataclasses
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import jgg.hf
 from jgg.hf.families import FAMILIES
+from tests.support.closeness import assert_close
 from tests.support.hf import load
-from tests.support.peft import DATA, FUSED, OF_MODULES, load_weights
+from tests.support.peft import DATA, DIFFERENTIATED, FUSED, OF_MODULES, load_passes, load_weights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -31,6 +35,29 @@ def test_merged_weights_are_those_that_peft_merges(case):
             got = terms[name].merge(before[name], "ekn") if name in terms else before[name]
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=2e-6, err_msg=f"{name} of layer {layer}")
             assert (name in terms) == np.any(want != before[name])
+
+
+@pytest.mark.parametrize("case", DIFFERENTIATED)
+def test_gradients_are_those_that_peft_computes(case, edited):
+    """y of each MoE block too. The gradients are read as an adapter is, so that each has the shape of its factor."""
+    config, base, _ = load_weights(case)
+    passes, gradients = load_passes(case)
+    wanted = edited(case, tensors=lambda tensors: tensors | gradients)
+    for layer, terms in load_case(case).layers.items():
+        rank = next(iter(terms.values())).a.shape[2]
+        function = dataclasses.replace(jgg.hf.moe_layer(config), lora_rank=rank, lora_targets=tuple(terms))
+        params = jgg.hf.from_hf(config, base, layer)
+
+        def loss(terms, function=function, params=params):
+            for name, term in terms.items():  # whose scales differ within a layer
+                params = params | {f"{name}_lora_a": term.a, f"{name}_lora_b": term.b * jnp.float32(term.scale)}
+            y, _ = function.apply(params, passes["x"], precision="highest")
+            return jnp.sum(y * passes["dy"]), y
+
+        got, y = jax.jit(jax.grad(loss, has_aux=True))(terms)
+        assert_close(y, passes[f"y/{layer}"], 1e-4)
+        for name, term in wanted.layers[layer].items():
+            assert_close((got[name].a, got[name].b), (term.a, term.b), 1e-4, name=f"{name} of layer {layer}")
 
 
 def assert_same_tensors(got, want):

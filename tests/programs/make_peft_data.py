@@ -1,4 +1,4 @@
-"""Makes tests/data/peft: LoRA adapters of experts that PEFT trains, writes and merges, and opens what jgg writes.
+"""Makes tests/data/peft: LoRA adapters of experts that PEFT writes, differentiates and merges; opens what jgg writes.
 
     pip install torch transformers peft
     python -m tests.programs.make_peft_data                 # with transformers 5: adapters of fused experts
@@ -6,7 +6,9 @@
     python -m tests.programs.make_peft_data --open FOLDER   # with transformers 5
 
 Tiny models of two layers, float32. Each case is a folder of what `save_pretrained` writes, and weights.npz with the MoE
-blocks' tensors by the names of published checkpoints, before and after `merge_and_unload`. With --open, PEFT opens the
+blocks' tensors by the names of published checkpoints, before and after `merge_and_unload`. Some have passes.npz too:
+x and dy [tokens, hidden], each layer's y, the MoE block's result for x, and the gradients of sum(dy * y) in the
+adapter's tensors, by their names in PEFT's file. With --open, PEFT opens the
 adapters in FOLDER, folders with the names of the cases, such as `jgg.hf.save_adapter` wrote of what
 `jgg.hf.load_adapter` read. Their merged weights must be the same. Made, and opened, with torch 2.13.0, PEFT 0.21.2 and
 transformers 5.24.0; the adapters of modules with PEFT 0.18.1 and transformers 4.57.6.
@@ -28,6 +30,7 @@ from tests.programs.make_hf_data import on_disk
 
 OUT = Path(__file__).parents[1] / "data" / "peft"
 HIDDEN, INNER, EXPERTS = 10, 6, 4
+TOKENS = 24
 COMMON = {
     "hidden_size": HIDDEN, "num_experts_per_tok": 2, "num_hidden_layers": 2, "hidden_act": "silu", "vocab_size": 4,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "bos_token_id": 0, "eos_token_id": 1,
@@ -59,6 +62,7 @@ OF_MODULES = {
     ),
 }  # fmt: skip
 CASES = FUSED | OF_MODULES
+DIFFERENTIATED = "qwen3_moe", "mixtral", "gpt_oss", "olmoe"
 
 
 def config_of(family, options):
@@ -100,6 +104,22 @@ def randomize(model, generator):
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
+def pass_through(adapted, generator):
+    """Returns x, dy, each MoE block's y and the gradients of its adapters."""
+    x, dy = (torch.randn((TOKENS, HIDDEN), generator=generator) for _ in range(2))
+    arrays = {"x": x.numpy(), "dy": dy.numpy()}
+    adapted.base_model.model.set_experts_implementation("eager")  # grouped_mm needs rows of multiples of 16 bytes
+    for index, layer in enumerate(adapted.base_model.model.model.layers):
+        y = layer.mlp(x[None])
+        y = (y[0] if isinstance(y, tuple) else y).reshape(TOKENS, HIDDEN)  # gpt-oss returns its router's scores too
+        torch.sum(y * dy).backward()
+        arrays[f"y/{index}"] = y.detach().numpy()
+    for name, parameter in adapted.named_parameters():
+        if ".experts." in name and "lora_" in name:
+            arrays[f"gradients/{name.replace('.default', '')}"] = parameter.grad.numpy()
+    return arrays
+
+
 def make(case):
     family, options, lora = CASES[case]
     model, generator = make_model(family, options), torch.Generator().manual_seed(0)
@@ -114,6 +134,8 @@ def make(case):
     adapted.save_pretrained(folder)
     (folder / "README.md").unlink()
     (folder / "config.json").write_text(json.dumps(config_of(family, options), indent=1) + "\n")
+    if case in DIFFERENTIATED:
+        np.savez_compressed(folder / "passes.npz", **pass_through(adapted, generator))
     merged = weights_of(family, adapted.merge_and_unload())
     changed = {name: array for name, array in merged.items() if np.any(array != arrays[f"base/{name}"])}
     np.savez_compressed(folder / "weights.npz", **arrays, **{f"merged/{name}": a for name, a in changed.items()})

@@ -1,4 +1,4 @@
-"""LoRA adapters that PEFT wrote, with weights before and after its merging; see tests/programs/make_peft_data.py."""
+"""LoRA adapters that PEFT wrote, merged and differentiated; see tests/programs/make_peft_data.py."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import jgg.hf
 
 DATA = Path(__file__).parents[1] / "data" / "peft"
 FUSED = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "llama4", "granitemoe")
+DIFFERENTIATED = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe")
 OF_MODULES = ("mixtral_modules", "qwen3_moe_modules")
 
 
@@ -20,3 +21,12 @@ def load_weights(case):
         for group in ("base", "merged")
     )
     return jgg.hf.read_config(DATA / case), base, base | merged
+
+
+def load_passes(case):
+    """x, dy and each layer's y by name, and the gradients in the tensors of the adapter by their names."""
+    with np.load(DATA / case / "passes.npz") as file:
+        arrays = dict(file)
+    gradients = {key: array for key, array in arrays.items() if key.startswith("gradients/")}
+    others = {key: array for key, array in arrays.items() if key not in gradients}
+    return others, {key.removeprefix("gradients/"): array for key, array in gradients.items()}
