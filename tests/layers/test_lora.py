@@ -13,6 +13,7 @@ from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 
 TERMS = {"low_rank_gate_up": "w_gate_up", "low_rank_down": "w_down"}
+RANKS = (1, 8, 17, 64, 96)
 
 
 def make(w_layout="enk", rank=8, dtype="float32", terms=tuple(TERMS), seed=0, **options):
@@ -52,7 +53,17 @@ def merged(arrays, low_rank, w_layout):
     ],
 )
 def test_as_merged(w_layout, biased, rank, terms, activation, implementation):
-    arrays, low_rank, dy, indices = make(w_layout, rank, terms=terms, biased=biased, activation=activation)
+    assert_as_merged(w_layout, rank, implementation, activation, terms=terms, biased=biased)
+
+
+@on(None, TRITON)
+@pytest.mark.parametrize("rank", RANKS)
+def test_rank(rank, implementation):
+    assert_as_merged("ekn", rank, implementation)
+
+
+def assert_as_merged(w_layout, rank, implementation, activation="swiglu", **options):
+    arrays, low_rank, dy, indices = make(w_layout, rank, activation=activation, **options)
     options = {"w_layout": w_layout, "precision": "highest", "activation": activation}
     y, gradients = run(arrays, low_rank, dy, indices, implementation=implementation, **options)
     frozen = {TERMS[name] for name in low_rank}
@@ -75,8 +86,19 @@ def test_as_merged(w_layout, biased, rank, terms, activation, implementation):
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
 @pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 def test_bfloat16_and_fp8_bases(w_layout, quantization, implementation):
+    assert_near_float32(w_layout, 16, quantization, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+@pytest.mark.parametrize("rank", RANKS)
+def test_rank_beside_bfloat16_and_fp8(rank, quantization):
+    assert_near_float32("ekn", rank, quantization, "triton")
+
+
+def assert_near_float32(w_layout, rank, quantization, implementation):
     """Adapters are float32; the base is bfloat16, or in FP8 and not made into bfloat16 as a whole."""
-    arrays, low_rank, dy, indices = make(w_layout, 16, "bfloat16", tokens=200, features=256, hidden=256, experts=4)
+    arrays, low_rank, dy, indices = make(w_layout, rank, "bfloat16", tokens=200, features=256, hidden=256, experts=4)
     low_rank = jax.tree.map(lambda array: array.astype(jnp.float32), low_rank)
     options = {"w_layout": w_layout, "implementation": implementation, "quantization": quantization}
     y, got = run(arrays, low_rank, dy, indices, **options)
