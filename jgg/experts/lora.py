@@ -1,7 +1,7 @@
 """The LoRA adapters of a layer: their options, names and shapes, and the terms that they make."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -34,8 +34,8 @@ class Lora:
     def checked(cls, rank: object, alpha: object, targets: object) -> Self:
         """The options; raises if one of them is wrong."""
         expected = f"a tuple of one or both of {TARGETS}"
-        check_instance("lora_targets", targets, Collection, expected)
-        assert isinstance(targets, Collection)
+        check_instance("lora_targets", targets, tuple | list | str, expected)
+        assert isinstance(targets, tuple | list | str)
         names: tuple[Any, ...] = () if isinstance(targets, str) else tuple(targets)
         is_choice = names and all(name in TARGETS and names.count(name) == 1 for name in names)
         check(is_choice, f"lora_targets must be {expected}, got {targets!r}.")

@@ -44,20 +44,27 @@ W, OPTIONS = jnp.ones((2, 5, 4)), {"precision": "highest", "implementation": "xl
 PERMUTED = {"topk": 2, "permute_x": False, "permute_y": False, "topk_weights": jnp.ones(6), "w_layout": "enk"}
 MLP = {"x": jnp.ones((3, 4)), "w_gate_up": jnp.ones((2, 10, 4)), "w_down": jnp.ones((2, 4, 5)), "w_layout": "enk"}
 MLP |= {"b_gate_up": jnp.ones((2, 10)), "b_down": jnp.ones((2, 4)), "activation": "swiglu", "interleaved": False}
+MLP |= {
+    "low_rank_gate_up": jgg.LowRank(jnp.ones((2, 3, 4)), jnp.ones((2, 10, 3))),
+    "low_rank_down": jgg.LowRank(jnp.ones((2, 3, 5)), jnp.ones((2, 4, 3))),
+}
 CHOICES = {"topk_weights": jnp.ones((3, 2)), "topk_indices": indices(3, 2)}
 ROUTER = {"topk": 2, "score": "sigmoid", "normalize": True, "scale": 1.0, "num_groups": 2, "topk_groups": 2}
 LAYER = ROUTER | {"hidden_features": 5, "num_experts": 4, "shared_features": 3, "activation": "swiglu"}
 LAYER |= dict.fromkeys(
     ("use_selection_bias", "scale_input", "interleaved", "use_bias", "use_router_bias", "use_shared_gate"), False
 )
-MODULE = LAYER | OPTIONS | {"dtype": "float32", "param_dtype": jnp.float32, "sharding": SHARDING}
+LAYER |= {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("w_down",)}
+MODULE = LAYER | OPTIONS | {"dtype": "float32", "param_dtype": jnp.float32, "lora_param_dtype": jnp.float32}
+MODULE |= {"sharding": SHARDING}
 MODULE |= dict.fromkeys(("kernel_init", "router_init", "bias_init"), nnx.initializers.zeros)
 
 # name: (function, arguments that are right)
 FUNCTIONS = {
     "grouped_gemm": (
         jgg.grouped_gemm,
-        rows("x", 4) | PERMUTED | OPTIONS | {"w": W, "bias": jnp.ones((2, 5)), "preferred_element_type": "float32"},
+        rows("x", 4) | PERMUTED | OPTIONS | {"w": W, "bias": jnp.ones((2, 5)), "preferred_element_type": "float32"}
+        | {"low_rank": jgg.LowRank(jnp.ones((2, 3, 4)), jnp.ones((2, 5, 3)))},
     ),
     "grouped_gemm_forward": (jgg.grouped_gemm_forward, rows("x", 4) | PERMUTED | OPTIONS | {"w": W}),
     "grouped_gemm_dx": (jgg.grouped_gemm_dx, rows("dy", 5) | PERMUTED | OPTIONS | {"w": W}),
@@ -114,7 +121,7 @@ FUNCTIONS = {
 MAY_BE_NONE = {
     "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
     "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
-    "residual_names", "ops", "topk_indices",
+    "residual_names", "ops", "topk_indices", "low_rank", "low_rank_gate_up", "low_rank_down", "lora_rank", "lora_alpha",
 }  # fmt: skip
 MUST_BE_GIVEN = {
     ("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "topk_indices"), ("sharded_moe_mlp", "sharding"),
