@@ -1,4 +1,4 @@
-"""The code of docs/integrations.md and docs/migrate.md runs, and computes what they say."""
+"""The code of docs/integrations.md, docs/fine-tune.md and docs/migrate.md runs, and computes what they say."""
 
 import shutil
 
@@ -93,6 +93,36 @@ def test_peft(tmp_path, monkeypatch):
         np.testing.assert_allclose(names["params"][name], array, rtol=1e-6, atol=2e-6, err_msg=name)
     tensors = "adapter_model.safetensors"
     assert load_file(tmp_path / "saved" / tensors).keys() == load_file(tmp_path / "adapter" / tensors).keys()
+
+
+def test_fine_tune(tmp_path, monkeypatch):
+    """A step changes the adapters alone; what is saved, loaded and merged is what was trained."""
+    config, base, _ = load_weights("qwen3_moe")
+    (tmp_path / "model").mkdir()
+    shutil.copy(ADAPTERS / "qwen3_moe" / "config.json", tmp_path / "model")
+    save_file(base, tmp_path / "model" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    blocks = code_of("fine-tune.md", "Train adapters") + code_of("fine-tune.md", "Save, go on, merge")
+    (train, save, load, merge), (quantize,) = blocks, code_of("fine-tune.md", "Quantized experts")
+    names = run_code(train + save)
+    trained = [layer.adapters() for layer in names["layers"]]
+    assert all(np.any(term.b) for terms in trained for term in terms.values())
+    for index, layer in enumerate(names["layers"]):
+        for name, array in jgg.hf.from_hf(config, base, index).items():
+            np.testing.assert_array_equal(getattr(layer, name)[...], array.astype("bfloat16"))
+        jax.tree.map(np.testing.assert_array_equal, names["adapter"].layers[index], trained[index])
+        layer.w_down_lora_b[...] += 1
+    exec(load, names)
+    jax.tree.map(np.testing.assert_array_equal, [layer.adapters() for layer in names["layers"]], trained)
+    exec(merge, names)
+    assert names["tensors"].keys() == base.keys()
+    for index, terms in enumerate(trained):
+        before, after = (jgg.hf.from_hf(config, tensors, index) for tensors in (base, names["tensors"]))
+        for name, term in terms.items():
+            np.testing.assert_array_equal(after[name], term.merge(before[name].astype("bfloat16"), "ekn"))
+    exec(quantize, names)
+    names["step"](names["layers"], names["optimizer"], names["x"], names["x"])
+    assert np.any(names["layer"].w_down_lora_b[...])
 
 
 # how many comparisons of `before` and `after` a section of migrate.md has
