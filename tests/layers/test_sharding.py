@@ -17,6 +17,7 @@ from tests.support.marks import PLAIN_JAX, on
 from tests.support.moe_runs import forward, indices_of
 from tests.support.sharded_cases import (
     CASES,
+    LOW_RANK_CASES,
     QUANTIZED,
     SEVERAL_GPUS,
     assert_case_is_right,
@@ -43,14 +44,25 @@ def meshes_of_gpus():
                 yield name, shape
 
 
+def mesh_of_gpus(shape):
+    count = np.prod(shape)
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c"))
+
+
 @pytest.mark.gpu
 @SEVERAL_GPUS
 @pytest.mark.parametrize(("name", "shape"), list(meshes_of_gpus()))
 def test_every_strategy_on_gpus(name, shape):
-    count = np.prod(shape)
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
-    assert_case_is_right(name, jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c")))
+    assert_case_is_right(name, mesh_of_gpus(shape))
+
+
+@pytest.mark.gpu
+@SEVERAL_GPUS
+@pytest.mark.parametrize(("name", "shape"), [case for case in meshes_of_gpus() if case[0] in LOW_RANK_CASES])
+def test_low_rank_terms_on_gpus(name, shape):
+    assert_case_is_right(name, mesh_of_gpus(shape), terms=make_terms())
 
 
 @pytest.mark.gpu
