@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields the name of a temporary file to write, which then replaces `path`; after an error it is removed.
+    """Yields the name of a temporary file or folder to write, which then replaces `path`; after an error it is removed.
+
+    A folder replaces only an empty one.
 
     A reader of `path` finds the old content or the new, even if this process is killed while it writes.
     """
@@ -39,6 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             temporary.unlink()
 

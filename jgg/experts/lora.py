@@ -31,13 +31,13 @@ class Lora:
     targets: tuple[str, ...]
 
     @classmethod
-    def checked(cls, rank: object, alpha: object, targets: object) -> Self:
-        """The options; raises if one of them is wrong."""
-        expected = f"a tuple of one or both of {TARGETS}"
+    def checked(cls, rank: object, alpha: object, targets: object, known: tuple[str, ...] = TARGETS) -> Self:
+        """The options, of targets among the `known` ones; raises if one of them is wrong."""
+        expected = f"a tuple of one or both of {known}" if len(known) == 2 else f"a tuple of some of {known}"
         check_instance("lora_targets", targets, tuple | list | str, expected)
         assert isinstance(targets, tuple | list | str)
         names: tuple[Any, ...] = () if isinstance(targets, str) else tuple(targets)
-        is_choice = names and all(name in TARGETS and names.count(name) == 1 for name in names)
+        is_choice = names and all(name in known and names.count(name) == 1 for name in names)
         check(is_choice, f"lora_targets must be {expected}, got {targets!r}.")
         if rank is None:
             check(alpha is None, f"lora_alpha must be None without a lora_rank, got {alpha!r}.")
@@ -46,13 +46,14 @@ class Lora:
         return cls(rank, float(rank) if alpha is None else as_finite("lora_alpha", alpha), names)
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The shapes of a and b beside weights of these shapes, [E, K, N], by name."""
+        """The shapes of a and b beside weights of these shapes, [E, K, N] or [K, N], by name; of targets among them."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.rank is None:
             return shapes
         for target in self.targets:
-            (a, b), (experts, rows, columns) = adapter_names(target), weights[target]
-            shapes |= {a: (experts, rows, self.rank), b: (experts, self.rank, columns)}
+            if target in weights:
+                (a, b), (*experts, rows, columns) = adapter_names(target), weights[target]
+                shapes |= {a: (*experts, rows, self.rank), b: (*experts, self.rank, columns)}
         return shapes
 
     def terms(self, params: Mapping[str, Any]) -> dict[str, LowRank]:

@@ -15,7 +15,7 @@ from jgg.hf.files import check_names, check_shape, opened, read_object, read_ten
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
 from jgg.layers import MoELayer
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DOWNLOAD = "huggingface_hub.snapshot_download(NAME) fetches a model from the Hub and returns its folder."
 
 
@@ -85,7 +85,14 @@ def from_hf(
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
         checkpoint is quantized, but neither in blocks of FP8 nor in MXFP4, or a QuantizedArray cannot hold a weight.
     """
-    own, shapes, block = family(config), _shapes(config), family(config).block_name(layer)
+    return dict(read_params(config, tensors, layer, keep_quantized))
+
+
+def read_params(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yields the items of what `from_hf` returns, each as it is read."""
+    own, shapes, block = family(config), param_shapes(config), family(config).block_name(layer)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
     tensors = tensors if quantized is None else quantized
@@ -96,17 +103,15 @@ def from_hf(
     expected = {part for parts in names.values() for part in parts}
     present = {name for name in tensors if name.startswith(block)}
     check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
-    params: dict[str, Any] = {}
     for name, shape in shapes.items():
         stored = own.tensors[name]
         if keep_quantized and quantized is not None and names[name][0] in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             values = stored.filled(block, shape, quantized.read_values)
             scales = stored.filled(block, of_scales, quantized.read_scales, "scales of ")
-            params[name] = QuantizedArray(values, scales)
+            yield name, QuantizedArray(values, scales)
         else:
-            params[name] = stored.filled(block, shape, tensors.__getitem__)
-    return params
+            yield name, stored.filled(block, shape, tensors.__getitem__)
 
 
 def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
@@ -135,7 +140,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
       ValueError: a parameter is missing, is not expected, has a wrong shape, is a QuantizedArray although config has
         no quantization_config, or holds values that the config's format cannot store exactly; the message names it.
     """
-    own, shapes = family(config), _shapes(config)
+    own, shapes = family(config), param_shapes(config)
     check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
 
@@ -160,7 +165,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     return tensors
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
@@ -182,17 +187,17 @@ class Checkpoint(Mapping[str, np.ndarray]):
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
-        if (self.path / _INDEX).exists():
-            self._files = read_weight_map(self.path / _INDEX)
-        elif (self.path / _SINGLE).exists():
-            with opened(self.path / _SINGLE) as file:
-                self._files = dict.fromkeys(file.keys(), _SINGLE)
+        if (self.path / INDEX).exists():
+            self._files = read_weight_map(self.path / INDEX)
+        elif (self.path / SINGLE).exists():
+            with opened(self.path / SINGLE) as file:
+                self._files = dict.fromkeys(file.keys(), SINGLE)
         else:
-            raise FileNotFoundError(f"{path} must have {_SINGLE} or {_INDEX}, got neither.")
+            raise FileNotFoundError(f"{path} must have {SINGLE} or {INDEX}, got neither.")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor into host memory."""
-        path = self.path / self._files[name]
+        path = self.path_of(name)
         with opened(path) as file:
             return read_tensor(file, path, name)
 
@@ -203,6 +208,22 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         """Number of tensors."""
         return len(self._files)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors by name, from the beginnings of the files.
+
+        Raises: FileNotFoundError, ValueError: a file is missing, is damaged or lacks a tensor; the message names it.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for own in sorted(set(self._files.values())):
+            with opened(self.path / own) as file:
+                names = (name for name, path in self._files.items() if path == own)
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return shapes
+
+    def path_of(self, name: str) -> Path:
+        """The file that has a tensor."""
+        return self.path / self._files[name]
 
     def moe_layers(self, config: Mapping[str, Any]) -> list[int]:
         """Indices of the decoder layers that have an MoE block."""

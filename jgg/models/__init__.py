@@ -1,0 +1,9 @@
+"""Whole mixture-of-experts language models in Flax NNX, from Hugging Face folders and back."""
+
+from jgg.models.config import ModelConfig
+from jgg.models.decoder import Decoder
+from jgg.models.families import model_config
+from jgg.models.loading import load
+from jgg.models.saving import save
+
+__all__ = ["Decoder", "ModelConfig", "load", "model_config", "save"]

@@ -1,0 +1,111 @@
+"""Causal attention with grouped queries, and the cache of keys and values for decoding."""
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgg.models.config import ModelConfig
+from jgg.models.parts import Options, linear, norm, set_params
+from jgg.models.rotary import rotate
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers: [layers, B, C, kv heads, D], for C positions."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @classmethod
+    def empty(cls, config: ModelConfig, batch: int, positions: int, dtype: Any) -> Self:
+        """A cache for so many sequences and positions."""
+        shape = (config.num_layers, batch, positions, config.num_kv_heads, config.head_features)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(self, layer: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """Puts a layer's k and v [B, S, kv heads, D] at their positions [B, S]."""
+        rows = jnp.arange(k.shape[0])[:, None]
+        return self._replace(
+            k=self.k.at[layer, rows, positions].set(k), v=self.v.at[layer, rows, positions].set(v)
+        )  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where tokens and a layer are.
+
+    Attributes:
+      positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
+      rotation: cosines and sines of the rotary embedding, as `rotate` takes them.
+      layer: int32 [], the number of the layer.
+      window: int32 [], how many of the last tokens one attends to; None for all, in all layers.
+    """
+
+    positions: jax.Array
+    rotation: tuple[jax.Array, jax.Array]
+    layer: jax.Array
+    window: jax.Array | None
+
+
+class Attention(nnx.Module):
+    """Attention of one layer: projections, norms of queries and keys, rotary embedding, softmax, output."""
+
+    sinks: nnx.Param[jax.Array]
+
+    def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None:
+        self.config, self.options = config, options
+        set_params(self, config.attention_shapes, config.init_scale, options, rngs)
+
+    def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
+        """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
+
+        Without a cache, or if S > 1, tokens attend to each other, so their positions must be 0, 1, 2, ...
+        """
+        q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
+        q, k = rotate(q, place.rotation), rotate(k, place.rotation)
+        keys = place.positions
+        if cache is not None:
+            cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
+            if x.shape[1] == 1:
+                k, v = cache.k[place.layer], cache.v[place.layer]
+                keys = jnp.arange(k.shape[1])[None]
+        attended = self._attend(q, k, v, place, keys)
+        return linear(self, attended.reshape(*x.shape[:2], -1), "o", self.options.lora), cache
+
+    def _heads(self, x: jax.Array, name: str) -> jax.Array:
+        """Queries, keys or values [B, S, heads, D]."""
+        config, y = self.config, linear(self, x, name, self.options.lora)
+        has_norm = config.qk_norm is not None and name != "v"
+        if has_norm and config.qk_norm == "all":
+            y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
+        if config.clip_qkv is not None:
+            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+        y = y.reshape(*y.shape[:-1], -1, config.head_features)
+        if has_norm and config.qk_norm == "head":
+            y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
+        return y
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, keys: jax.Array) -> jax.Array:
+        """The result for each query [B, S, heads, D]; `keys` are the positions of k."""
+        config = self.config
+        if not (config.use_sinks or any(config.windows)) and q.shape[1] == k.shape[1]:
+            is_flash = jax.default_backend() == "gpu" and q.dtype != jnp.float32
+            return jax.nn.dot_product_attention(
+                q, k, v, scale=config.attention_scale, is_causal=True, implementation="cudnn" if is_flash else None
+            )
+        mask = _mask(place, keys)
+        if not config.use_sinks:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=config.attention_scale)
+        # a sink is one more key, whose logit is the bias and whose value is zero
+        k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (k, v))
+        sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
+        bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+        return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=config.attention_scale)
+
+
+def _mask(place: Place, keys: jax.Array) -> jax.Array:
+    """Which keys at the positions [B, keys] each token attends to: bool [B, 1, S, keys]."""
+    distance = place.positions[:, None, :, None] - keys[:, None, None, :]
+    mask = distance >= 0
+    return mask if place.window is None else mask & (distance < place.window)

@@ -1,0 +1,111 @@
+"""What the modules of a decoder share: options, parameters by name, products with LoRA, norms, the dense MLP."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jgg.activations import find_activation
+from jgg.core.arguments import as_dtype, check_one_of
+from jgg.core.problem import DTYPES
+from jgg.experts.lora import TARGETS as OF_EXPERTS
+from jgg.experts.lora import Lora
+from jgg.fp8 import Fp8
+from jgg.low_rank import LowRank
+from jgg.models.config import ModelConfig
+
+OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
+TARGETS = *OF_ATTENTION, *OF_EXPERTS
+REMAT = "none", "names", "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a `Decoder` that its config does not give; `checked` makes them."""
+
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+    remat: str
+    quantization: Fp8 | None
+    lora: Lora
+    implementation: str | None
+
+    @classmethod
+    def checked(
+        cls, dtype: DTypeLike, param_dtype: DTypeLike, remat: str, quantization: Fp8 | None, lora_rank: int | None,
+        lora_alpha: float | None, lora_targets: tuple[str, ...], implementation: str | None,
+    ) -> "Options":  # fmt: skip
+        """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
+        check_one_of("remat", remat, REMAT)
+        dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype)
+        lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
+        return cls(dtype, param_dtype, remat, quantization, lora, implementation)
+
+
+def set_params(
+    module: nnx.Module, shapes: Mapping[str, tuple[int, ...]], scale: float, options: Options, rngs: nnx.Rngs
+) -> None:
+    """Gives a module a parameter for each shape: matrices "w_..." random, norms "..._norm" one, all others zero."""
+    initializers = {"w": nnx.initializers.normal(scale), "norm": nnx.initializers.ones}
+    for name, shape in shapes.items():
+        kind = "norm" if name.endswith("norm") else name.partition("_")[0]
+        init = initializers.get(kind, nnx.initializers.zeros)
+        setattr(module, name, nnx.Param(init(rngs.params(), shape, options.param_dtype)))
+    for name, shape in options.lora.shapes(shapes).items():
+        setattr(module, name, nnx.LoRAParam(adapter_init(name, shape)(rngs.params(), shape, options.param_dtype)))
+
+
+def adapter_init(name: str, shape: tuple[int, ...]) -> jax.nn.initializers.Initializer:
+    """The initializer of an adapter's a or b [..., rows, columns]; b is zero, so that a new adapter changes nothing."""
+    if name.endswith("_b"):
+        return nnx.initializers.zeros
+    return nnx.initializers.he_uniform(batch_axis=tuple(range(len(shape) - 2)))
+
+
+def linear(module: nnx.Module, x: jax.Array, name: str, lora: Lora) -> jax.Array:
+    """`x @ w` with a module's matrix "w_name" in the dtype of x, plus its adapter and its bias, where it has them."""
+
+    def param(name: str) -> jax.Array:
+        return getattr(module, name)[...].astype(x.dtype)
+
+    y = x @ param(f"w_{name}")
+    if hasattr(module, f"w_{name}_lora_a"):
+        assert lora.alpha is not None and lora.rank is not None
+        y += (x @ param(f"w_{name}_lora_a")) @ param(f"w_{name}_lora_b") * (lora.alpha / lora.rank)
+    return y + jnp.broadcast_to(param(f"b_{name}"), y.shape) if hasattr(module, f"b_{name}") else y
+
+
+def merge_adapters(module: nnx.Module, lora: Lora) -> None:
+    """Merges a module's adapters of matrices [K, N] into them, and sets their b to zero."""
+    for name in lora.targets:
+        if hasattr(module, f"{name}_lora_a"):
+            w, a, b = (getattr(module, f"{name}{part}") for part in ("", "_lora_a", "_lora_b"))
+            assert lora.alpha is not None and lora.rank is not None
+            term = LowRank(a[...][None], b[...][None], lora.alpha / lora.rank)
+            w[...] = term.merge(w[...][None], "ekn")[0]
+            b[...] = jnp.zeros_like(b[...])
+
+
+def norm(x: jax.Array, scale: nnx.Param[jax.Array], epsilon: float) -> jax.Array:
+    """RMS norm of the last axis, computed in float32. Source: Zhang and Sennrich, 2019."""
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return (y * jnp.broadcast_to(scale[...].astype(jnp.float32), y.shape)).astype(x.dtype)
+
+
+class Mlp(nnx.Module):
+    """The gated MLP of a dense layer."""
+
+    def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None:
+        self.config, self.options = config, options
+        hidden = config.dense_features
+        shapes = {"w_gate_up": (config.features, 2 * hidden), "w_down": (hidden, config.features)}
+        set_params(self, shapes, config.init_scale, options, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [..., H] to the same shape."""
+        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options.lora))
+        return linear(self, activated.astype(x.dtype), "down", self.options.lora)

@@ -1,0 +1,131 @@
+"""Writes a whole model into a Hugging Face folder, in the names and shapes that it was read from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jgg.core.arguments import as_int, check, check_instance
+from jgg.core.files import replacing
+from jgg.core.quantized import QuantizedArray
+from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
+from jgg.models.decoder import Decoder
+from jgg.models.tensors import ENDS, OF_LAYERS, Stack, prefix, stacks
+
+
+def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
+
+    A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. The folder appears
+    when all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
+
+    Args:
+      model: the model.
+      folder: where to write; there must be nothing, or an empty folder.
+      max_shard_bytes: how large a file may grow before the next one begins; host memory holds one file.
+
+    Raises:
+      FileExistsError: the folder is there and is not empty.
+      ValueError: the model has LoRA adapters that are not merged (`Decoder.merge_adapters`), or experts in FP8.
+      TypeError: an argument has the wrong type.
+    """
+    check_instance("model", model, Decoder, "a jgg.models.Decoder")
+    limit, folder = as_int("max_shard_bytes", max_shard_bytes, 1), Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"folder must be new or an empty folder, got {folder}.")
+    config = _config(model)
+    _check_adapters(model)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as temporary:
+        temporary.mkdir()
+        _write_shards(_tensors(model, config), temporary, limit)
+        text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
+        (temporary / "config.json").write_text(text, encoding="utf-8")
+
+
+def _config(model: Decoder) -> dict[str, Any]:
+    """The content of config.json: that of the model's config, with its dtype, and not quantized if the experts are not.
+
+    Raises: ValueError: the experts are quantized in a format that config.json does not say, or with all else in it.
+    """
+    config = model.config.hf
+    key, dtype = "torch_dtype" if "torch_dtype" in config else "dtype", model.w_embedding.dtype.name
+    config |= {} if config.get(key) == dtype else {key: dtype}
+    variables = Stack(model.layers, 0).variables
+    quantized = [name for name, variable in variables.items() if isinstance(variable.get_value(), QuantizedArray)]
+    if not quantized:
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    check(
+        method == "mxfp4",
+        f"{', '.join(quantized)} must be no QuantizedArray, unless it is of a folder in MXFP4, to be saved: "
+        "load it with experts='dense'.",
+    )
+    return config
+
+
+def _check_adapters(model: Decoder) -> None:
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if str(path[-1]).endswith("_lora_b"):
+            is_merged = not np.asarray(variable[...]).any()
+            check(is_merged, f"{'.'.join(map(str, path))} must be zero, as merge_adapters() leaves it, to be saved.")
+
+
+def _tensors(model: Decoder, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the folder's tensors, layer after layer."""
+    for name, tensor in ENDS.items():
+        if hasattr(model, name):
+            yield from tensor.parts("", np.asarray(getattr(model, name)[...]))
+    for stack in stacks(model):
+        for number in stack.numbers:
+            values = {
+                name: jax.tree.map(lambda whole, at=number - stack.first: np.asarray(whole[at]), variable.get_value())
+                for name, variable in stack.variables.items()
+            }
+            for name in OF_LAYERS.keys() & values.keys():
+                yield from OF_LAYERS[name].parts(prefix(number), values[name])
+            experts = {name.removeprefix("moe."): value for name, value in values.items() if name.startswith("moe.")}
+            if experts:
+                yield from to_hf(config, experts, number).items()
+
+
+def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
+    """Writes tensors in files of at most `limit` bytes, or of one tensor, and the index, if there are several files."""
+    shards: list[list[str]] = []
+    total = 0
+    for shard in _shards(tensors, limit):
+        _write(shard, folder / str(len(shards)))
+        shards.append(list(shard))
+        total += sum(array.nbytes for array in shard.values())
+    if len(shards) == 1:
+        (folder / "0").rename(folder / SINGLE)
+        return
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for number, file in enumerate(files):
+        (folder / str(number)).rename(folder / file)
+    weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Iterator[tuple[str, np.ndarray]], limit: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the tensors in groups of at most `limit` bytes, or of one."""
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for name, array in tensors:
+        if shard and size + array.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = array
+        size += array.nbytes
+    yield shard
+
+
+def _write(tensors: dict[str, np.ndarray], path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, metadata={"format": "pt"})

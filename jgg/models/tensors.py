@@ -1,0 +1,98 @@
+"""The tensors of a whole model in a Hugging Face folder: their names, shapes and places in a `Decoder`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from jgg.hf.checkpoints import param_shapes
+from jgg.hf.families import FAMILIES, Tensor
+from jgg.models.decoder import Decoder, Layer
+
+
+def _matrix(*names: str) -> Tensor:
+    return Tensor(names)
+
+
+def _as_is(name: str) -> Tensor:
+    return Tensor((name,), is_transposed=False)
+
+
+# parameters of a `Decoder` beside its layers
+ENDS = {
+    "w_embedding": _as_is("model.embed_tokens.weight"),
+    "norm": _as_is("model.norm.weight"),
+    "w_head": _matrix("lm_head.weight"),
+}
+# parameters of a `Layer` without experts, each in the module that the first part of its name says
+OF_LAYERS = {
+    "attention_norm": _as_is("input_layernorm.weight"),
+    "mlp_norm": _as_is("post_attention_layernorm.weight"),
+    "attention.q_norm": _as_is("self_attn.q_norm.weight"),
+    "attention.k_norm": _as_is("self_attn.k_norm.weight"),
+    "attention.sinks": _as_is("self_attn.sinks"),
+    "mlp.w_gate_up": _matrix("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": _matrix("mlp.down_proj.weight"),
+}
+OF_LAYERS |= {f"attention.w_{name}": _matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"}
+OF_LAYERS |= {f"attention.b_{name}": _as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"}
+
+
+class Stack(NamedTuple):
+    """Layers that are stacked: the module, and the number of the first of them."""
+
+    layers: Layer
+    first: int
+
+    @property
+    def numbers(self) -> range:
+        """The layers' numbers."""
+        return range(self.first, self.first + self.layers.attention_norm.shape[0])
+
+    @property
+    def variables(self) -> dict[str, nnx.Variable[Any]]:
+        """The variables that are no adapters by the names in OF_LAYERS, and those of experts as "moe.NAME"."""
+        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.Not(nnx.LoRAParam)))
+        return {".".join(map(str, path)): variable for path, variable in flat}
+
+
+def stacks(model: Decoder) -> Iterator[Stack]:
+    """The model's stacks in the order of the layers."""
+    if model.dense_layers is not None:
+        yield Stack(model.dense_layers, 0)
+    yield Stack(model.layers, model.config.num_dense_layers)
+
+
+def module_of(module: nnx.Module, path: Iterable[Any]) -> Any:
+    """The module that the last name of a variable's path is in."""
+    *modules, _ = path
+    for name in modules:
+        module = getattr(module, name)
+    return module
+
+
+def prefix(number: int) -> str:
+    """The beginning of the names of a layer's tensors."""
+    return f"model.layers.{number}."
+
+
+def expected_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of the model's folder by name, where they are not quantized."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def expect(tensor: Tensor, block: str, shape: tuple[int, ...]) -> None:
+        shapes.update((name, part.shape) for name, part in tensor.parts(block, np.broadcast_to(0, shape)))
+
+    for name, tensor in ENDS.items():
+        if hasattr(model, name):
+            expect(tensor, "", getattr(model, name).shape)
+    own, of_experts = FAMILIES[model.config.model_type], param_shapes(model.config.hf)
+    for stack in stacks(model):
+        variables = stack.variables
+        for number in stack.numbers:
+            for name in OF_LAYERS.keys() & variables.keys():
+                expect(OF_LAYERS[name], prefix(number), variables[name].shape[1:])
+            for name, shape in of_experts.items() if hasattr(stack.layers, "moe") else ():
+                expect(own.tensors[name], own.block_name(number), shape)
+    return shapes

@@ -1,0 +1,116 @@
+"""Makes tests/data/models: tiny models of each family that jgg.models has, by Hugging Face's transformers.
+
+    pip install torch transformers
+    python -m tests.programs.make_model_data
+
+Each folder is what `save_pretrained` writes of random bfloat16 weights (a selection bias is float32, as in published
+checkpoints), and reference.npz: in float32, the logits of tokens, the loss of each next token, a digest of its
+gradients, and greedy continuations of prompts. Made with torch 2.13.0 and transformers 5.24.0.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.programs.make_hf_data import on_disk
+from tests.support.digests import digest
+
+OUT = Path(__file__).parents[1] / "data" / "models"
+PROMPT_LENGTHS, NEW_TOKENS = (1, 5, 9), 6
+LEAST_MARGIN = 1e-2  # between the two largest logits of a greedy choice, so that rounding changes none
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+HEADS = {"head_dim": 12}  # not hidden_size / num_attention_heads
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+    "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3_moe": HEADS | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 6},
+    "olmoe": {"num_experts": 4, "intermediate_size": 8, "clip_qkv": 1.5, "attention_bias": True},
+    "gpt_oss": HEADS | {
+        "num_local_experts": 4, "intermediate_size": 8, "sliding_window": 4, "swiglu_limit": 1.5,
+        "rope_parameters": YARN,
+    },
+    "granitemoe": {
+        "num_local_experts": 4, "intermediate_size": 8, "tie_word_embeddings": True, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 0.7,
+    },
+    "glm4_moe": HEADS | {
+        "n_routed_experts": 4, "moe_intermediate_size": 8, "intermediate_size": 24, "num_hidden_layers": 3,
+        "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def make_folder(family, seed):
+    """Writes a model with random weights in its folder."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**COMMON | FAMILIES[family]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
+        model.to(torch.bfloat16)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
+    model.save_pretrained(OUT / family)
+    (OUT / family / "generation_config.json").unlink()
+    return generator
+
+
+def continued(model, prompt):
+    """The tokens that greedily follow a prompt, and the least margin of a choice."""
+    tokens, margin = list(prompt), np.inf
+    for _ in range(NEW_TOKENS):
+        first, second = model(torch.tensor([tokens])).logits[0, -1].topk(2).values.tolist()
+        margin = min(margin, first - second)
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :], margin
+
+
+def gradients(family, model):
+    """The gradients of all parameters by the names of the folder's tensors."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(.*)", name)
+        gradient = parameter.grad.numpy()
+        named |= on_disk(family, found[2], gradient, int(found[1])) if found else {name: gradient}
+    return named
+
+
+def make(family):
+    for seed in range(100):
+        generator = make_folder(family, seed)
+        model = AutoModelForCausalLM.from_pretrained(
+            OUT / family, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        prompts = [torch.randint(64, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+        with torch.no_grad():
+            greedy, margins = zip(*(continued(model, prompt) for prompt in prompts), strict=True)
+        if min(margins) > LEAST_MARGIN:
+            break
+    tokens = torch.randint(64, (2, 13), generator=generator)
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    padded = [prompt + [0] * (max(PROMPT_LENGTHS) - len(prompt)) for prompt in prompts]
+    np.savez_compressed(
+        OUT / family / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.detach().numpy(),
+        loss=loss.detach().numpy(), gradients=digest(gradients(family, model)), prompts=np.asarray(padded, np.int32),
+        greedy=np.asarray(greedy, np.int32),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    for family in FAMILIES:
+        make(family)

@@ -1,0 +1,39 @@
+"""Reference models of Hugging Face's transformers, which tests/programs/make_model_data.py made."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import jgg.models
+
+DATA = Path(__file__).parents[1] / "data" / "models"
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
+
+
+@functools.cache
+def reference(family):
+    """What transformers computed in float32."""
+    with np.load(DATA / family / "reference.npz") as file:
+        return dict(file)
+
+
+def loaded(family, **options):
+    """The model in float32."""
+    return jgg.models.load(DATA / family, **{"dtype": jnp.float32, **options})
+
+
+def config_of(family):
+    """The content of config.json."""
+    return json.loads((DATA / family / "config.json").read_text())
+
+
+def copied(family, folder, **changes):
+    """A copy of a family's folder, with changes of its config.json; None takes a key away."""
+    shutil.copytree(DATA / family, folder)
+    config = config_of(family) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
