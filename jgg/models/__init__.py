@@ -3,7 +3,8 @@
 from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
+from jgg.models.generation import generate
 from jgg.models.loading import load
 from jgg.models.saving import save
 
-__all__ = ["Decoder", "ModelConfig", "load", "model_config", "save"]
+__all__ = ["Decoder", "ModelConfig", "generate", "load", "model_config", "save"]

@@ -1,0 +1,144 @@
+"""Generates tokens: the prompts once through the model, then one token of each sequence at a time, with a cache."""
+
+import functools
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+
+from jgg.core.arguments import as_array, as_finite, as_int, check, check_instance, check_integers
+from jgg.models.attention import Cache
+from jgg.models.decoder import Decoder, as_tokens
+
+
+def generate(
+    model: Decoder, tokens: ArrayLike, max_new_tokens: int, *, lengths: ArrayLike | None = None,
+    temperature: float = 0.0, top_p: float = 1.0, key: jax.Array | None = None, stop_tokens: Collection[int] = (),
+) -> jax.Array:  # fmt: skip
+    """Continues prompts.
+
+    Compiled once for the shapes of its arguments; the loop over new tokens is part of the compiled program.
+
+    Examples:
+      >>> import jgg.models
+      >>> from flax import nnx
+      >>> config = jgg.models.model_config({
+      ...     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16,
+      ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+      ...     "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+      ... })
+      >>> model = jgg.models.Decoder(config, rngs=nnx.Rngs(0))
+      >>> jgg.models.generate(model, [[1, 2, 3], [4, 5, 0]], 7, lengths=[3, 2]).shape
+      (2, 7)
+
+    Args:
+      model: the model.
+      tokens: integer [B, S], a prompt in each row.
+      max_new_tokens: N, how many tokens to add to each.
+      lengths: integer [B], the lengths of the prompts, from 1 to S; what a row holds past its length is not read. None
+        if all have S tokens.
+      temperature: what logits are divided by before tokens are drawn; 0 takes the likeliest token.
+      top_p: draws only among the likeliest tokens that together have at least this probability.
+      key: a random key, needed unless temperature is 0.
+      stop_tokens: tokens that end a sequence, which repeats the one that ended it up to its N tokens. Generation ends
+        when all sequences have.
+
+    Returns: the new tokens, int32 [B, N].
+
+    Raises:
+      ValueError: a shape or a number is wrong, or key is missing.
+      TypeError: an argument has the wrong type.
+    """
+    check_instance("model", model, Decoder, "a jgg.models.Decoder")
+    tokens = as_tokens("tokens", tokens)
+    new_tokens = as_int("max_new_tokens", max_new_tokens, 1)
+    temperature, top_p = as_finite("temperature", temperature), as_finite("top_p", top_p)
+    check(temperature >= 0, f"temperature must be 0 or more, got {temperature}.")
+    check(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}.")
+    check(key is not None or not temperature, f"key must be a random key with temperature {temperature}, got None.")
+    sampling = Sampling(jnp.float32(temperature), jnp.float32(top_p), jax.random.key(0) if key is None else key)
+    stops = jnp.asarray([as_int("stop_tokens", token) for token in stop_tokens], jnp.int32)
+    graphdef, state = nnx.split(model)
+    return _generate(
+        graphdef, state, tokens, _lengths(lengths, tokens), stops, sampling if temperature else None,
+        new_tokens=new_tokens,
+    )  # fmt: skip
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: float32 temperature and top_p, and a random key."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    key: jax.Array
+
+
+def _lengths(lengths: ArrayLike | None, tokens: jax.Array) -> jax.Array:
+    batch, longest = tokens.shape
+    check(longest > 0, f"tokens must be [B, S] with S at least 1, got {list(tokens.shape)}.")
+    if lengths is None:
+        return jnp.full((batch,), longest, jnp.int32)
+    lengths = as_array("lengths", lengths)
+    check_integers("lengths", lengths)
+    check(lengths.shape == (batch,), f"lengths must be [B], [{batch}], got {list(lengths.shape)}.")
+    values = np.asarray(lengths)
+    within = ((values >= 1) & (values <= longest)).all()
+    check(within, f"lengths must be between 1 and the {longest} columns of tokens, got {values.tolist()}.")
+    return lengths.astype(jnp.int32)
+
+
+class _Loop(NamedTuple):
+    """The state between steps: `filled` of the N new tokens [B, N] of each sequence are there."""
+
+    filled: jax.Array
+    new: jax.Array
+    is_done: jax.Array
+    cache: Cache
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="new_tokens")
+def _generate(
+    graphdef: nnx.GraphDef[Decoder], state: Any, tokens: jax.Array, lengths: jax.Array, stops: jax.Array,
+    sampling: Sampling | None, *, new_tokens: int,
+) -> jax.Array:  # fmt: skip
+    model = nnx.merge(graphdef, state)
+    batch, longest = tokens.shape
+    cache: Cache | None = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
+    x, cache = model.run_layers(tokens, jnp.arange(longest)[None], cache)
+    assert cache is not None
+    first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))
+    new = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(first)
+
+    def goes_on(loop: _Loop) -> jax.Array:
+        return (loop.filled < new_tokens) & ~loop.is_done.all()
+
+    def step(loop: _Loop) -> _Loop:
+        previous = loop.new[:, loop.filled - 1]
+        # the cache has the padding of prompts at these positions, which is overwritten before a token attends to it
+        positions = lengths + loop.filled - 1
+        x, cache = model.run_layers(previous[:, None], positions[:, None], loop.cache)
+        assert cache is not None
+        token = jnp.where(loop.is_done, previous, _choose(model.logits(x[:, 0]), sampling, loop.filled))
+        is_done = loop.is_done | jnp.isin(token, stops)
+        return _Loop(loop.filled + 1, loop.new.at[:, loop.filled].set(token), is_done, cache)
+
+    ended = jax.lax.while_loop(goes_on, step, _Loop(jnp.int32(1), new, jnp.isin(first, stops), cache))
+    return ended.new[:, jnp.minimum(jnp.arange(new_tokens), ended.filled - 1)]
+
+
+def _choose(logits: jax.Array, sampling: Sampling | None, count: jax.Array) -> jax.Array:
+    """The next token of each sequence, int32 [B], by its logits [B, V]."""
+    if sampling is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits /= sampling.temperature
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    descending = jnp.flip(jnp.sort(probabilities, axis=-1), axis=-1)
+    # tokens before which the likelier ones already have top_p are left out; the likeliest always stays
+    is_kept = jnp.cumsum(descending, axis=-1) - descending < sampling.top_p
+    least = jnp.min(jnp.where(is_kept, descending, 1.0), axis=-1, keepdims=True)
+    logits = jnp.where(probabilities >= least, logits, -jnp.inf)
+    return jax.random.categorical(jax.random.fold_in(sampling.key, count), logits).astype(jnp.int32)

@@ -1,0 +1,97 @@
+"""Generated tokens: those that transformers generates, those that the whole model gives, and draws that are fair."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg.models
+from jgg.models.attention import Cache
+from tests.support.models import FAMILIES, loaded, reference
+
+LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family):
+    expected = reference(family)
+    model = loaded(family)
+    got = jgg.models.generate(model, expected["prompts"], expected["greedy"].shape[1], lengths=LENGTHS)
+    np.testing.assert_array_equal(got, expected["greedy"])
+    # padding is not read
+    other = np.where(np.arange(9) < LENGTHS[:, None], expected["prompts"], 63)
+    np.testing.assert_array_equal(jgg.models.generate(model, other, got.shape[1], lengths=LENGTHS), got)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_with_a_cache_gives_the_logits_of_the_whole_model(family):
+    model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
+    cache = Cache.empty(model.config, 2, 13, jnp.float32)
+    run = jax.jit(lambda model, tokens, positions, cache: model.run_layers(tokens, positions, cache))
+    x, cache = run(model, tokens[:, :6], jnp.arange(6)[None], cache)
+    parts = [x]
+    for position in range(6, 13):
+        x, cache = run(model, tokens[:, position : position + 1], jnp.full((2, 1), position), cache)
+        parts.append(x)
+    got = model.logits(jnp.concatenate(parts, axis=1))
+    np.testing.assert_allclose(got, reference(family)["logits"], rtol=0, atol=1e-4)
+
+
+def test_a_stop_token_ends_its_sequence_and_repeats():
+    expected = reference("qwen3_moe")
+    greedy = expected["greedy"]
+    stop = int(greedy[1, 2])
+    model = loaded("qwen3_moe")
+    got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, stop_tokens=(stop, 64))
+    wanted = greedy.copy()
+    for row in wanted:
+        ends = np.flatnonzero(row == stop)
+        row[ends[0] if len(ends) else 6 :] = stop
+    np.testing.assert_array_equal(got, wanted)
+    alone = jgg.models.generate(model, expected["prompts"][1:2, :5], 6, stop_tokens={stop})
+    np.testing.assert_array_equal(alone, wanted[1:2])
+
+
+def test_draws_follow_the_temperature_and_top_p():
+    model, prompt = loaded("mixtral"), jnp.asarray(reference("mixtral")["tokens"][:1, :3])
+    logits = np.asarray(model(prompt)[0, -1], np.float64) / 1.3
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = order[before < 0.6]
+    assert 1 < len(kept) < 20
+    draw = functools.partial(jgg.models.generate, model, jnp.tile(prompt, (2000, 1)), 1, temperature=1.3)
+    drawn = np.asarray(draw(top_p=0.6, key=jax.random.key(1)))[:, 0]
+    expected = np.zeros(64)
+    expected[kept] = probabilities[kept] / probabilities[kept].sum()
+    np.testing.assert_allclose(np.bincount(drawn, minlength=64) / 2000, expected, atol=0.05)
+    assert set(drawn) <= set(kept)
+    np.testing.assert_array_equal(draw(top_p=0.6, key=jax.random.key(1))[:, 0], drawn)
+    assert len(set(np.asarray(draw(key=jax.random.key(1)))[:, 0]) - set(kept)) > 3
+
+
+WRONG = {
+    "max_new_tokens must be a positive int, got 0": (ValueError, {"max_new_tokens": 0}),
+    "tokens must be [B, S], 2-dimensional, got [3]": (ValueError, {"tokens": [1, 2, 3]}),
+    "tokens must be [B, S] with S at least 1, got [2, 0]": (ValueError, {"tokens": np.zeros((2, 0), int)}),
+    "tokens must be an integer array": (TypeError, {"tokens": [[1.0, 2.0]]}),
+    "lengths must be [B], [1], got [2]": (ValueError, {"lengths": [1, 2]}),
+    "lengths must be between 1 and the 3 columns of tokens, got [4]": (ValueError, {"lengths": [4]}),
+    "temperature must be 0 or more, got -1.0": (ValueError, {"temperature": -1}),
+    "top_p must be more than 0 and at most 1, got 0.0": (ValueError, {"top_p": 0}),
+    "key must be a random key with temperature 1.0, got None": (ValueError, {"temperature": 1.0}),
+    "model must be a jgg.models.Decoder, got": (TypeError, {"model": nnx.Module()}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    error, changes = WRONG[message]
+    arguments = {"model": loaded("qwen3_moe"), "tokens": [[1, 2, 3]], "max_new_tokens": 2} | changes
+    with pytest.raises(error, match=re.escape(message)):
+        jgg.models.generate(**arguments)
