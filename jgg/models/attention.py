@@ -69,7 +69,8 @@ class Attention(nnx.Module):
             if x.shape[1] == 1:
                 k, v = cache.k[place.layer], cache.v[place.layer]
                 keys = jnp.arange(k.shape[1])[None]
-        attended = self._attend(q, k, v, place, keys)
+        with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
+            attended = self._attend(q, k, v, place, keys)
         return linear(self, attended.reshape(*x.shape[:2], -1), "o", self.options.lora), cache
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:

@@ -1,7 +1,7 @@
 """Reads a whole model from a Hugging Face folder, a parameter of a layer at a time."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from jgg.fp8 import Fp8, quantize_weights
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.files import check_names
 from jgg.hf.quantized import QuantizedTensors, quantization
-from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
 from jgg.models.parts import OF_EXPERTS, TARGETS, adapter_init
@@ -62,48 +61,80 @@ def load(
         implementation=implementation,
     )  # fmt: skip
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))
-    tensors = _checked(checkpoint, config, expected_shapes(model))
-    for name, tensor in ENDS.items():
-        if hasattr(model, name):
-            variable = getattr(model, name)
-            variable.set_value(jnp.asarray(_cast(name, tensor.filled("", variable.shape, tensors.__getitem__), model)))
+    reader = _Reader(model, checkpoint, experts)
+    for name, value in reader.ends():
+        getattr(model, name).set_value(value)
     for stack in stacks(model):
-        _fill(stack, tensors, model, experts)
+        _fill(stack, reader)
     _create_adapters(model, rngs)
     return model
 
 
-def _checked(
-    checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
-) -> Mapping[str, np.ndarray]:
-    """The folder's tensors, dequantized as they are read; raises unless they are those that the model has."""
-    shapes, how = checkpoint.shapes(), quantization(config.hf)
-    quantized = None if how is None else QuantizedTensors(checkpoint, how)
-    tensors: Mapping[str, np.ndarray] = checkpoint if quantized is None else quantized
-    last, further = config.num_layers, config.hf.get("num_nextn_predict_layers") or 0
-    ignored = tuple(prefix(number) for number in range(last, last + further))  # they predict further tokens
-    present = {name for name in tensors if not name.startswith(ignored)}
-    check_names(present, expected.keys(), f"in {checkpoint.path}, a {config.model_type} model")
-    for name, shape in expected.items():
-        if quantized is None or name not in quantized.names:
-            got = list(shapes[name])
-            check(got == list(shape), f"{name} of {checkpoint.path_of(name)} must have shape {list(shape)}, got {got}.")
-    return tensors
+class _Reader:
+    """Reads parameters from a folder; raises unless its tensors are those that the model has."""
+
+    def __init__(self, model: Decoder, checkpoint: Checkpoint, experts: str | Fp8) -> None:
+        self.model, self.checkpoint, self.experts = model, checkpoint, experts
+        how = quantization(model.config.hf)
+        quantized = None if how is None else QuantizedTensors(checkpoint, how)
+        self.tensors: Mapping[str, np.ndarray] = checkpoint if quantized is None else quantized
+        self._check(checkpoint.shapes(), set() if quantized is None else quantized.names)
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], quantized: Set[str]) -> None:
+        config, path, expected = self.model.config, self.checkpoint.path_of, expected_shapes(self.model)
+        last, further = config.num_layers, config.hf.get("num_nextn_predict_layers") or 0
+        ignored = tuple(prefix(number) for number in range(last, last + further))  # they predict further tokens
+        present = {name for name in self.tensors if not name.startswith(ignored)}
+        check_names(present, expected.keys(), f"in {self.checkpoint.path}, a {config.model_type} model")
+        for name in expected.keys() - quantized:
+            wanted, got = list(expected[name]), list(shapes[name])
+            check(got == wanted, f"{name} of {path(name)} must have shape {wanted}, got {got}.")
+
+    def ends(self) -> Iterator[tuple[str, jax.Array]]:
+        """Yields the parameters beside the layers."""
+        for name, tensor in ENDS.items():
+            if hasattr(self.model, name):
+                shape = getattr(self.model, name).shape
+                yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
+
+    def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, Any]]:
+        """Yields a layer's parameters, each as it is read, by the names of the stack's variables."""
+        for name, variable in stack.variables.items():
+            if name in OF_LAYERS:
+                value = OF_LAYERS[name].filled(prefix(number), variable.shape[1:], self.tensors.__getitem__)
+                yield name, self._placed(name, value)
+        if hasattr(stack.layers, "moe"):
+            keeps = self.experts == "as stored"
+            for name, value in read_params(self.model.config.hf, self.checkpoint, number, keeps):
+                yield f"moe.{name}", self._placed(name, value)
+
+    def _placed(self, name: str, value: Any) -> Any:
+        """A parameter on the device, in the dtype that `load` says."""
+        if isinstance(value, QuantizedArray):
+            return jax.tree.map(jnp.asarray, value)
+        own = name.rpartition(".")[2]
+        array = jnp.asarray(self._cast(own, value))
+        if isinstance(self.experts, Fp8) and own in OF_EXPERTS and array.ndim == 3:
+            return quantize_weights(array, power_of_2_scales=self.experts.power_of_2_scales)
+        return array
+
+    def _cast(self, name: str, value: np.ndarray) -> np.ndarray:
+        dtype = jnp.dtype(jnp.float32 if name == "selection_bias" else self.model.options.param_dtype)
+        is_vector = name == "w_router" or not name.startswith("w_")
+        stays = is_vector and value.dtype.itemsize > dtype.itemsize
+        return value if stays else value.astype(dtype, copy=False)
 
 
-def _fill(stack: Stack, tensors: Mapping[str, np.ndarray], model: Decoder, experts: str | Fp8) -> None:
+def _fill(stack: Stack, reader: _Reader) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
     stacked: dict[str, Any] = {}
     for number in stack.numbers:
-        for name, value in _read_layer(stack, tensors, model, number, experts):
-            placed = jax.tree.map(jnp.asarray, _cast(name, value, model))
-            if isinstance(experts, Fp8) and name.removeprefix("moe.") in OF_EXPERTS:
-                placed = quantize_weights(placed, power_of_2_scales=experts.power_of_2_scales)
+        for name, value in reader.layer(stack, number):
             if name not in stacked:
                 count = len(stack.numbers)
-                stacked[name] = jax.tree.map(lambda part, n=count: jnp.empty((n, *part.shape), part.dtype), placed)
-            _check_dtypes(name, stacked[name], placed, number)
-            stacked[name] = _with_layer(stacked[name], placed, number - stack.first)
+                stacked[name] = jax.tree.map(lambda part, n=count: jnp.empty((n, *part.shape), part.dtype), value)
+            _check_dtypes(name, stacked[name], value, number)
+            stacked[name] = _with_layer(stacked[name], value, number - stack.first)
     for name, value in stacked.items():
         path = name.split(".")
         module, own = module_of(stack.layers, path), path[-1]
@@ -111,31 +142,6 @@ def _fill(stack: Stack, tensors: Mapping[str, np.ndarray], model: Decoder, exper
             setattr(module, own, Frozen(value))
         else:
             getattr(module, own).set_value(value)
-
-
-def _read_layer(
-    stack: Stack, tensors: Mapping[str, np.ndarray], model: Decoder, number: int, experts: str | Fp8
-) -> Iterator[tuple[str, Any]]:
-    """Yields a layer's parameters in host memory, by the names of the stack's variables."""
-    for name, variable in stack.variables.items():
-        if name in OF_LAYERS:
-            yield name, OF_LAYERS[name].filled(prefix(number), variable.shape[1:], tensors.__getitem__)
-    if hasattr(stack.layers, "moe"):
-        of_experts = read_params(model.config.hf, tensors, number, keep_quantized=experts == "as stored")
-        yield from ((f"moe.{name}", value) for name, value in of_experts)
-
-
-def _cast(name: str, value: Any, model: Decoder) -> Any:
-    """A parameter in the dtype that `load` says."""
-    if isinstance(value, QuantizedArray):
-        return value
-    own, dtype = name.rpartition(".")[2], jnp.dtype(model.options.param_dtype)
-    if own == "selection_bias":
-        dtype = jnp.dtype(jnp.float32)
-    is_vector = own == "w_router" or not own.startswith("w_")
-    if is_vector and value.dtype.itemsize > dtype.itemsize:
-        return value
-    return value.astype(dtype, copy=False)
 
 
 def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,19 @@ def test_parameters_have_the_dtype_that_load_is_asked_for(tmp_path):
         jgg.models.load(folder)
     jgg.models.save(jgg.models.load(DATA / "glm4_moe", dtype=jnp.float32), tmp_path / "float32")
     assert jgg.hf.read_config(tmp_path / "float32") == config_of("glm4_moe") | {"dtype": "float32"}
+
+
+def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
+    config = config_of("qwen3_moe") | {"num_hidden_layers": 8, "num_local_experts": 16, "moe_intermediate_size": 128}
+    model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    jgg.models.save(model, tmp_path / "large")
+    largest = model.layers.moe.w_gate_up[...].nbytes // 8
+    jgg.models.load(tmp_path / "large")  # compiles, and imports what is needed
+    tracemalloc.start()
+    jgg.models.load(tmp_path / "large")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * largest  # all layers have 12 times as much
 
 
 WRONG_ARGUMENTS = {

@@ -17,6 +17,16 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_gives_nearly_the_same_logits(family):
+    expected = reference(family)
+    model = loaded(family, dtype=jnp.bfloat16)
+    logits = jax.jit(lambda model, tokens: model(tokens))(model, expected["tokens"])
+    assert logits.dtype == jnp.float32
+    error, size = (np.linalg.norm(array) for array in (logits - expected["logits"], expected["logits"]))
+    assert error < 0.2 * size  # a token may go to another expert
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_logits_of_the_first_tokens_need_no_more(family, length):
     expected = reference(family)

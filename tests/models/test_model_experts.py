@@ -1,0 +1,79 @@
+"""Experts that stay quantized as they are stored, or that are quantized as they are loaded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jgg
+import jgg.hf
+import jgg.models
+import jgg.nnx
+from tests.models.test_model_folders import assert_same_tensors
+from tests.models.test_model_training import loss_and_gradients
+from tests.support.models import DATA, config_of, loaded, reference
+
+TOKENS = np.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """A folder of gpt-oss with random experts in MXFP4."""
+    config = config_of("gpt_oss") | {"intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    folder = tmp_path_factory.mktemp("mxfp4") / "model"
+    model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    jgg.models.save(model, folder)
+    (folder / "config.json").write_text(jgg.models.model_config(config).source)
+    tensors, rng = dict(jgg.hf.Checkpoint(folder)), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(122, 127, (experts, columns, rows // 32), np.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_experts_in_mxfp4_stay_so_or_become_dense(mxfp4, tmp_path):
+    quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored")
+    assert isinstance(quantized.layers.moe.w_down, jgg.nnx.Frozen)
+    assert quantized.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
+    dense = jgg.models.load(mxfp4, dtype=jnp.float32)
+    expected = dense(TOKENS)
+    np.testing.assert_allclose(quantized(TOKENS), expected, rtol=0, atol=1e-5)
+    new = jgg.models.generate(quantized, TOKENS, 3)
+    np.testing.assert_array_equal(new, jgg.models.generate(dense, TOKENS, 3))
+    jgg.models.save(jgg.models.load(mxfp4, experts="as stored"), tmp_path / "quantized")
+    assert_same_tensors(tmp_path / "quantized", mxfp4)
+    jgg.models.save(dense, tmp_path / "dense")
+    assert "quantization_config" not in jgg.hf.read_config(tmp_path / "dense")
+    np.testing.assert_array_equal(jgg.models.load(tmp_path / "dense", dtype=jnp.float32)(TOKENS), expected)
+
+
+def test_gradients_beside_quantized_experts_are_those_beside_dense_ones(mxfp4):
+    quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored", remat="names", lora_rank=2)
+    dense = jgg.models.load(mxfp4, dtype=jnp.float32, lora_rank=2)
+    (loss, got), (expected_loss, expected) = (
+        loss_and_gradients(model, TOKENS, nnx.LoRAParam) for model in (quantized, dense)
+    )
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got, expected)
+
+
+def test_experts_may_be_quantized_as_they_are_loaded(tmp_path):
+    model, expected = loaded("qwen3_moe", experts=jgg.Fp8()), reference("qwen3_moe")
+    assert model.layers.moe.w_gate_up.get_value().values.shape == (2, 4, 32, 16)
+    assert model.layers.moe.quantization == jgg.Fp8()
+    logits = model(expected["tokens"])
+    error, size = (np.linalg.norm(array) for array in (logits - expected["logits"], expected["logits"]))
+    assert 0 < error < 0.2 * size
+    assert not any("w_down" in path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    with pytest.raises(ValueError, match=r"moe\.w_down, moe\.w_gate_up must be no QuantizedArray, unless"):
+        jgg.models.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_folder_without_quantization_has_none_to_keep():
+    model = jgg.models.load(DATA / "mixtral", experts="as stored")
+    assert isinstance(model.layers.moe.w_down, nnx.Param)

@@ -1,0 +1,110 @@
+"""Whole models learn as those of transformers do, with every option of training."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgg.hf
+import jgg.models
+from tests.support.digests import digest
+from tests.support.models import FAMILIES, config_of, loaded, reference
+
+
+def loss_of(model, tokens):
+    """The mean loss of each next token."""
+    logits = model(tokens)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def loss_and_gradients(model, tokens, kind=nnx.Param):
+    graphdef, trained, rest = nnx.split(model, kind, ...)
+    run = jax.jit(jax.value_and_grad(lambda trained, rest: loss_of(nnx.merge(graphdef, trained, rest), tokens)))
+    return run(trained, rest)
+
+
+@functools.cache
+def plain_gradients(family):
+    return loss_and_gradients(loaded(family), reference(family)["tokens"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
+    expected, model = reference(family), loaded(family)
+    loss, gradients = plain_gradients(family)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=0, atol=1e-4)
+    nnx.update(model, gradients)
+    jgg.models.save(model, tmp_path / "gradients")  # by the names of the folder's tensors
+    named = {name: array for name, array in jgg.hf.Checkpoint(tmp_path / "gradients").items() if "e_score" not in name}
+    np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("remat", ["names", "all"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_rematerialization_changes_no_gradient(family, remat):
+    loss, gradients = loss_and_gradients(loaded(family, remat=remat), reference(family)["tokens"])
+    wanted = plain_gradients(family)
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), gradients, wanted[1])
+
+
+def test_rematerialization_keeps_less():
+    tokens = reference("qwen3_moe")["tokens"]
+
+    def kept(remat):
+        graphdef, state = nnx.split(loaded("qwen3_moe", remat=remat))
+        _, pull_back = jax.vjp(lambda state: loss_of(nnx.merge(graphdef, state), tokens), state)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull_back))
+
+    assert kept("all") < kept("names") < kept("none")
+
+
+def test_what_the_experts_sow_is_stacked_over_their_layers():
+    model, tokens = loaded("glm4_moe"), reference("glm4_moe")["tokens"]
+    _, sown = nnx.capture(model, nnx.Intermediate)(tokens)
+    values = {name: value[0] for name, value in nnx.to_pure_dict(sown).items()}
+    assert values["load_balancing_loss"].shape == values["router_z_loss"].shape == (2,)
+    assert values["topk_indices"].shape == (2, *tokens.shape, 2)
+    np.testing.assert_array_equal(values["group_sizes"].sum(axis=1), 2 * tokens.size)
+    assert "load_balancing_loss" not in vars(model)
+
+
+def test_adapters_of_attention_and_experts_learn_and_merge(tmp_path):
+    model, tokens = loaded("glm4_moe", lora_rank=2, lora_alpha=3.0), reference("glm4_moe")["tokens"]
+    np.testing.assert_allclose(model(tokens), reference("glm4_moe")["logits"], rtol=0, atol=1e-4)
+    loss, gradients = loss_and_gradients(model, tokens, nnx.LoRAParam)
+    names = {".".join(path) for path, _ in nnx.to_flat_state(gradients)}
+    attention = {f"attention.w_{name}_lora_{part}" for name in "qkvo" for part in "ab"}
+    down = {f"w_{name}_lora_{part}" for name in ("gate_up", "down") for part in "ab"}
+    of_layers = {"dense_layers": {f"mlp.{name}" for name in down}, "layers": {f"moe.{name}" for name in down}}
+    assert names == {f"{stack}.{name}" for stack, own in of_layers.items() for name in attention | own}
+    nnx.update(model, jax.tree.map(lambda b, gradient: b - 0.5 * gradient, nnx.state(model, nnx.LoRAParam), gradients))
+    learned = model(tokens)
+    assert loss_of(model, tokens) < loss - 1e-3
+    with pytest.raises(ValueError, match=r"lora_b must be zero, as merge_adapters\(\) leaves it, to be saved"):
+        jgg.models.save(model, tmp_path / "merged")
+    model.merge_adapters()
+    np.testing.assert_allclose(model(tokens), learned, rtol=0, atol=1e-4)
+    jgg.models.save(model, tmp_path / "merged")
+    merged = jgg.models.load(tmp_path / "merged", dtype=jnp.float32)
+    np.testing.assert_allclose(merged(tokens), learned, rtol=0, atol=1e-4)
+
+
+def test_only_the_matrices_that_are_asked_for_have_adapters():
+    model = loaded("qwen3_moe", lora_rank=2, lora_targets=("w_q", "w_v"))
+    names = {path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
+    assert names == {"w_q_lora_a", "w_q_lora_b", "w_v_lora_a", "w_v_lora_b"}
+
+
+def test_programs_do_not_grow_with_the_number_of_layers():
+    def equations(layers):
+        changes = {"num_hidden_layers": layers, "layer_types": None}
+        config = jgg.models.model_config(config_of("gpt_oss") | changes)
+        model = nnx.eval_shape(lambda: jgg.models.Decoder(config, rngs=nnx.Rngs(0)))
+        return len(str(jax.make_jaxpr(lambda model: model(jnp.zeros((1, 4), jnp.int32)))(model)).splitlines())
+
+    assert equations(24) <= equations(4) + 2
