@@ -43,6 +43,23 @@ def test_the_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_adamw_are_those_of_transformers(family):
+    model, expected = loaded(family), reference(family)
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3, weight_decay=0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = nnx.grad(loss_of)(model, expected["tokens"])
+        with jax.numpy_dtype_promotion("standard"):  # of optax
+            optimizer.update(model, gradients)
+        return loss_of(model, expected["tokens"])
+
+    losses = [step(model, optimizer) for _ in expected["losses"]]
+    assert losses[-1] < expected["loss"] - 0.01
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("remat", ["names", "all"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_rematerialization_changes_no_gradient(family, remat):

@@ -2,12 +2,16 @@
 
     pip install torch transformers
     python -m tests.programs.make_model_data
+    python -m tests.programs.make_model_data --open FOLDER
 
 Each folder is what `save_pretrained` writes of random bfloat16 weights (a selection bias is float32, as in published
 checkpoints), and reference.npz: in float32, the logits of tokens, the loss of each next token, a digest of its
-gradients, and greedy continuations of prompts. Made with torch 2.13.0 and transformers 5.24.0.
+gradients, the losses after steps of AdamW, and greedy continuations of prompts. With --open, transformers opens the
+folders in FOLDER, named as the families, which `jgg.models.save` wrote of what `jgg.models.load` read: they must hold
+equal tensors. Made, and opened, with torch 2.13.0 and transformers 5.24.0.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from tests.programs.make_hf_data import on_disk
 from tests.support.digests import digest
 
 OUT = Path(__file__).parents[1] / "data" / "models"
-PROMPT_LENGTHS, NEW_TOKENS = (1, 5, 9), 6
+PROMPT_LENGTHS, NEW_TOKENS, STEPS = (1, 5, 9), 6, 3
 LEAST_MARGIN = 1e-2  # between the two largest logits of a greedy choice, so that rounding changes none
 
 COMMON = {
@@ -88,6 +92,23 @@ def gradients(family, model):
     return named
 
 
+def loss_of(model, tokens):
+    """The logits, and the mean loss of each next token."""
+    logits = model(tokens).logits
+    return logits, torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), tokens[:, 1:].reshape(-1))
+
+
+def losses_of_training(model, tokens):
+    """The loss after each of some steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, tokens)[1].backward()
+        optimizer.step()
+        losses.append(loss_of(model, tokens)[1].item())
+    return losses
+
+
 def make(family):
     for seed in range(100):
         generator = make_folder(family, seed)
@@ -100,17 +121,39 @@ def make(family):
         if min(margins) > LEAST_MARGIN:
             break
     tokens = torch.randint(64, (2, 13), generator=generator)
-    logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), tokens[:, 1:].reshape(-1))
+    logits, loss = loss_of(model, tokens)
     loss.backward()
+    of_parameters = digest(gradients(family, model))
     padded = [prompt + [0] * (max(PROMPT_LENGTHS) - len(prompt)) for prompt in prompts]
+    losses = np.asarray(losses_of_training(model, tokens), np.float32)
     np.savez_compressed(
         OUT / family / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.detach().numpy(),
-        loss=loss.detach().numpy(), gradients=digest(gradients(family, model)), prompts=np.asarray(padded, np.int32),
+        loss=loss.detach().numpy(), gradients=of_parameters, losses=losses, prompts=np.asarray(padded, np.int32),
         greedy=np.asarray(greedy, np.int32),
     )  # fmt: skip
 
 
-if __name__ == "__main__":
+def check_opens(family, folder):
+    """Raises unless transformers reads the same model from a folder as from the family's own."""
+    got, report = AutoModelForCausalLM.from_pretrained(folder / family, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    got, wanted = got.state_dict(), AutoModelForCausalLM.from_pretrained(OUT / family).state_dict()
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor.dtype == got[name].dtype and torch.equal(tensor, got[name]), name
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--open", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().open
     for family in FAMILIES:
-        make(family)
+        if folder is None:
+            make(family)
+        else:
+            check_opens(family, folder)
+            print(f"transformers opens {family}")
+
+
+if __name__ == "__main__":
+    main()
