@@ -90,7 +90,8 @@ class Attention(nnx.Module):
         """The result for each query [B, S, heads, D]; `keys` are the positions of k."""
         config = self.config
         if not (config.use_sinks or any(config.windows)) and q.shape[1] == k.shape[1]:
-            is_flash = jax.default_backend() == "gpu" and q.dtype != jnp.float32
+            fits_cudnn = q.dtype != jnp.float32 and q.shape[3] <= 128 and q.shape[3] % 8 == 0
+            is_flash = fits_cudnn and jax.default_backend() == "gpu"
             return jax.nn.dot_product_attention(
                 q, k, v, scale=config.attention_scale, is_causal=True, implementation="cudnn" if is_flash else None
             )

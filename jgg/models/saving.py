@@ -32,6 +32,7 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
       FileExistsError: the folder is there and is not empty.
       ValueError: the model has LoRA adapters that are not merged (`Decoder.merge_adapters`), or experts in FP8.
       TypeError: an argument has the wrong type.
+      OSError: a file cannot be written.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     limit, folder = as_int("max_shard_bytes", max_shard_bytes, 1), Path(folder)
@@ -61,7 +62,7 @@ def _config(model: Decoder) -> dict[str, Any]:
         return {key: value for key, value in config.items() if key != "quantization_config"}
     method = (config.get("quantization_config") or {}).get("quant_method")
     check(
-        method == "mxfp4",
+        method == "mxfp4" and model.options.quantization is None,
         f"{', '.join(quantized)} must be no QuantizedArray, unless it is of a folder in MXFP4, to be saved: "
         "load it with experts='dense'.",
     )
@@ -126,6 +127,11 @@ def _shards(tensors: Iterator[tuple[str, np.ndarray]], limit: int) -> Iterator[d
 
 
 def _write(tensors: dict[str, np.ndarray], path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, metadata={"format": "pt"})
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    try:
+        save_file(contiguous, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error

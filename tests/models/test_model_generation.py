@@ -11,7 +11,7 @@ from flax import nnx
 
 import jgg.models
 from jgg.models.attention import Cache
-from tests.support.models import FAMILIES, loaded, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 
@@ -27,7 +27,7 @@ def test_greedy_tokens_are_those_of_transformers(family):
     np.testing.assert_array_equal(jgg.models.generate(model, other, got.shape[1], lengths=LENGTHS), got)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_model(family):
     model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
     cache = Cache.empty(model.config, 2, 13, jnp.float32)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.models import FAMILIES, loaded, reference
+import jgg.models
+from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -16,7 +17,7 @@ def test_logits_are_those_of_transformers(family):
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_bfloat16_gives_nearly_the_same_logits(family):
     expected = reference(family)
     model = loaded(family, dtype=jnp.bfloat16)
@@ -26,7 +27,18 @@ def test_bfloat16_gives_nearly_the_same_logits(family):
     assert error < 0.2 * size  # a token may go to another expert
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_gives_the_logits_of_transformers(family):
+    expected = reference(family)
+    with jax.default_matmul_precision("highest"):
+        logits = jax.jit(lambda model, tokens: model(tokens))(loaded(family), expected["tokens"])
+        new = jgg.models.generate(loaded(family), expected["prompts"], 6, lengths=[1, 5, 9])
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(new, expected["greedy"])
+
+
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_logits_of_the_first_tokens_need_no_more(family, length):
     expected = reference(family)

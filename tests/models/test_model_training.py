@@ -12,7 +12,7 @@ from flax import nnx
 import jgg.hf
 import jgg.models
 from tests.support.digests import digest
-from tests.support.models import FAMILIES, config_of, loaded, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, reference
 
 
 def loss_of(model, tokens):
@@ -43,7 +43,7 @@ def test_the_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_steps_of_adamw_are_those_of_transformers(family):
     model, expected = loaded(family), reference(family)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, weight_decay=0.1), wrt=nnx.Param)
@@ -61,7 +61,7 @@ def test_steps_of_adamw_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("remat", ["names", "all"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe"])
 def test_rematerialization_changes_no_gradient(family, remat):
     loss, gradients = loss_and_gradients(loaded(family, remat=remat), reference(family)["tokens"])
     wanted = plain_gradients(family)

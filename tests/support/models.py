@@ -7,11 +7,17 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jgg.models
 
 DATA = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
+# for tests of what hardly differs between families
+FEW_FAMILIES = tuple(
+    family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.thorough)
+    for family in FAMILIES
+)
 
 
 @functools.cache
