@@ -45,6 +45,11 @@ class _Settings:
     def flag(self, key: str, default: bool = False) -> bool:
         return as_flag(key, self.get(key, default))
 
+    def only(self, key: str, value: object) -> None:
+        """Raises unless the setting is absent or has this value, the only one that `jgg.models` has."""
+        got = self.get(key, value)
+        check(got == value, f"{key} must be {value!r}, got {got!r}.")
+
     def _needed(self, key: str, default: Any) -> Any:
         value = self.get(key, default)
         check(value is not None, f"config of model_type {self.config['model_type']!r} must have {key!r}, got none.")
@@ -106,9 +111,13 @@ def _dense(settings: _Settings, num_dense_layers: int) -> dict[str, Any]:
     }
 
 
+_OF_QWEN3_CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+
+
 def _qwen3_moe(settings: _Settings) -> dict[str, Any]:
-    step, dense = settings.int("decoder_sparse_step", default=1), settings.get("mlp_only_layers", [])
-    check(step == 1, f"decoder_sparse_step must be 1, got {step}.")
+    for key, value in {**_OF_QWEN3_CODER, "decoder_sparse_step": 1}.items():
+        settings.only(key, value)
+    dense = settings.get("mlp_only_layers", [])
     is_first = isinstance(dense, list) and sorted(dense) == list(range(len(dense)))
     check(is_first, f"mlp_only_layers must be the first layers, such as [0, 1], or none, got {dense!r}.")
     windows = _windows(settings, settings.flag("use_sliding_window"))

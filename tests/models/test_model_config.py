@@ -29,6 +29,11 @@ def test_rotary_settings_of_transformers_4_mean_the_same(family):
     assert new.rotary_scale == same.rotary_scale
 
 
+def test_settings_of_qwen3_coder_that_say_what_qwen3_does_are_taken():
+    more = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert jgg.models.model_config(config_of("qwen3_moe") | more).qk_norm == "head"
+
+
 def test_windows_are_those_of_each_layer():
     def windows(family, **changes):
         return jgg.models.model_config(config_of(family) | changes).windows
@@ -58,6 +63,7 @@ WRONG = {
     "hidden_size must be a positive int, got '32'": ({"hidden_size": "32"}, TypeError),
     "num_key_value_heads must divide num_attention_heads, 4, got 3": ({"num_key_value_heads": 3}, ValueError),
     "decoder_sparse_step must be 1, got 2": ({"decoder_sparse_step": 2}, ValueError),
+    "qkv_bias must be False, got True": ({"qkv_bias": True}, ValueError),
     "mlp_only_layers must be the first layers, such as [0, 1], or none, got [1]": (
         {"mlp_only_layers": [1]}, ValueError,
     ),
