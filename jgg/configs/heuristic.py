@@ -8,7 +8,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
+from jgg.configs.kernel_configs import (
+    KernelConfig,
+    KernelConfigDW,
+    KernelConfigDX,
+    KernelConfigForward,
+    Tile,
+    power_of_2,
+)
 from jgg.configs.requirements import can_run, shared_memory, tiles_of
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
@@ -106,6 +113,8 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
       rows spend their time on loading weights; where TMA loads them, longer steps keep more loads in flight.
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
+    - Where a product has few columns, loading its rows takes the time: more programs of smaller tiles keep more loads
+      in flight, and rows are gathered as they are loaded, since a copy would read and write all of them once more.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
@@ -137,6 +146,8 @@ def _choose_by_rows(kind, problem, target):
         columns = 64 if has_heavy_epilogue else 128
     elif num_columns > 128 and rows == 128 and not has_heavy_epilogue:
         columns = 256
+    if _is_slim(problem, target, num_columns) and not has_heavy_epilogue:
+        return _choose_slim(kind, problem, target, rows, num_columns, fusing)
     if (rows, columns) == (16, 128) and _has_wide_tiles(problem, target):
         step = 128
     num_warps = 8 if rows == 128 else 4
@@ -148,6 +159,11 @@ def _choose_by_rows(kind, problem, target):
 def _choose_dw(problem, target):
     num_rows, num_columns, _ = KernelConfigDW.sizes(problem)
     rows = columns = 128
+    if _is_slim(problem, target, min(num_rows, num_columns)):
+        tile = Tile(min(rows, power_of_2(num_rows)), min(columns, power_of_2(num_columns)), 128)
+        return KernelConfigDW.of_tile(
+            tile, problem.w_layout, num_warps=4, num_stages=3, programs_per_sm=2, fuse_gather=True
+        )  # fmt: skip
     if not problem.rows_are_aligned:
         rows = columns = 64
     elif not target.has_tma:
@@ -162,6 +178,21 @@ def _choose_dw(problem, target):
         num_stages=_stages(problem, target),
         fuse_gather=not target.has_tma,
     )
+
+
+def _is_slim(problem, target, columns):
+    """Whether a product has as few columns as an adapter's rank, so that reading the other operand takes the time."""
+    return columns <= 64 and problem.rows_are_aligned and _has_wide_tiles(problem, target)
+
+
+def _choose_slim(kind, problem, target, rows, num_columns, fusing):
+    """A configuration of the forward or the dX kernel for few columns: small tiles, several of which share an SM."""
+    columns, is_permuted = power_of_2(num_columns), problem.permute_x or problem.permute_y
+    few = columns <= 32 or not is_permuted
+    return kind.of_tile(
+        Tile(min(rows, 64 if few else 128), columns, 128 if few else 64), problem.w_layout, num_warps=4,
+        num_stages=min(3 if few else 4, _stages(problem, target)), programs_per_sm=3 if few else 2, **fusing,
+    )  # fmt: skip
 
 
 def _choose_ieee_float32(kind, problem, target):
@@ -187,7 +218,7 @@ def _fitted(problem, target, config):
 def _block_rows(problem, largest):
     """Rows of a tile: the least power of two, from 16 to `largest`, that holds an expert's even share of the rows."""
     share = -(-problem.rows_of_groups // problem.num_experts)
-    return min(largest, max(16, 1 << (share - 1).bit_length()))
+    return min(largest, power_of_2(share))
 
 
 def _has_wide_tiles(problem, target):

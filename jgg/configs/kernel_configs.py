@@ -199,3 +199,8 @@ KernelConfig = KernelConfigForward | KernelConfigDX | KernelConfigDW
 CONFIG_TYPES: dict[str, type[KernelConfig]] = {
     kind.op: kind for kind in (KernelConfigForward, KernelConfigDX, KernelConfigDW)
 }
+
+
+def power_of_2(count: int, least: int = 16) -> int:
+    """The least power of two that is at least `count` and `least`."""
+    return max(least, 1 << (count - 1).bit_length())

@@ -55,46 +55,50 @@ def term_of_dx(mlp: Mlp, operands: Operands, d_pre_activation: jax.Array) -> Low
 
 
 def gradients_of_gate_up(
-    mlp: Mlp, operands: Operands, term: LowRankTerm | None, term_dx: LowRankTerm | None, d_pre_activation: jax.Array
+    mlp: Mlp, operands: Operands, rows: jax.Array | None, term_dx: LowRankTerm | None, d_pre_activation: jax.Array
 ) -> Factors | None:
     """The gradients of a and b, in their dtypes.
 
     Args:
-      term, term_dx: the results of `term_of_up` and `term_of_dx`.
+      rows: those of `term_of_up`.
+      term_dx: the result of `term_of_dx`.
     """
     factors = operands.low_rank_gate_up
-    if factors is None or term is None or term_dx is None:
+    if factors is None or rows is None or term_dx is None:
         return None
     bounds = mlp.bounds(operands.group_sizes)
     of_a = dataclasses.replace(_with_a(mlp, mlp.of_up, factors.a), dw_dtype=factors.a.dtype)
     of_b = dataclasses.replace(_in_expert_order(mlp, factors.a), dw_dtype=factors.b.dtype)
     return Factors(
         DW(mlp.how, Dw(operands.x, term_dx.rows, bounds, operands.gather_indices), problem=of_a),
-        DW(mlp.how, Dw(term.rows, d_pre_activation, bounds), problem=of_b),
+        DW(mlp.how, Dw(rows, d_pre_activation, bounds), problem=of_b),
     )
 
 
 def gradients_of_down(
-    mlp: Mlp, operands: Operands, term_z: LowRankTerm | None, hidden: jax.Array, dy: jax.Array
+    mlp: Mlp, operands: Operands, rows: jax.Array | None, term_z: LowRankTerm | None, hidden: jax.Array, dy: jax.Array
 ) -> Factors | None:
     """The gradients of a and b, in their dtypes.
 
     Args:
+      rows: those of `term_of_down`.
       term_z: the result of `term_of_z`.
       hidden: scaled by the rows' weights if `operands.scales_hidden`.
     """
     factors = operands.low_rank_down
-    if factors is None or term_z is None:
+    if factors is None or rows is None or term_z is None:
         return None
-    if not operands.scales_hidden:
-        hidden = (mlp.row_weights(operands)[:, None] * hidden.astype(jnp.float32)).astype(hidden.dtype)
-    bounds, a = mlp.bounds(operands.group_sizes), factors.a.astype(operands.x.dtype)
-    of_a = dataclasses.replace(_with_a(mlp, mlp.of_down, a), dw_dtype=factors.a.dtype)
-    rows = FORWARD(mlp.how, Forward(hidden, a, bounds), problem=of_a)
-    of_b = dataclasses.replace(mlp.transposed_down, out_features=_rank(mlp, a), dw_dtype=factors.b.dtype)
+    bounds, weights = mlp.bounds(operands.group_sizes), mlp.row_weights(operands)[:, None]
+
+    def scaled(rows: jax.Array) -> jax.Array:
+        return (weights * rows.astype(jnp.float32)).astype(rows.dtype)
+
+    rows_of_z = term_z.rows if operands.scales_hidden else scaled(term_z.rows)
+    of_a = dataclasses.replace(_with_a(mlp, mlp.of_down, factors.a), dw_dtype=factors.a.dtype)
+    of_b = dataclasses.replace(mlp.transposed_down, out_features=_rank(mlp, factors.a), dw_dtype=factors.b.dtype)
     return Factors(
-        DW(mlp.how, Dw(hidden, term_z.rows, bounds), problem=of_a),
-        DW(mlp.how, Dw(dy, rows, bounds, operands.gather_indices), problem=of_b),
+        DW(mlp.how, Dw(hidden, rows_of_z, bounds), problem=of_a),
+        DW(mlp.how, Dw(dy, scaled(rows), bounds, operands.gather_indices), problem=of_b),
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,14 +166,25 @@ class _Trained:
     w_down: bool
 
 
-def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, Any, _Trained]]:
+class _KeptRows(NamedTuple):
+    """The rows [M, r] of the terms of low rank; None where there is no term."""
+
+    up: jax.Array | None
+    down: jax.Array | None
+
+
+def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _KeptRows, _Trained]]:
     trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
     operands = mlp.prepared(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
-    term = low_rank.term_of_up(mlp, operands)
-    activated = mlp.up(operands, keeps=True, term=term)
-    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), activated.kept)
-    y = mlp.down(operands, activated.hidden, low_rank.term_of_down(mlp, operands, activated.hidden))
-    return y, (mlp.kept_for_backward(operands), kept, term, trained)
+    term_up = low_rank.term_of_up(mlp, operands)
+    activated = mlp.up(operands, keeps=True, term=term_up)
+    term_down = low_rank.term_of_down(mlp, operands, activated.hidden)
+    y = mlp.down(operands, activated.hidden, term_down)
+    rows = _KeptRows(term_up and term_up.rows, term_down and term_down.rows)
+    kept, rows = jax.tree.map(
+        lambda array: checkpoint_name(array, mlp.names.pre_activation), (activated.kept, rows)
+    )  # fmt: skip
+    return y, (mlp.kept_for_backward(operands), kept, rows, trained)
 
 
 def _down_backward(
@@ -199,8 +210,8 @@ def _down_backward(
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any, Any, _Trained], dy: jax.Array) -> tuple[Operands]:
-    operands, kept, term, trained = residuals
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows, _Trained], dy: jax.Array) -> tuple[Operands]:
+    operands, kept, rows, trained = residuals
     x, b_gate_up, topk_weights, gather_indices = (
         operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
     )  # fmt: skip
@@ -209,7 +220,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, Any, _Trained], dy: jax.
     dy = dy.astype(x.dtype)
     term_z = low_rank.term_of_z(mlp, operands, dy)
     gradients = mlp.activation_backward(operands, kept, dy, term_z)
-    d_low_rank_down = low_rank.gradients_of_down(mlp, operands, term_z, gradients.hidden, dy)
+    d_low_rank_down = low_rank.gradients_of_down(mlp, operands, rows.down, term_z, gradients.hidden, dy)
     dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy, trained.w_down)
     d_weights = gradients.row_sums + sums
     dx: jax.Array | Any = None
@@ -220,7 +231,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, Any, _Trained], dy: jax.
         (gradients.rows_of_dx if trained.x else None, gradients.d_pre_activation, dw_down)
     )
     term_dx = low_rank.term_of_dx(mlp, operands, d_pre_activation)
-    d_low_rank_gate_up = low_rank.gradients_of_gate_up(mlp, operands, term, term_dx, d_pre_activation)
+    d_low_rank_gate_up = low_rank.gradients_of_gate_up(mlp, operands, rows.up, term_dx, d_pre_activation)
     if trained.x:
         dx = mlp.dx(operands, rows_of_dx, term_dx)
     d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early

@@ -164,8 +164,3 @@ def w_by_tma(target: Target, w: jax.Array) -> bool:
 def flat(topk_weights: jax.Array | None) -> jax.Array | None:
     """topk_weights as [M]."""
     return None if topk_weights is None else topk_weights.reshape(-1)
-
-
-def power_of_2(count: int, least: int = 16) -> int:
-    """The least power of two that is at least `count` and `least`."""
-    return max(least, 1 << (count - 1).bit_length())

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.activations import Activation
+from jgg.configs.kernel_configs import power_of_2
 from jgg.core.quantized import BLOCK, Format, QuantizedArray
 from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch, power_of_2
+from jgg.launching.launch import Launch
 from jgg.products.quantize import can_quantize, quantizing_constants
 
 

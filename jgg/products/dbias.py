@@ -6,10 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg.configs.kernel_configs import power_of_2
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch, power_of_2
+from jgg.launching.launch import Launch
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg.configs.kernel_configs import power_of_2
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.core.quantized import (
     BLOCK,
@@ -20,7 +21,7 @@ from jgg.core.quantized import (
     quantized_types,
 )
 from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch, power_of_2
+from jgg.launching.launch import Launch
 from jgg.primitives.product import Product, array_type
 
 ROW_BLOCK = 1, BLOCK

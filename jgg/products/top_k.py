@@ -6,8 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import Launcher
-from jgg.launching.launch import MAX_EXPERTS, Launch, power_of_2
+from jgg.launching.launch import MAX_EXPERTS, Launch
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
