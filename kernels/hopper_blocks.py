@@ -322,6 +322,13 @@ def load_right(work, right, group, column, reduced, is_shared, full, block, RIGH
 
 
 @gluon.jit
+def as_blocks_of(descriptor, blocks, COUNT: gl.constexpr):
+    """Shared memory as COUNT blocks of a TMA descriptor."""
+    shape: gl.constexpr = [COUNT] + descriptor.block_type.shape  # noqa: RUF005
+    return blocks.reinterpret(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
 def load_for_rows(
     work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column,
     RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr,
@@ -334,6 +341,10 @@ def load_for_rows(
     begun = 0
     if work.GATHERS:
         gather = make_gather(work, left, gather_indices, num_positions, TOPK)
+    if work.LOW_STEPS > 0:
+        # the same bytes, as blocks of another dtype if left and right are in FP8
+        low_lefts = as_blocks_of(low_left, ring.left, 2 * ring.STAGES)
+        low_rights = as_blocks_of(low_right, ring.right, ring.STAGES)
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         tile = work.at(index)
         group = work.group(tile.item)
@@ -363,13 +374,13 @@ def load_for_rows(
                 tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
         for low_step in gl.static_range(work.LOW_STEPS):
-            reduced = low_step * work.BLOCK_REDUCED
+            reduced = low_step * low_left.block_type.shape[1]
             full = ring.begin(stage, phase, low_left.nbytes_per_cta, RIGHT_BYTES, has_second)
-            right_block = ring.right.index(stage)
+            right_block = low_rights.index(stage)
             column = first_column + tile.column // work.HALVES
             load_right(work, low_right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TURNED)
-            tma.async_load(low_left, [first, reduced], full, ring.left.index(2 * stage))
-            tma.async_load(low_left, [second, reduced], full, ring.left.index(2 * stage + 1), pred=has_second)
+            tma.async_load(low_left, [first, reduced], full, low_lefts.index(2 * stage))
+            tma.async_load(low_left, [second, reduced], full, low_lefts.index(2 * stage + 1), pred=has_second)
             if work.GATHERS:
                 ring.announce_earlier(stage, begun)
                 begun += 1

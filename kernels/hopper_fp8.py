@@ -10,6 +10,9 @@ registers of float32 sums:
 
     multiply_tile, in each step    block 0 @ , scale and add , block 1 @ , hand back, scale and add
 
+A term of low rank is the tile's last steps: 64 features of 16 bits take the bytes of 128 in FP8, so they go through the
+same ring, and their products are added to the sums without scales.
+
 While a warpgroup scales and adds, the other one multiplies. Scales do not go through the ring: the warpgroups load them
 a step ahead, and look up where a gathered row's scales are.
 
@@ -42,13 +45,15 @@ from .hopper_results import TILE_ROWS, make_result
 
 
 @gluon.jit
-def as_matrices(ring):
-    """The ring with its blocks as matrices: [TILE_ROWS, BLOCK], and two of [BLOCK, BLOCK] a stage."""
+def as_matrices(ring, dtype: gl.constexpr):
+    """The ring's blocks as matrices of a dtype with 128 bytes a row: TILE_ROWS rows, and twice BLOCK rows a stage."""
     STAGES: gl.constexpr = ring.STAGES
-    left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[1, 0]])
-    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]], transposed=True)
-    left = ring.left.reinterpret(ring.left.dtype, [2 * STAGES, TILE_ROWS, BLOCK], left_layout)
-    right = ring.right.reinterpret(ring.right.dtype, [2 * STAGES, BLOCK, BLOCK], right_layout)
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    FEATURES: gl.constexpr = 1024 // BITS
+    left_layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=[[1, 0]])
+    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=[[0, 0]], transposed=True)
+    left = ring.left.reinterpret(dtype, [2 * STAGES, TILE_ROWS, FEATURES], left_layout)
+    right = ring.right.reinterpret(dtype, [2 * STAGES, FEATURES, BLOCK], right_layout)
     return Ring(left, right, ring.full, ring.empty, ring.both_empty, STAGES)
 
 
@@ -147,13 +152,34 @@ def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.cons
 
 
 @gluon.jit
+def add_low_rank(ring, acc0, acc1, product, stage, phase, WARPGROUP: gl.constexpr, LOW_STEPS: gl.constexpr):
+    """What `multiply_tile` returns plus the term of low rank, whose matrices of 16 bits are in the ring."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16], [[1, 0]])
+    of_product: gl.constexpr = product.type.layout  # the same places in registers
+    for _ in range(LOW_STEPS):
+        left = ring.left.index(2 * stage + WARPGROUP)
+        mbarrier.wait(ring.full.index(stage), phase)
+        low_product = multiply_block(left, ring.right.index(2 * stage), gl.convert_layout(product, layout))
+        low_product = warpgroup_mma_wait(0, deps=[low_product])
+        acc0 += gl.convert_layout(low_product, of_product)
+        low_product = multiply_block(left, ring.right.index(2 * stage + 1), low_product)
+        low_product = warpgroup_mma_wait(0, deps=[low_product])
+        ring.hand_back(stage)
+        product = gl.convert_layout(low_product, of_product)
+        acc1 += product
+        stage, phase = ring.next(stage, phase)
+    return acc0, acc1, product, stage, phase
+
+
+@gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
-    num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
+    WARPGROUP: gl.constexpr, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights,
+    gather_indices, num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
-    ring = as_matrices(ring)
+    blocks = ring
+    ring = as_matrices(blocks, blocks.left.dtype)
     product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
     stage = 0
     phase = 0
@@ -167,7 +193,13 @@ def multiply_tiles(
         if first < last:
             column = tile.column
             scales = find_scales(work, left_scales, right_scales, group, rows, first_column + column, RIGHT_SCALES)
-            acc0, acc1, product, stage, phase = multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP)
+            acc0, acc1, product, stage, phase = multiply_tile(
+                ring, scales, product, steps - work.LOW_STEPS, stage, phase, WARPGROUP
+            )
+            if work.LOW_STEPS > 0:
+                acc0, acc1, product, stage, phase = add_low_rank(
+                    as_matrices(blocks, low_left.dtype), acc0, acc1, product, stage, phase, WARPGROUP, work.LOW_STEPS
+                )
             # here, because these loads take about as long as storing the tile does
             next_tile = work.at(index + gl.num_programs(0))
             next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
@@ -184,13 +216,13 @@ def multiply_tiles(
 
 @gluon.jit
 def hopper_fp8_kernel(
-    left, left_scales, right, right_scales, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, hidden, hidden_scales, kept, kept_scales,
+    left, left_scales, right, right_scales, low_left, low_right, bias, topk_weights, gather_indices, group_starts,
+    group_ends, tile_group, tile_start, tile_end, tiles_through, y, hidden, hidden_scales, kept, kept_scales,
     zeros_end, num_rows, num_positions, num_groups, first_column,
     REDUCED: gl.constexpr, COLUMNS: gl.constexpr, RIGHT_SCALES: gl.constexpr, BAND: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATHERS: gl.constexpr, TOPK: gl.constexpr,
-    ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
-    LARGEST: gl.constexpr, POWER_OF_2: gl.constexpr,
+    LOW_STEPS: gl.constexpr, ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_2: gl.constexpr,
 ):  # fmt: skip
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights; with ACTIVATES, hidden = activation(y) instead.
 
@@ -198,7 +230,8 @@ def hopper_fp8_kernel(
     a pointer where the kernel GATHERS. left_scales [num_rows, REDUCED / BLOCK] and right_scales [groups, RIGHT_SCALES,
     REDUCED / BLOCK], rounded up, are float32. hidden [num_rows, hidden features] and kept [num_rows, COLUMNS], the
     pre-activation or None, are FP8, with a scale for each BLOCK features of a row; scales of rows without a group are
-    not written. Others are as in `hopper_kernel`.
+    not written. The last LOW_STEPS of a tile's steps multiply low_left and low_right, of 16 bits and without scales.
+    Others are as in `hopper_kernel`.
     """
     count = gl.load(tiles_through + num_groups - 1)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
@@ -206,7 +239,7 @@ def hopper_fp8_kernel(
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED else 1
     work = Work(
         tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1), gl.to_tensor(num_rows),
-        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0, 0,
+        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0, LOW_STEPS,
     )  # fmt: skip
     ring = make_ring(work, left, right, STAGES)
     if ACTIVATES:
@@ -222,17 +255,17 @@ def hopper_fp8_kernel(
         [
             (
                 multiply_tiles,
-                (0, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
+                (0, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights, gather_indices,
                  num_positions, first_column, RIGHT_SCALES, TOPK),
             ),
             (
                 multiply_tiles,
-                (1, work, ring, results, left_scales, right_scales, bias, topk_weights, gather_indices,
+                (1, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights, gather_indices,
                  num_positions, first_column, RIGHT_SCALES, TOPK),
             ),
             (
                 load_blocks,
-                (work, ring, left, right, None, None, gather_indices, num_positions, first_column, True, TOPK),
+                (work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column, True, TOPK),
             ),
         ],
         [4, 4 if GATHERS else 1],

@@ -63,8 +63,6 @@ def _dequantized(
 
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """Launches the product; with combine_y one range of columns after the other, each range added up by token."""
-    if problem.is_quantized and operands.low_rank is not None:
-        return _add_term(functools.partial(_launch, launcher._replace(config=None)), operands, problem)
     if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
         operands, problem = _dequantized(operands, problem, problem.out_dtype)
         launcher = launcher._replace(config=None)
@@ -116,7 +114,7 @@ def _multiply_rows(
     if config.kernel != "hopper":
         y = _multiply_on_every_gpu(launcher, operands, problem, part)
     elif problem.is_quantized:
-        y = hopper_quantized.multiply_rows(launcher, problem, *operands[:-1], part=part)
+        y = hopper_quantized.multiply_rows(launcher, problem, *operands, part=part)
     else:
         x, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
         y = hopper.multiply_rows(

@@ -52,8 +52,7 @@ def _launch(
 ):  # fmt: skip
     config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
     hidden = Hidden(activation, interleaved, keeps, stored_as)
-    is_apart = problem.is_quantized and operands.low_rank is not None
-    if is_apart or not _is_one_kernel(config, problem, launcher.target, hidden):
+    if not _is_one_kernel(config, problem, launcher.target, hidden):
         return _one_by_one(
             lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem, keeps,
             stored_as, activation=activation, interleaved=interleaved,
@@ -62,7 +61,7 @@ def _launch(
     if problem.is_quantized:
         quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
         operands = operands._replace(w=with_quantized(operands.w, quantize_weights))
-        return hopper_quantized.multiply_and_activate(launcher, problem, *operands[:-1], hidden=hidden)
+        return hopper_quantized.multiply_and_activate(launcher, problem, *operands, hidden=hidden)
     launcher, x, product = forward.choose(launcher, operands, problem)
     results = hopper.multiply_rows(
         launcher, product, Terms(x), operands.w, operands.bounds, operands.gather_indices, bias=operands.bias,
