@@ -45,15 +45,18 @@ from .hopper_results import TILE_ROWS, make_result
 
 
 @gluon.jit
-def as_matrices(ring, dtype: gl.constexpr):
-    """The ring's blocks as matrices of a dtype with 128 bytes a row: TILE_ROWS rows, and twice BLOCK rows a stage."""
+def as_matrices(ring, left_dtype: gl.constexpr, right_dtype: gl.constexpr):
+    """The ring's blocks as matrices with 128 bytes a row: of TILE_ROWS rows, and two of BLOCK rows a stage, turned.
+
+    The two dtypes have equally many bits.
+    """
     STAGES: gl.constexpr = ring.STAGES
-    BITS: gl.constexpr = dtype.primitive_bitwidth
+    BITS: gl.constexpr = left_dtype.primitive_bitwidth
     FEATURES: gl.constexpr = 1024 // BITS
     left_layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=[[1, 0]])
     right_layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=[[0, 0]], transposed=True)
-    left = ring.left.reinterpret(dtype, [2 * STAGES, TILE_ROWS, FEATURES], left_layout)
-    right = ring.right.reinterpret(dtype, [2 * STAGES, FEATURES, BLOCK], right_layout)
+    left = ring.left.reinterpret(left_dtype, [2 * STAGES, TILE_ROWS, FEATURES], left_layout)
+    right = ring.right.reinterpret(right_dtype, [2 * STAGES, FEATURES, BLOCK], right_layout)
     return Ring(left, right, ring.full, ring.empty, ring.both_empty, STAGES)
 
 
@@ -179,7 +182,7 @@ def multiply_tiles(
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
     blocks = ring
-    ring = as_matrices(blocks, blocks.left.dtype)
+    ring = as_matrices(blocks, blocks.left.dtype, blocks.right.dtype)
     product = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
     stage = 0
     phase = 0
@@ -197,8 +200,9 @@ def multiply_tiles(
                 ring, scales, product, steps - work.LOW_STEPS, stage, phase, WARPGROUP
             )
             if work.LOW_STEPS > 0:
+                low = as_matrices(blocks, low_left.dtype, low_left.dtype)
                 acc0, acc1, product, stage, phase = add_low_rank(
-                    as_matrices(blocks, low_left.dtype), acc0, acc1, product, stage, phase, WARPGROUP, work.LOW_STEPS
+                    low, acc0, acc1, product, stage, phase, WARPGROUP, work.LOW_STEPS
                 )
             # here, because these loads take about as long as storing the tile does
             next_tile = work.at(index + gl.num_programs(0))
