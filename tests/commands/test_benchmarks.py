@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jgg
-from benchmarks import gemms, layers, peers, plots
+from benchmarks import gemms, layers, lora, peers, plots
 from benchmarks import layer as measuring
 from jgg.cli.console import number
 from jgg.measuring import ways
@@ -247,3 +247,22 @@ def test_few_and_many_tokens(tokens):
     reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
     measurement = reference.check(results)
     assert measurement.status == "right", measurement
+
+
+def test_lora(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
+    monkeypatch.setattr(lora, "problems_of", lambda _, ranks: [lora.LoraProblem(TINY), lora.LoraProblem(TINY, *ranks)])
+    assert lora.main(["--quiet", "--rank=2"]) == 0
+    assert "rank 2" in capsys.readouterr().out
+    compute = lora.moe_mlp
+
+    def wrong_in_what_is_measured(*args, **options):
+        y = compute(*args, **options)
+        return y * 1.5 if options.get("low_rank_down") and options["implementation"] is None else y
+
+    monkeypatch.setattr(lora, "moe_mlp", wrong_in_what_is_measured)
+    lora.lora_function.cache_clear()
+    assert lora.main(["--quiet", "--rank=2"]) == 1
+    lora.lora_function.cache_clear()
+    assert "rank 2: WRONG" in capsys.readouterr().out
