@@ -50,7 +50,8 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
       w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`.
-      quantized_gate_up, quantized_down: w_gate_up and w_down in FP8, if quantized before a product needs them.
+      quantized_gate_up, quantized_down: w_gate_up and w_down as QuantizedArrays, if they were given so or are quantized
+        before a product needs them.
     """
 
     w_gate_up: jax.Array
@@ -141,7 +142,7 @@ def in_quantization(
     x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
     quantization: Fp8 | None,
 ) -> ExpertWeights:  # fmt: skip
-    """The parameters, with weights in FP8 if the recipe quantizes them early; other QuantizedArrays are dequantized."""
+    """The parameters, with weights in FP8 if the recipe quantizes them early; other QuantizedArrays dequantized too."""
     w_gate_up, gate_up_forms = _in_quantization("w_gate_up", w_gate_up, quantization, x)
     w_down, down_forms = _in_quantization("w_down", w_down, quantization, x)
     return ExpertWeights(w_gate_up, w_down, b_gate_up, b_down, gate_up_forms, down_forms)
@@ -156,7 +157,7 @@ def _in_quantization(
     if quantized is not None:
         return as_array(name, quantized.array), quantized.forms
     assert not isinstance(w, QuantizedWeights)  # as_quantized_weights returns these
-    return as_dense(name, w, x.dtype), None
+    return as_dense(name, w, x.dtype), WeightForms(w, None) if isinstance(w, QuantizedArray) else None
 
 
 def as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:

@@ -34,6 +34,18 @@ class InDtype(Mlp):
 
         return operands._replace(w_gate_up=cast(operands.w_gate_up), w_down=cast(operands.w_down))
 
+    def restored(self, kept: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
+        """The operands with quantized weights dequantized again, so that a model's are not all dense at once.
+
+        The barrier keeps XLA from computing them once for both passes.
+        """
+        forms, dy = jax.lax.optimization_barrier(((kept.quantized_gate_up, kept.quantized_down), dy))
+        gate_up, down = (each and each.straight.dequantize(kept.x.dtype) for each in forms)
+        operands = kept._replace(
+            w_gate_up=kept.w_gate_up if gate_up is None else gate_up, w_down=kept.w_down if down is None else down
+        )  # fmt: skip
+        return operands, dy
+
     def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""
         x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)

@@ -90,8 +90,10 @@ class InFp8(Mlp):
         def kept(forms: WeightForms | None) -> WeightForms | None:
             return forms and (forms._replace(straight=None) if is_turned else forms._replace(turned=None))
 
-        return operands._replace(
-            quantized_gate_up=kept(operands.quantized_gate_up), quantized_down=kept(operands.quantized_down)
+        return (
+            super()
+            .kept_for_backward(operands)
+            ._replace(quantized_gate_up=kept(operands.quantized_gate_up), quantized_down=kept(operands.quantized_down))
         )
 
     def _operands(self, operands: Operands, rows: QuantizedArray, weights: QuantizedArray | ToQuantize) -> Forward:

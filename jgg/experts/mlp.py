@@ -102,8 +102,15 @@ class Mlp(abc.ABC):
         """The gradient of x [T, H], computed from `ActivationGradients.rows_of_dx`."""
 
     def kept_for_backward(self, operands: "Operands") -> "Operands":
-        """The operands without what the backward pass does not read."""
-        return operands
+        """The operands without what the backward pass does not read, and without weights that are quantized too."""
+        return operands._replace(
+            w_gate_up=operands.w_gate_up if operands.quantized_gate_up is None else None,
+            w_down=operands.w_down if operands.quantized_down is None else None,
+        )
+
+    def restored(self, kept: "Operands", dy: jax.Array) -> tuple["Operands", jax.Array]:
+        """What the backward pass reads: the operands that were kept, and dy, which orders what is computed again."""
+        return kept, dy
 
     @property
     def is_plain(self) -> bool:
@@ -167,8 +174,8 @@ class Operands(NamedTuple):
     """The arrays that `moe_mlp`'s custom_vjp takes."""
 
     x: jax.Array
-    w_gate_up: jax.Array
-    w_down: jax.Array
+    w_gate_up: jax.Array | Any
+    w_down: jax.Array | Any
     b_gate_up: jax.Array | None
     b_down: jax.Array | None
     topk_weights: jax.Array

@@ -212,6 +212,7 @@ def _down_backward(
 @jax.named_scope("jgg.moe_mlp.backward")
 def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows, _Trained], dy: jax.Array) -> tuple[Operands]:
     operands, kept, rows, trained = residuals
+    operands, dy = mlp.restored(operands, dy)
     x, b_gate_up, topk_weights, gather_indices = (
         operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
     )  # fmt: skip

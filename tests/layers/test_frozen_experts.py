@@ -45,6 +45,22 @@ def loss(layer, x):
     return jnp.sum(jnp.square(layer(x)))
 
 
+@pytest.mark.parametrize("recipe", [None, jgg.Fp8()], ids=["", "fp8"])
+def test_quantized_experts_stay_quantized_between_passes(recipe):
+    """What a layer's forward pass keeps for the backward pass has the experts' 8 bits, and no dense copy of them."""
+    layer = with_quantized_experts(make(quantization=recipe, dtype=jnp.bfloat16, implementation="triton"))
+    size = layer.w_down.get_value().values.size
+
+    def kept(x):
+        return jax.vjp(lambda x: loss(layer, x), x)[1]
+
+    with jgg.target(90):
+        leaves = jax.tree.leaves(jax.eval_shape(kept, X))
+    large = [leaf for leaf in leaves if leaf.size >= size]
+    assert large
+    assert all(leaf.dtype.itemsize == 1 for leaf in large), large
+
+
 @RECIPES
 def test_quantized_experts(recipe):
     """The result, dx and the router's gradient are those of the numbers that are stored; experts have none."""
