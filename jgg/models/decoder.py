@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
 from jgg.core.arguments import as_array, check_instance, check_integers, check_rank
+from jgg.experts.stack import OF_EXPERTS as OF_STACK
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
@@ -38,9 +39,17 @@ class Layer(nnx.Module):
         else:
             self.moe = _experts(config, options, rngs)
 
-    def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
-        config, mlp = self.config, getattr(self, "mlp", None) or self.moe
+    def __call__(
+        self, x: jax.Array, place: Place, cache: Cache | None, stack_index: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None.
+
+        With a stack_index, the experts in this module are those of all layers of a stack, and this is the number of
+        the layer among them.
+        """
+        config, mlp = self.config, getattr(self, "mlp", None)
+        if mlp is None:
+            mlp = functools.partial(self.moe, stack_index=stack_index)
         attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
         x = checkpoint_name(x + attended * config.residual_scale, "attention")
         return x + mlp(norm(x, self.mlp_norm, config.norm_epsilon)) * config.residual_scale, cache
@@ -165,7 +174,11 @@ class Decoder(nnx.Module):
         rotation: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
-        graphdef, state = nnx.split(layers)
+        # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would take most of the time
+        reads_in_place = cache is not None
+        in_place: Any = _is_of_experts if reads_in_place else nnx.Nothing()
+        graphdef, *states = nnx.split(layers, in_place, ...)
+        stack, state = states
         (count, *_), windows = layers.attention_norm.shape, None
         if any(self.config.windows):
             own = self.config.windows[first : first + count]
@@ -173,9 +186,10 @@ class Decoder(nnx.Module):
 
         def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
             own, number, window = inputs
-            layer = nnx.merge(graphdef, own)
+            layer = nnx.merge(graphdef, stack, own)
             place = Place(positions, rotation, number, window)
-            result, sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
+            index = number - first if reads_in_place else None
+            result, sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1], index)
             return result, {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
 
         numbers = jnp.arange(first, first + count)
@@ -188,6 +202,10 @@ class Decoder(nnx.Module):
         names = SAVED_NAMES if self.options.remat == "names" else ()
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _is_of_experts(path: tuple[Any, ...], _: Any) -> bool:
+    return path[0] == "moe" and path[-1] in OF_STACK
 
 
 def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
