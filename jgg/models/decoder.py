@@ -61,8 +61,9 @@ def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.M
     if targets and options.lora.rank is not None:
         adapters = {"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha, "lora_targets": targets}
     return jgg.nnx.MoE(
-        **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype, kernel_init=init,
-        router_init=init, quantization=options.quantization, implementation=options.implementation, rngs=rngs,
+        **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype,
+        lora_param_dtype=options.lora_param_dtype, kernel_init=init, router_init=init,
+        quantization=options.quantization, implementation=options.implementation, rngs=rngs,
     )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ class Decoder(nnx.Module):
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
       lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
         those of the experts get no gradient then.
+      lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
     """
@@ -102,13 +104,14 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
         remat: str = "none", quantization: Fp8 | None = None, lora_rank: int | None = None,
-        lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS, implementation: str | None = None,
-        rngs: nnx.Rngs,
+        lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
+        lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         options = Options.checked(
-            dtype, param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets, implementation
-        )
+            dtype, param_dtype, lora_param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets,
+            implementation,
+        )  # fmt: skip
         self.config, self.options = config, options
         create = functools.partial(Layer, config, options)
         num_dense = config.num_dense_layers
