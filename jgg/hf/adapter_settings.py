@@ -112,7 +112,7 @@ class AdapterSettings:
         own = {name: (self.rank(name), self.scale(name, rank)) for name, (rank, _) in terms.items()}
         ranks = {name: rank for name, (rank, _) in terms.items() if rank != own[name][0]}
         alphas = {
-            name: _as_number(scale * self._divisor(rank))
+            name: as_number(scale * self._divisor(rank))
             for name, (rank, scale) in terms.items()
             if scale != own[name][1]
         }
@@ -136,11 +136,11 @@ def new_settings(where: str, settings: Mapping[str, Any], terms: Mapping[str, tu
     own: dict[str, Any] = {}
     if first is not None:
         rank, scale = first
-        own = {"r": rank, "lora_alpha": _as_number(scale * rank)}
+        own = {"r": rank, "lora_alpha": as_number(scale * rank)}
     return AdapterSettings(where, {**_NEW, **own, **settings})
 
 
-def _as_number(value: float) -> int | float:
+def as_number(value: float) -> int | float:
     """The value as PEFT writes it: whole numbers without a point."""
     return int(value) if value == int(value) else value
 

@@ -17,7 +17,7 @@ from jgg.hf.families import Family
 from jgg.hf.files import check_names, check_shape, opened, read_object, read_tensor
 from jgg.low_rank import LowRank, as_low_rank
 
-_SETTINGS, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FUSED = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # in the order in which PEFT wraps them
 
@@ -60,15 +60,15 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any]) -> Adapter:
     """
     own, shapes, folder = family(config), moe_layer(config).shapes, Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"folder must be a folder with {_SETTINGS} and {_TENSORS}, got {folder}.")
-    if not (folder / _SETTINGS).exists():
-        raise FileNotFoundError(f"{folder} must have {_SETTINGS}, got none.")
-    settings = AdapterSettings(str(folder / _SETTINGS), read_object(folder / _SETTINGS))
-    with opened(folder / _TENSORS) as file:
-        tensors = {name: read_tensor(file, folder / _TENSORS, name) for name in file.keys()}  # noqa: SIM118
+        raise FileNotFoundError(f"folder must be a folder with {SETTINGS} and {TENSORS}, got {folder}.")
+    if not (folder / SETTINGS).exists():
+        raise FileNotFoundError(f"{folder} must have {SETTINGS}, got none.")
+    settings = AdapterSettings(str(folder / SETTINGS), read_object(folder / SETTINGS))
+    with opened(folder / TENSORS) as file:
+        tensors = {name: read_tensor(file, folder / TENSORS, name) for name in file.keys()}  # noqa: SIM118
     pattern = _pattern_of_experts(own)
     found = {name: int(match[1]) for name in tensors if (match := pattern.match(name))}
-    reader = _Reader(own, shapes, settings, {name: tensors[name] for name in found}, str(folder / _TENSORS))
+    reader = _Reader(own, shapes, settings, {name: tensors[name] for name in found}, str(folder / TENSORS))
     layers: dict[int, dict[str, LowRank]] = {}
     for layer in sorted(set(found.values())):
         layers[layer] = reader.read({name for name, index in found.items() if index == layer}, layer)
@@ -78,7 +78,7 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any]) -> Adapter:
     for name in others:
         check(
             "experts" not in name.split("."),
-            f"{name} is not expected in {folder / _TENSORS}: layer 0 of a {config['model_type']} model has its experts "
+            f"{name} is not expected in {folder / TENSORS}: layer 0 of a {config['model_type']} model has its experts "
             f"in {places}.",
         )
     settings.check_targets(reader.parameters, [*modules, *reader.modules])
@@ -129,7 +129,7 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
             what = f"{param} of layer {layer}"
             low_rank = as_low_rank(what, params[param], "ekn", shapes[param])
             terms[names[param]] = low_rank.a.shape[2], low_rank.scale
-            tensors |= zip(_pair(place), _flat(params[param], own.is_swapped), strict=True)
+            tensors |= zip(pair_of(place), _flat(params[param], own.is_swapped), strict=True)
     pattern = _pattern_of_experts(own)
     for name, tensor in adapter.others.items():
         check(not pattern.match(name), f"others of adapter must be tensors of modules other than experts, got {name}.")
@@ -138,12 +138,12 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
     text = json.dumps(settings.values, indent=2, sort_keys=True)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _SETTINGS) as of_settings, replacing(folder / _TENSORS) as of_tensors:
+    with replacing(folder / SETTINGS) as of_settings, replacing(folder / TENSORS) as of_tensors:
         of_settings.write_text(text, encoding="utf-8")
         try:
             save_file(tensors, of_tensors, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(f"{folder / _TENSORS} could not be written: {error}") from error
+            raise OSError(f"{folder / TENSORS} could not be written: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Reader:
         names = _names_of_parameters(self.own, layer)
         targeted = [param for param, name in names.items() if self.settings.targets_parameter(name)]
         places = dict(_places(self.own, layer, targeted))
-        self._check_names(present, {name for place in places.values() for name in _pair(place)}, layer)
+        self._check_names(present, {name for place in places.values() for name in pair_of(place)}, layer)
         self.parameters.extend(names[param] for param in targeted)
         return {param: self._of_parameter(param, places[param], names[param]) for param in targeted}
 
@@ -185,7 +185,7 @@ class _Reader:
         experts, rows, columns = self.shapes[param]
         inner, outer = (columns, rows) if self.own.is_swapped else (rows, columns)
         rank = self.settings.rank(name)
-        of_a, of_b = _pair(place)
+        of_a, of_b = pair_of(place)
         check_shape(of_a, self.tensors[of_a], (experts * rank, inner))
         check_shape(of_b, self.tensors[of_b], (outer, rank * experts))
         # A has the expert slowest, B the expert fastest
@@ -203,9 +203,9 @@ class _Reader:
                 part: [block + part.replace("{e}", str(expert)) for expert in range(self.shapes[param][0])]
                 for part in parts
             }
-            there = [part for part in parts if any(name in present for of in modules[part] for name in _pair(of))]
+            there = [part for part in parts if any(name in present for of in modules[part] for name in pair_of(of))]
             own = [module for part in there for module in modules[part]]
-            expected |= {name for module in own for name in _pair(module)}
+            expected |= {name for module in own for name in pair_of(module)}
             if there and expected <= present:
                 terms[param] = self._of_module(param, block, parts, there, own)
         self._check_names(present, expected, layer)
@@ -245,7 +245,7 @@ def _flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:
     yield np.ascontiguousarray(b.transpose(2, 1, 0).reshape(b.shape[2], -1))
 
 
-def _pair(place: str) -> tuple[str, str]:
+def pair_of(place: str) -> tuple[str, str]:
     """The names of the two tensors of a module's adapter."""
     return f"{_PREFIX}{place}.lora_A.weight", f"{_PREFIX}{place}.lora_B.weight"
 

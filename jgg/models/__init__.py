@@ -1,5 +1,6 @@
 """Whole mixture-of-experts language models in Flax NNX, from Hugging Face folders and back."""
 
+from jgg.models.adapters import load_adapter, save_adapter
 from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
@@ -7,4 +8,13 @@ from jgg.models.generation import generate
 from jgg.models.loading import load
 from jgg.models.saving import save
 
-__all__ = ["Decoder", "ModelConfig", "generate", "load", "model_config", "save"]
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "generate",
+    "load",
+    "load_adapter",
+    "model_config",
+    "save",
+    "save_adapter",
+]

@@ -39,12 +39,14 @@ class Place(NamedTuple):
       rotation: cosines and sines of the rotary embedding, as `rotate` takes them.
       layer: int32 [], the number of the layer.
       window: int32 [], how many of the last tokens one attends to; None for all, in all layers.
+      segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
     """
 
     positions: jax.Array
     rotation: tuple[jax.Array, jax.Array]
     layer: jax.Array
     window: jax.Array | None
+    segments: jax.Array | None = None
 
 
 class Attention(nnx.Module):
@@ -59,7 +61,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
 
-        Without a cache, or if S > 1, tokens attend to each other, so their positions must be 0, 1, 2, ...
+        Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment.
         """
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
@@ -89,7 +91,8 @@ class Attention(nnx.Module):
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, keys: jax.Array) -> jax.Array:
         """The result for each query [B, S, heads, D]; `keys` are the positions of k."""
         config = self.config
-        if not (config.use_sinks or any(config.windows)) and q.shape[1] == k.shape[1]:
+        is_causal = place.segments is None and not (config.use_sinks or any(config.windows))
+        if is_causal and q.shape[1] == k.shape[1]:
             fits_cudnn = q.dtype != jnp.float32 and q.shape[3] <= 128 and q.shape[3] % 8 == 0
             is_flash = fits_cudnn and jax.default_backend() == "gpu"
             return jax.nn.dot_product_attention(
@@ -110,4 +113,6 @@ def _mask(place: Place, keys: jax.Array) -> jax.Array:
     """Which keys at the positions [B, keys] each token attends to: bool [B, 1, S, keys]."""
     distance = place.positions[:, None, :, None] - keys[:, None, None, :]
     mask = distance >= 0
+    if place.segments is not None:
+        mask &= (place.segments[:, :, None] == place.segments[:, None])[:, None]
     return mask if place.window is None else mask & (distance < place.window)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
-from jgg.core.arguments import as_array, check_instance, check_integers, check_rank
+from jgg.core.arguments import as_array, check, check_instance, check_integers, check_rank
 from jgg.experts.stack import OF_EXPERTS as OF_STACK
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
@@ -70,8 +70,9 @@ def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.M
     if targets and options.lora.rank is not None:
         adapters = {"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha, "lora_targets": targets}
     return jgg.nnx.MoE(
-        **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype, kernel_init=init,
-        router_init=init, quantization=options.quantization, implementation=options.implementation, rngs=rngs,
+        **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype,
+        lora_param_dtype=options.lora_param_dtype, kernel_init=init, router_init=init,
+        quantization=options.quantization, implementation=options.implementation, rngs=rngs,
     )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ class Decoder(nnx.Module):
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
       lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
         those of the experts get no gradient then.
+      lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       rngs: random number generators; the stream "params" is used.
     """
@@ -111,13 +113,14 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
         remat: str = "none", quantization: Fp8 | None = None, lora_rank: int | None = None,
-        lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS, implementation: str | None = None,
-        rngs: nnx.Rngs,
+        lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
+        lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         options = Options.checked(
-            dtype, param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets, implementation
-        )
+            dtype, param_dtype, lora_param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets,
+            implementation,
+        )  # fmt: skip
         self.config, self.options = config, options
         create = functools.partial(Layer, config, options)
         num_dense = config.num_dense_layers
@@ -128,24 +131,35 @@ class Decoder(nnx.Module):
             shapes["w_head"] = (config.features, config.vocabulary)
         set_params(self, shapes, config.init_scale, options, rngs)
 
-    def __call__(self, tokens: ArrayLike) -> jax.Array:
+    def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S].
 
         Sows the intermediates that the layers' `jgg.nnx.MoE` sows, stacked over the layers with experts: such as
         "load_balancing_loss" [layers].
+
+        Args:
+          segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
+            tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
         """
         tokens = as_tokens("tokens", tokens)
-        x, _ = self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])
+        if segments is None:
+            x, _ = self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])
+            return self.logits(x)
+        segments = as_tokens("segments", segments)
+        shape = list(tokens.shape)
+        check(list(segments.shape) == shape, f"segments must be [B, S], {shape}, got {list(segments.shape)}.")
+        runs, positions = _runs(segments)
+        x, _ = self.run_layers(tokens, positions, segments=runs)
         return self.logits(x)
 
     def run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache."""
         config = self.config
         x = self.w_embedding[...].astype(self.options.dtype)[tokens] * config.embedding_scale
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        run = functools.partial(self._scan, positions=positions, rotation=rotation)
+        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
         if self.dense_layers is not None:
             x, cache, _ = run(self.dense_layers, x, cache, first=0)
         x, cache, sown = run(self.layers, x, cache, first=config.num_dense_layers)
@@ -171,7 +185,7 @@ class Decoder(nnx.Module):
 
     def _scan(
         self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would take most of the time
@@ -187,7 +201,7 @@ class Decoder(nnx.Module):
         def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
             own, number, window = inputs
             layer = nnx.merge(graphdef, stack, own)
-            place = Place(positions, rotation, number, window)
+            place = Place(positions, rotation, number, window, segments)
             index = number - first if reads_in_place else None
             result, sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1], index)
             return result, {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
@@ -219,6 +233,14 @@ def _stacked(create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs) ->
     """`count` layers in one, whose parameters have the layers as their first axis."""
     keys = jax.random.split(rngs.params(), count)
     return nnx.vmap(lambda key: create(nnx.Rngs(params=key)))(keys)
+
+
+def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each token the number of its run of equal segments, and its position in the run: int32 [B, S]."""
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
+    return jnp.cumsum(is_first, axis=1, dtype=jnp.int32), columns - first
 
 
 def as_tokens(name: str, tokens: ArrayLike) -> jax.Array:

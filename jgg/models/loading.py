@@ -27,7 +27,8 @@ from jgg.nnx import Frozen
 def load(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
     experts: str | Fp8 = "dense", remat: str = "none", lora_rank: int | None = None, lora_alpha: float | None = None,
-    lora_targets: tuple[str, ...] = TARGETS, implementation: str | None = None, rngs: nnx.Rngs | None = None,
+    lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None, rngs: nnx.Rngs | None = None,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -41,7 +42,7 @@ def load(
       experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
         has them so; or a `jgg.Fp8`, to quantize them as they are loaded and multiply in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
-      remat, lora_rank, lora_alpha, lora_targets, implementation: as in `jgg.models.Decoder`.
+      remat, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation: as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
 
     Raises:
@@ -58,7 +59,7 @@ def load(
     create = functools.partial(
         Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, lora_rank=lora_rank, lora_alpha=lora_alpha,
         quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
-        implementation=implementation,
+        lora_param_dtype=lora_param_dtype, implementation=implementation,
     )  # fmt: skip
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))
     reader = _Reader(model, checkpoint, experts)
@@ -162,5 +163,5 @@ def _create_adapters(model: Decoder, rngs: nnx.Rngs) -> None:
     """Creates the LoRA adapters of a model that `nnx.eval_shape` made."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         own, shape = str(path[-1]), variable.shape
-        adapter = adapter_init(own, shape)(rngs.params(), shape, model.options.param_dtype)
+        adapter = adapter_init(own, shape)(rngs.params(), shape, model.options.lora_param_dtype)
         getattr(module_of(model, path), own).set_value(adapter)

@@ -28,6 +28,7 @@ class Options:
 
     dtype: DTypeLike
     param_dtype: DTypeLike
+    lora_param_dtype: DTypeLike
     remat: str
     quantization: Fp8 | None
     lora: Lora
@@ -35,14 +36,16 @@ class Options:
 
     @classmethod
     def checked(
-        cls, dtype: DTypeLike, param_dtype: DTypeLike, remat: str, quantization: Fp8 | None, lora_rank: int | None,
-        lora_alpha: float | None, lora_targets: tuple[str, ...], implementation: str | None,
+        cls, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str,
+        quantization: Fp8 | None, lora_rank: int | None, lora_alpha: float | None, lora_targets: tuple[str, ...],
+        implementation: str | None,
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype)
+        lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
-        return cls(dtype, param_dtype, remat, quantization, lora, implementation)
+        return cls(dtype, param_dtype, lora_param_dtype, remat, quantization, lora, implementation)
 
 
 def set_params(
@@ -55,7 +58,8 @@ def set_params(
         init = initializers.get(kind, nnx.initializers.zeros)
         setattr(module, name, nnx.Param(init(rngs.params(), shape, options.param_dtype)))
     for name, shape in options.lora.shapes(shapes).items():
-        setattr(module, name, nnx.LoRAParam(adapter_init(name, shape)(rngs.params(), shape, options.param_dtype)))
+        adapter = adapter_init(name, shape)(rngs.params(), shape, options.lora_param_dtype)
+        setattr(module, name, nnx.LoRAParam(adapter))
 
 
 def adapter_init(name: str, shape: tuple[int, ...]) -> jax.nn.initializers.Initializer:

@@ -56,6 +56,12 @@ class Stack(NamedTuple):
         flat = nnx.to_flat_state(nnx.state(self.layers, nnx.Not(nnx.LoRAParam)))
         return {".".join(map(str, path)): variable for path, variable in flat}
 
+    @property
+    def adapters(self) -> dict[str, nnx.Variable[Any]]:
+        """The variables of the LoRA adapters, by the same names with "_lora_a" or "_lora_b"."""
+        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.LoRAParam))
+        return {".".join(map(str, path)): variable for path, variable in flat}
+
 
 def stacks(model: Decoder) -> Iterator[Stack]:
     """The model's stacks in the order of the layers."""

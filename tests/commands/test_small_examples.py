@@ -1,11 +1,15 @@
 """The small examples run, and do what they print."""
 
 import importlib.util
+import json
 import re
+import shutil
 
 import jax
 import pytest
 
+import jgg.models
+from tests.support.models import DATA
 from tests.support.processes import ROOT, run
 
 LOSSES = r"step \d+: loss ([\d.]+)"
@@ -69,3 +73,24 @@ def test_expert_parallelism():
     ]  # fmt: skip
     for _, room, dropped, difference in rows:
         assert (int(dropped) == 0) == (float(difference) < 1e-5) == ("all" in room)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("adapter", [[], [str(ROOT / "tests/data/model_adapters/glm4_moe")]], ids=["base", "adapter"])
+def test_generate(adapter, main, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="the example needs tokenizers")
+    folder = shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
+    words = tokenizers.models.WordLevel({f"t{token}": token for token in range(64)}, unk_token="t0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model = jgg.models.load(folder, **({"lora_rank": 2, "lora_alpha": 3.0} if adapter else {}))
+    if adapter:
+        jgg.models.load_adapter(model, adapter[0])
+    new = jgg.models.generate(model, [[5, 6, 7]], 5)[0].tolist()
+    stop = new[3]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    printed = main("generate", [str(folder), *adapter, "--prompt", "t5 t6 t7", "--max-new-tokens", "5"])
+    wanted = " ".join(f"t{token}" for token in new[: new.index(stop)])
+    assert printed.splitlines()[0] == "t5 t6 t7" + wanted
+    assert "prefill: " in printed

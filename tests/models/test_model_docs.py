@@ -22,3 +22,14 @@ def test_the_page_loads_trains_saves_and_generates(family, tmp_path, monkeypatch
     assert names["new"].shape == names["drawn"].shape == (2, 16)
     tuned = jgg.models.load(tmp_path / "tuned")
     np.testing.assert_array_equal(jgg.models.generate(tuned, names["prompts"], 16, lengths=[3, 2]), names["new"])
+
+
+def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path, monkeypatch):
+    shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    (code,) = code_of("fine-tune.md", "Whole models")
+    names = run_code(code)
+    assert names["model"].options.lora.rank == 16
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip

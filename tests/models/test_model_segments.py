@@ -1,0 +1,30 @@
+"""Several sequences in a row give what each gives alone."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.models import FAMILIES, loaded, reference
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_that_share_a_row_give_what_each_gives_alone(family):
+    model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
+    run = jax.jit(lambda model, tokens, segments: model(tokens, segments=segments))
+    # the number 5 comes twice, for two sequences
+    got = run(model, tokens, jnp.array([[5] * 4 + [2] * 8 + [5], [0] * 13]))
+    alone = [model(tokens[:1, :4]), model(tokens[:1, 4:12]), model(tokens[:1, 12:]), model(tokens[1:])]
+    wanted = jnp.concatenate([jnp.concatenate(alone[:3], axis=1), alone[3]])
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    assert np.abs(got[0, 4:] - reference(family)["logits"][0, 4:]).max() > 1e-2
+
+
+def test_wrong_segments_are_named():
+    model, tokens = loaded("mixtral"), np.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=re.escape("segments must be [B, S], [2, 3], got [2, 4]")):
+        model(tokens, segments=np.zeros((2, 4), int))
+    with pytest.raises(TypeError, match="segments must be an integer array"):
+        model(tokens, segments=np.zeros((2, 3)))
