@@ -107,7 +107,7 @@ def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
 
 def remat_policy_of_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps all but gathered parameters, which the backward pass gathers again."""
-    return str(primitive) != "sharding_constraint"
+    return str(primitive) not in ("sharding_constraint", "pvary", "pcast")
 
 
 def split_batch(array: jax.Array, sharding: MoESharding | None, axis: int = 0) -> jax.Array:
