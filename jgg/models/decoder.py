@@ -17,7 +17,9 @@ from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
+from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
+from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
 SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
@@ -72,7 +74,7 @@ def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.M
     return jgg.nnx.MoE(
         **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype,
         lora_param_dtype=options.lora_param_dtype, kernel_init=init, router_init=init,
-        quantization=options.quantization, implementation=options.implementation, rngs=rngs,
+        quantization=options.quantization, implementation=options.implementation, sharding=options.sharding, rngs=rngs,
     )  # fmt: skip
 
 
@@ -103,6 +105,10 @@ class Decoder(nnx.Module):
         those of the experts get no gradient then.
       lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
+      sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
+        sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
+        gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
+        along tensor, which splits the experts alone. Parameters are created already split.
       rngs: random number generators; the stream "params" is used.
     """
 
@@ -114,18 +120,20 @@ class Decoder(nnx.Module):
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
         remat: str = "none", quantization: Fp8 | None = None, lora_rank: int | None = None,
         lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
-        lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, rngs: nnx.Rngs,
+        lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None,
+        sharding: MoESharding | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         options = Options.checked(
-            dtype, param_dtype, lora_param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets,
-            implementation,
+            dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat,
+            quantization=quantization, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets,
+            implementation=implementation, sharding=sharding,
         )  # fmt: skip
         self.config, self.options = config, options
         create = functools.partial(Layer, config, options)
         num_dense = config.num_dense_layers
-        self.dense_layers = _stacked(functools.partial(create, True), num_dense, rngs) if num_dense else None
-        self.layers = _stacked(functools.partial(create, False), config.num_layers - num_dense, rngs)
+        self.dense_layers = _stacked(functools.partial(create, True), num_dense, rngs, sharding) if num_dense else None
+        self.layers = _stacked(functools.partial(create, False), config.num_layers - num_dense, rngs, sharding)
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
@@ -133,6 +141,8 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S].
+
+        With a sharding, B must be a multiple of the number of devices that split sequences.
 
         Sows the intermediates that the layers' `jgg.nnx.MoE` sows, stacked over the layers with experts: such as
         "load_balancing_loss" [layers].
@@ -156,8 +166,10 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache."""
-        config = self.config
-        x = self.w_embedding[...].astype(self.options.dtype)[tokens] * config.embedding_scale
+        config, sharding = self.config, self.options.sharding
+        check_batch(tokens, sharding)
+        table = self._end("w_embedding").astype(self.options.dtype)
+        x = split_batch(table[split_batch(tokens, sharding)] * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
         if self.dense_layers is not None:
@@ -169,9 +181,13 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        w = self.w_embedding[...].T if self.config.is_tied else self.w_head[...]
+        w = self._end("w_embedding").T if self.config.is_tied else self._end("w_head")
         y = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
         return y * self.config.logits_scale
+
+    def _end(self, name: str) -> jax.Array:
+        """A matrix beside the layers, whole on each device."""
+        return gathered({name: getattr(self, name)[...]}, self.options.sharding, self.options.dtype)[name]
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix, and sets its b to zero: the model stays the same, up to rounding.
@@ -181,15 +197,17 @@ class Decoder(nnx.Module):
         for layers in (self.dense_layers, self.layers):
             if layers is not None:
                 graphdef, state = nnx.split(layers)
-                nnx.update(layers, jax.lax.map(functools.partial(_merged, graphdef), state))
+                merged = jax.lax.map(functools.partial(_merged, graphdef), state)
+                nnx.update(layers, split(merged, self.options.sharding))
 
     def _scan(
         self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
         rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
+        options = self.options
         # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would take most of the time
-        reads_in_place = cache is not None
+        reads_in_place = cache is not None and options.sharding is None
         in_place: Any = _is_of_experts if reads_in_place else nnx.Nothing()
         graphdef, *states = nnx.split(layers, in_place, ...)
         stack, state = states
@@ -200,19 +218,23 @@ class Decoder(nnx.Module):
 
         def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
             own, number, window = inputs
-            layer = nnx.merge(graphdef, stack, own)
+            layer = nnx.merge(graphdef, stack, gathered(own, options.sharding, options.dtype))
             place = Place(positions, rotation, number, window, segments)
             index = number - first if reads_in_place else None
-            result, sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1], index)
-            return result, {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
+            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1], index)
+            return (split_batch(x, options.sharding), cache), {
+                name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
+            }
 
         numbers = jnp.arange(first, first + count)
         (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), (state, numbers, windows))
         return x, cache, sown
 
     def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        sharding = self.options.sharding
         if self.options.remat == "none":
-            return body
+            gathers = sharding is not None and sharding.fsdp is not None
+            return jax.checkpoint(body, policy=remat_policy_of_gathered, prevent_cse=False) if gathers else body
         names = SAVED_NAMES if self.options.remat == "names" else ()
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
@@ -229,10 +251,16 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.St
     return nnx.state(layer)
 
 
-def _stacked(create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs) -> Layer:
+def _stacked(
+    create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, sharding: MoESharding | None
+) -> Layer:  # fmt: skip
     """`count` layers in one, whose parameters have the layers as their first axis."""
     keys = jax.random.split(rngs.params(), count)
-    return nnx.vmap(lambda key: create(nnx.Rngs(params=key)))(keys)
+    stacked = nnx.vmap(lambda key: create(nnx.Rngs(params=key)))
+    if sharding is None:
+        return stacked(keys)
+    graphdef, _ = nnx.split(nnx.eval_shape(stacked, keys))
+    return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
 
 
 def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array]:

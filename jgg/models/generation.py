@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, as_finite, as_int, check, check_instance, check_integers
 from jgg.models.attention import Cache
 from jgg.models.decoder import Decoder, as_tokens
+from jgg.models.placement import split_batch
 
 
 def generate(
@@ -21,7 +22,9 @@ def generate(
 ) -> jax.Array:  # fmt: skip
     """Continues prompts.
 
-    Compiled once for the shapes of its arguments; the loop over new tokens is part of the compiled program.
+    Compiled once for the shapes of its arguments; the loop over new tokens is part of the compiled program. If devices
+    split a model's sequences, the last prompt is repeated up to a multiple of their number, and its copies are left out
+    of the result.
 
     Examples:
       >>> import jgg.models
@@ -63,10 +66,13 @@ def generate(
     sampling = Sampling(jnp.float32(temperature), jnp.float32(top_p), jax.random.key(0) if key is None else key)
     stops = jnp.asarray([as_int("stop_tokens", token) for token in stop_tokens], jnp.int32)
     graphdef, state = nnx.split(model)
+    sharding, batch = model.options.sharding, len(tokens)
+    copies = 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)
+    each = jnp.minimum(jnp.arange(batch + copies), batch - 1)
     return _generate(
-        graphdef, state, tokens, _lengths(lengths, tokens), stops, sampling if temperature else None,
+        graphdef, state, tokens[each], _lengths(lengths, tokens)[each], stops, sampling if temperature else None,
         new_tokens=new_tokens,
-    )  # fmt: skip
+    )[:batch]  # fmt: skip
 
 
 class Sampling(NamedTuple):
@@ -107,7 +113,8 @@ def _generate(
 ) -> jax.Array:  # fmt: skip
     model = nnx.merge(graphdef, state)
     batch, longest = tokens.shape
-    cache: Cache | None = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
+    empty = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
+    cache: Cache | None = Cache(*(split_batch(part, model.options.sharding, axis=1) for part in empty))
     x, cache = model.run_layers(tokens, jnp.arange(longest)[None], cache)
     assert cache is not None
     first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import check, check_instance
 from jgg.core.quantized import QuantizedArray
+from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8, quantize_weights
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.files import check_names
@@ -20,19 +21,23 @@ from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
 from jgg.models.parts import OF_EXPERTS, TARGETS, adapter_init
+from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import ENDS, OF_LAYERS, Stack, expected_shapes, module_of, prefix, stacks
 from jgg.nnx import Frozen
+from jgg.sharding import MoESharding
 
 
 def load(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
     experts: str | Fp8 = "dense", remat: str = "none", lora_rank: int | None = None, lora_alpha: float | None = None,
     lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
-    implementation: str | None = None, rngs: nnx.Rngs | None = None,
+    implementation: str | None = None, sharding: MoESharding | None = None, rngs: nnx.Rngs | None = None,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
     All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
+    With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
+    of a layer at a time. Of several processes, each reads the whole folder.
 
     Args:
       folder: the folder.
@@ -42,7 +47,8 @@ def load(
       experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
         has them so; or a `jgg.Fp8`, to quantize them as they are loaded and multiply in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
-      remat, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation: as in `jgg.models.Decoder`.
+      remat, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, sharding: as in
+        `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
 
     Raises:
@@ -59,7 +65,7 @@ def load(
     create = functools.partial(
         Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, lora_rank=lora_rank, lora_alpha=lora_alpha,
         quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
-        lora_param_dtype=lora_param_dtype, implementation=implementation,
+        lora_param_dtype=lora_param_dtype, implementation=implementation, sharding=sharding,
     )  # fmt: skip
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))
     reader = _Reader(model, checkpoint, experts)
@@ -110,14 +116,17 @@ class _Reader:
                 yield f"moe.{name}", self._placed(name, value)
 
     def _placed(self, name: str, value: Any) -> Any:
-        """A parameter on the device, in the dtype that `load` says."""
-        if isinstance(value, QuantizedArray):
+        """A parameter on its devices, in the dtype that `load` says."""
+        own, sharding = name.rpartition(".")[2], self.model.options.sharding
+        if not isinstance(value, QuantizedArray):
+            value = self._cast(own, value)
+            if isinstance(self.experts, Fp8) and own in OF_EXPERTS and value.ndim == 3:
+                value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
+        if sharding is None:
             return jax.tree.map(jnp.asarray, value)
-        own = name.rpartition(".")[2]
-        array = jnp.asarray(self._cast(own, value))
-        if isinstance(self.experts, Fp8) and own in OF_EXPERTS and array.ndim == 3:
-            return quantize_weights(array, power_of_2_scales=self.experts.power_of_2_scales)
-        return array
+        spec = spec_of(tuple(name.split(".")), value.shape, sharding)
+        check_split(name, value, spec, sharding)
+        return jax.tree.map(functools.partial(put, place=sharding.named(spec)), value)
 
     def _cast(self, name: str, value: np.ndarray) -> np.ndarray:
         dtype = jnp.dtype(jnp.float32 if name == "selection_bias" else self.model.options.param_dtype)
@@ -128,14 +137,17 @@ class _Reader:
 
 def _fill(stack: Stack, reader: _Reader) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
+    sharding = reader.model.options.sharding
     stacked: dict[str, Any] = {}
     for number in stack.numbers:
         for name, value in reader.layer(stack, number):
+            shape, where = (len(stack.numbers), *value.shape), None
+            if sharding is not None:
+                where = place(tuple(name.split(".")), shape, sharding, is_stacked=True)
             if name not in stacked:
-                count = len(stack.numbers)
-                stacked[name] = jax.tree.map(lambda part, n=count: jnp.empty((n, *part.shape), part.dtype), value)
+                stacked[name] = _empty(value, len(stack.numbers), where)
             _check_dtypes(name, stacked[name], value, number)
-            stacked[name] = _with_layer(stacked[name], value, number - stack.first)
+            stacked[name] = _with_layer(stacked[name], value, number - stack.first, where=where)
     for name, value in stacked.items():
         path = name.split(".")
         module, own = module_of(stack.layers, path), path[-1]
@@ -153,15 +165,24 @@ def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:
         )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _with_layer(stacked: Any, layer: Any, index: int) -> Any:
+def _empty(layer: Any, count: int, where: jax.NamedSharding | None) -> Any:
+    """Room for the arrays of `count` layers, in which no device has more than its part."""
+    zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=where)
+    return jax.tree.map(lambda part: zeros((count, *part.shape), part.dtype), layer)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="where")
+def _with_layer(stacked: Any, layer: Any, index: int, *, where: jax.NamedSharding | None) -> Any:
     """Stacked arrays with a layer's at an index; in place, as the memory of `stacked` is used again."""
-    return jax.tree.map(lambda whole, part: whole.at[index].set(part), stacked, layer)
+    result = jax.tree.map(lambda whole, part: whole.at[index].set(part), stacked, layer)
+    return result if where is None else jax.lax.with_sharding_constraint(result, where)
 
 
 def _create_adapters(model: Decoder, rngs: nnx.Rngs) -> None:
     """Creates the LoRA adapters of a model that `nnx.eval_shape` made."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         own, shape = str(path[-1]), variable.shape
-        adapter = adapter_init(own, shape)(rngs.params(), shape, model.options.lora_param_dtype)
+        names = tuple(map(str, path))
+        init = split_init(adapter_init(own, shape), names, shape, model.options.sharding, is_stacked=True)
+        adapter = init(rngs.params(), shape, model.options.lora_param_dtype)
         getattr(module_of(model, path), own).set_value(adapter)

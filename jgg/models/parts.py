@@ -16,6 +16,8 @@ from jgg.experts.lora import Lora
 from jgg.fp8 import Fp8
 from jgg.low_rank import LowRank
 from jgg.models.config import ModelConfig
+from jgg.models.placement import checked_sharding, split_init
+from jgg.sharding import MoESharding
 
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
 TARGETS = *OF_ATTENTION, *OF_EXPERTS
@@ -33,19 +35,22 @@ class Options:
     quantization: Fp8 | None
     lora: Lora
     implementation: str | None
+    sharding: MoESharding | None
 
     @classmethod
     def checked(
-        cls, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str,
+        cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str,
         quantization: Fp8 | None, lora_rank: int | None, lora_alpha: float | None, lora_targets: tuple[str, ...],
-        implementation: str | None,
+        implementation: str | None, sharding: MoESharding | None,
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
-        return cls(dtype, param_dtype, lora_param_dtype, remat, quantization, lora, implementation)
+        return cls(
+            dtype, param_dtype, lora_param_dtype, remat, quantization, lora, implementation, checked_sharding(sharding)
+        )  # fmt: skip
 
 
 def set_params(
@@ -56,6 +61,7 @@ def set_params(
     for name, shape in shapes.items():
         kind = "norm" if name.endswith("norm") else name.partition("_")[0]
         init = initializers.get(kind, nnx.initializers.zeros)
+        init = split_init(init, (name,), shape, options.sharding)
         setattr(module, name, nnx.Param(init(rngs.params(), shape, options.param_dtype)))
     for name, shape in options.lora.shapes(shapes).items():
         adapter = adapter_init(name, shape)(rngs.params(), shape, options.lora_param_dtype)

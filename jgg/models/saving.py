@@ -1,19 +1,23 @@
 """Writes a whole model into a Hugging Face folder, in the names and shapes that it was read from."""
 
+import collections
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, check, check_instance
 from jgg.core.files import replacing
 from jgg.core.quantized import QuantizedArray
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
+from jgg.models.placement import on_host
 from jgg.models.tensors import ENDS, OF_LAYERS, Stack, prefix, stacks
 
 
@@ -22,6 +26,9 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. The folder appears
     when all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
+
+    If a model is split over the devices of several processes, all of them must call this, with the same folder: they
+    gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
 
     Args:
       model: the model.
@@ -40,6 +47,18 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
         raise FileExistsError(f"folder must be new or an empty folder, got {folder}.")
     config = _config(model)
     _check_adapters(model)
+    is_shared = not model.w_embedding[...].is_fully_addressable
+    if is_shared:
+        multihost_utils.sync_global_devices("jgg.models.save: all have seen that the folder is new")
+    if is_shared and jax.process_index():
+        collections.deque(_tensors(model, config), maxlen=0)  # takes part in the gathering
+    else:
+        _write_folder(model, config, folder, limit)
+    if is_shared:
+        multihost_utils.sync_global_devices("jgg.models.save: the folder is there")
+
+
+def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as temporary:
         temporary.mkdir()
@@ -72,7 +91,7 @@ def _config(model: Decoder) -> dict[str, Any]:
 def _check_adapters(model: Decoder) -> None:
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         if str(path[-1]).endswith("_lora_b"):
-            is_merged = not np.asarray(variable[...]).any()
+            is_merged = not jnp.any(variable[...])
             check(is_merged, f"{'.'.join(map(str, path))} must be zero, as merge_adapters() leaves it, to be saved.")
 
 
@@ -80,11 +99,11 @@ def _tensors(model: Decoder, config: dict[str, Any]) -> Iterator[tuple[str, np.n
     """Yields the folder's tensors, layer after layer."""
     for name, tensor in ENDS.items():
         if hasattr(model, name):
-            yield from tensor.parts("", np.asarray(getattr(model, name)[...]))
+            yield from tensor.parts("", on_host(getattr(model, name)[...]))
     for stack in stacks(model):
         for number in stack.numbers:
             values = {
-                name: jax.tree.map(lambda whole, at=number - stack.first: np.asarray(whole[at]), variable.get_value())
+                name: jax.tree.map(lambda whole, at=number - stack.first: on_host(whole[at]), variable.get_value())
                 for name, variable in stack.variables.items()
             }
             for name in OF_LAYERS.keys() & values.keys():

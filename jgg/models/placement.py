@@ -1,0 +1,138 @@
+"""How a mesh splits a whole model: where parameters are, how layers gather them, and how sequences are split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+
+from jgg.core.arguments import check, check_instance
+from jgg.experts.mesh import check_divides
+from jgg.sharding import MoESharding
+
+P = jax.P
+
+
+def checked_sharding(sharding: MoESharding | None) -> MoESharding | None:
+    """The argument `sharding` of a model; raises unless it is None or has a mesh that a model can be split over."""
+    if sharding is not None:
+        check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")
+        kinds = sharding.mesh.axis_types
+        check(
+            set(kinds) == {jax.sharding.AxisType.Auto},
+            f"sharding.mesh must have Auto axes, axis_types=(jax.sharding.AxisType.Auto,) * {len(kinds)} of "
+            f"jax.make_mesh, for a model, got {kinds}.",
+        )
+    return sharding
+
+
+def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding) -> P:
+    """The PartitionSpec of a parameter of one layer, or of one beside the layers.
+
+    Experts are split as `jgg.nnx.MoE` splits them. All else is split over the fsdp axis, along the longest of the axes
+    that its devices divide; vectors, and matrices without such an axis, are whole on each device.
+    """
+    experts = sharding.weight_specs("ekn")
+    if "moe" in path and path[-1] in experts:
+        return experts[path[-1]]
+    devices = sharding.size(sharding.fsdp)
+    sizes = [0 if size % devices else size for size in shape]
+    if sharding.fsdp is None or len(shape) < 2 or not any(sizes):
+        return P()
+    return P(*[None] * sizes.index(max(sizes)), sharding.fsdp)
+
+
+def place(
+    path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding, *, is_stacked: bool = False
+) -> jax.NamedSharding:
+    """Where a parameter of this shape is, which has the layers as its first axis if it is stacked."""
+    spec = spec_of(path, shape[1:], sharding) if is_stacked else spec_of(path, shape, sharding)
+    return sharding.named(P(None, *spec) if is_stacked else spec)
+
+
+def put(array: Any, place: jax.NamedSharding) -> jax.Array:
+    """An array that each process has whole in its places on the devices of all processes."""
+    own = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, place, own.__getitem__)
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """A whole array, of which other processes may have parts: all processes must call this together."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def split(state: Any, sharding: MoESharding | None) -> Any:
+    """Constrains stacked parameters to their places, in a traced function."""
+    if sharding is None:
+        return state
+
+    def constrained(path: tuple[str, ...], array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, place(path, array.shape, sharding, is_stacked=True))
+
+    return _map_arrays(constrained, state)
+
+
+def split_init(
+    init: Initializer, path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding | None, *,
+    is_stacked: bool = False,
+) -> Initializer:  # fmt: skip
+    """An initializer that creates a parameter in its place."""
+    if sharding is None:
+        return init
+    return jax.jit(init, static_argnums=(1, 2), out_shardings=place(path, shape, sharding, is_stacked=is_stacked))
+
+
+def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
+    """The parameters of one layer, those that are split over the fsdp axis gathered, except for the experts'.
+
+    Matrices are rounded to `dtype` before, which all products but the router's are computed in.
+    """
+    if sharding is None or sharding.fsdp is None:
+        return state
+    experts = sharding.weight_specs("ekn")
+
+    def whole(path: tuple[str, ...], array: jax.Array) -> jax.Array:
+        spec = spec_of(path, array.shape, sharding)
+        if spec == P() or ("moe" in path and path[-1] in experts):
+            return array
+        return _gather(array if path[-1] == "w_router" else array.astype(dtype), sharding.named(spec))
+
+    return _map_arrays(whole, state)
+
+
+def remat_policy_of_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps all but gathered parameters, which the backward pass gathers again."""
+    return str(primitive) not in ("sharding_constraint", "pvary", "pcast")
+
+
+def split_batch(array: jax.Array, sharding: MoESharding | None, axis: int = 0) -> jax.Array:
+    """Constrains an array to be split over devices along the axis of its sequences."""
+    if sharding is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, sharding.named(P(*[None] * axis, *sharding.token_spec)))
+
+
+def check_batch(tokens: jax.Array, sharding: MoESharding | None) -> None:
+    """Raises unless the mesh can split tokens [B, S] along B."""
+    if sharding is not None:
+        check_divides("tokens", tokens.shape, sharding.token_spec, sharding)
+
+
+def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:
+    """The array whole on each device; its gradient is summed there, and then split as it is."""
+    array = jax.lax.with_sharding_constraint(array, stored)
+    return jax.lax.with_sharding_constraint(array, jax.NamedSharding(stored.mesh, P()))
+
+
+def _map_arrays(function: Callable[[tuple[str, ...], jax.Array], jax.Array], state: Any) -> Any:
+    """Applies a function to the names that lead to each array, and to the array."""
+
+    def apply(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+        return function(tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)), array)
+
+    return jax.tree_util.tree_map_with_path(apply, state)

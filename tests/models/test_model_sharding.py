@@ -1,0 +1,80 @@
+"""Whole models on several devices, in a process of their own; and what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg.models
+from jgg.models.placement import spec_of
+from jgg.sharding import MoESharding
+from tests.support import processes
+from tests.support.models import config_of, loaded
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+
+
+def abstract_mesh(kind=AUTO):
+    return jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+
+
+@pytest.mark.thorough
+def test_every_strategy_on_eight_devices():
+    assert processes.run_program("run_sharded_models").splitlines()[-1] == "all right"
+
+
+def test_all_but_experts_is_split_along_the_longest_axis_that_divides():
+    sharding = MoESharding(abstract_mesh(), fsdp="b", expert="a")
+    shapes = {
+        ("attention", "w_q"): ((32, 48), jax.P(None, "b")),
+        ("attention", "w_k"): ((32, 42), jax.P("b")),
+        ("attention", "w_o"): ((30, 42), jax.P()),
+        ("mlp", "w_down"): ((24, 32), jax.P(None, "b")),
+        ("attention_norm",): ((32,), jax.P()),
+        ("moe", "w_router"): ((32, 4), jax.P("b")),
+        ("moe", "w_down"): ((4, 8, 32), jax.P("a", None, "b")),
+    }
+    for path, (shape, expected) in shapes.items():
+        assert spec_of(path, shape, sharding) == expected, path
+
+
+def test_a_mesh_of_one_device_changes_nothing():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(AUTO,))
+    tokens = np.arange(12).reshape(2, 6)
+    got = loaded("qwen3_moe", sharding=MoESharding(mesh, fsdp="a"))(tokens)
+    np.testing.assert_allclose(got, loaded("qwen3_moe")(tokens), rtol=0, atol=1e-5)
+
+
+# message: (kind of axes, what splits what)
+WRONG = {
+    "sharding.mesh must have Auto axes, axis_types=(jax.sharding.AxisType.Auto,) * 2 of jax.make_mesh": (
+        EXPLICIT,
+        {"data": "a"},
+    ),
+    "interleaved must be True with a tensor axis": (AUTO, {"tensor": "a"}),
+    "tokens must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [2, 6]": (
+        AUTO,
+        {"data": "b"},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_a_mesh_cannot_split_is_refused(message):
+    kind, axes = WRONG[message]
+    sharding = MoESharding(abstract_mesh(kind), **axes)
+
+    def run():
+        model = jgg.models.Decoder(jgg.models.model_config(config_of("qwen3_moe")), sharding=sharding, rngs=nnx.Rngs(0))
+        return model(jnp.zeros((2, 6), jnp.int32))
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nnx.eval_shape(run)
+
+
+def test_a_sharding_of_another_type_is_refused():
+    with pytest.raises(TypeError, match=r"sharding must be a jgg\.sharding.MoESharding or None, got"):
+        jgg.models.Decoder(jgg.models.model_config(config_of("qwen3_moe")), sharding=abstract_mesh(), rngs=nnx.Rngs(0))

@@ -1,0 +1,200 @@
+"""Whole models on eight CPU devices against the same models on one; prints what was right."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import functools
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jgg
+import jgg.hf
+import jgg.models
+from jgg.models.placement import spec_of
+from jgg.sharding import MoESharding
+from tests.models.test_model_training import loss_and_gradients, loss_of
+from tests.support.closeness import assert_close, distance
+from tests.support.models import DATA, config_of, loaded
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 7))
+# name: (family, which axes of a mesh a, b, c of 2 devices each split what, options of the model)
+CASES = {
+    "data": ("qwen3_moe", {"data": ("a", "b", "c")}, {}),
+    "fsdp": ("glm4_moe", {"fsdp": "a", "data": "b"}, {}),
+    "fsdp, rematerialized": ("glm4_moe", {"fsdp": "a"}, {"remat": "names"}),
+    "expert by all_gather": ("qwen3_moe", {"expert": "b"}, {}),
+    "fsdp, expert by ragged_all_to_all": (
+        "glm4_moe",
+        {"fsdp": "a", "expert": "b", "data": "c", "exchange": "ragged_all_to_all"},
+        {},
+    ),
+    "fsdp, expert, tensor, tied": ("gpt_oss", {"fsdp": "a", "expert": "b", "tensor": "c"}, {}),
+}
+ALL = {"fsdp": "a", "expert": "b", "data": "c"}
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def config(family):
+    return jgg.models.model_config(config_of(family))
+
+
+def assert_in_place(state, sharding, is_state_of_optimizer=False):
+    """Each array is split as its name says, and no device has more than its part."""
+    for path, variable in nnx.to_flat_state(state):
+        for array in jax.tree.leaves(variable.get_value()):
+            if is_state_of_optimizer and not array.ndim:
+                continue
+            names = tuple(map(str, path))
+            is_stacked = bool({"layers", "dense_layers"} & set(names))
+            spec = spec_of(names, array.shape[is_stacked:], sharding)
+            expected = sharding.named(jax.P(None, *spec) if is_stacked else spec)
+            assert array.sharding.is_equivalent_to(expected, array.ndim), (names, array.sharding)
+            (part,) = {shard.data.shape for shard in array.addressable_shards}
+            assert part == expected.shard_shape(array.shape), names
+
+
+def check(name):
+    """Parameters, logits, the loss and all gradients."""
+    family, axes, options = CASES[name]
+    sharding = MoESharding(mesh(), **axes)
+    create = functools.partial(jgg.models.Decoder, config(family), dtype=jnp.float32, **options)
+    whole, model = create(rngs=nnx.Rngs(0)), create(rngs=nnx.Rngs(0), sharding=sharding)
+    state = nnx.state(model)
+    assert_in_place(state, sharding)
+    assert_close(state, nnx.state(whole), 1e-5, f"{name}: parameters")
+    logits = nnx.jit(lambda model, tokens: model(tokens))
+    got = logits(model, TOKENS)
+    assert got.sharding.is_equivalent_to(sharding.named(sharding.token_spec), 3), got.sharding
+    assert_close(got, logits(whole, TOKENS), 1e-4, f"{name}: logits")
+    (loss, gradients), (want_loss, want) = (loss_and_gradients(each, TOKENS) for each in (model, whole))
+    assert_close(loss, want_loss, 1e-5, f"{name}: loss")
+    assert_in_place(gradients, sharding)
+    assert_close(gradients, want, 1e-4, f"{name}: gradients")
+
+
+def check_steps():
+    """Steps of AdamW, whose states are split as the parameters are."""
+    sharding, losses = MoESharding(mesh(), **ALL), []
+    for own in (None, sharding):
+        model = loaded("glm4_moe", sharding=own)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3, weight_decay=0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            loss, gradients = nnx.value_and_grad(loss_of)(model, TOKENS)
+            with jax.numpy_dtype_promotion("standard"):  # of optax
+                optimizer.update(model, gradients)
+            return loss
+
+        losses.append([step(model, optimizer) for _ in range(3)])
+    assert losses[0][2] < losses[0][0] - 0.01
+    assert_close(losses[1], losses[0], 1e-5, "losses")
+    assert_in_place(nnx.state(model), sharding)
+    assert_in_place(nnx.state(optimizer), sharding, is_state_of_optimizer=True)
+
+
+def check_folders():
+    """Loading goes straight to the shards, saving gives the folder back, bit for bit."""
+    sharding = MoESharding(mesh(), **ALL)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        model = jgg.models.load(DATA / "glm4_moe", sharding=sharding)
+    assert_in_place(nnx.state(model), sharding)
+    with tempfile.TemporaryDirectory() as folder:
+        jgg.models.save(model, Path(folder) / "copy")
+        got, want = (jgg.hf.Checkpoint(each) for each in (Path(folder) / "copy", DATA / "glm4_moe"))
+        assert got.keys() == {name for name in want if not name.startswith("model.layers.3.")}
+        for name, array in got.items():
+            np.testing.assert_array_equal(array.view(np.uint16), want[name].view(np.uint16), name)
+
+
+def check_adapters():
+    """Adapters' gradients beside frozen experts, and merged parameters, which stay in their places."""
+    sharding = MoESharding(mesh(), **ALL)
+    whole = loaded("glm4_moe", lora_rank=2)
+    model = loaded("glm4_moe", lora_rank=2, sharding=sharding)
+    (_, got), (_, want) = (loss_and_gradients(each, TOKENS, nnx.LoRAParam) for each in (model, whole))
+    assert_in_place(got, sharding)
+    assert_close(got, want, 1e-4, "gradients of adapters")
+    for each in (model, whole):
+        nnx.update(each, jax.tree.map(lambda a: a + 0.1, nnx.state(each, nnx.LoRAParam)))
+        each.merge_adapters()
+    assert_in_place(nnx.state(model), sharding)
+    assert_close(nnx.state(model), nnx.state(whole), 1e-5, "merged")
+
+
+def check_quantized():
+    """Experts in FP8, quantized as they are loaded."""
+    sharding, options = MoESharding(mesh(), **ALL), {"experts": jgg.Fp8()}
+    changes = {"hidden_size": 256, "moe_intermediate_size": 128}
+    with tempfile.TemporaryDirectory() as folder:
+        wide = jgg.models.model_config(config_of("qwen3_moe") | changes)
+        jgg.models.save(jgg.models.Decoder(wide, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), Path(folder) / "wide")
+        whole, model = (
+            jgg.models.load(Path(folder) / "wide", dtype=jnp.float32, sharding=own, **options)
+            for own in (None, sharding)
+        )  # fmt: skip
+    assert_in_place(nnx.state(model), sharding)
+    assert model.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
+    # where sums differ in the last bit, some numbers are rounded to their other neighbour in FP8
+    assert distance(model(TOKENS), whole(TOKENS)) < 0.01
+    (_, got), (_, want) = (loss_and_gradients(each, TOKENS) for each in (model, whole))
+    assert distance(got["layers"]["attention"]["w_q"][...], want["layers"]["attention"]["w_q"][...]) < 0.05
+
+
+def check_generation():
+    """One prompt, and three, on eight devices that split sequences."""
+    whole, model = loaded("glm4_moe"), loaded("glm4_moe", sharding=MoESharding(mesh(), **ALL))
+    for prompts, options in (
+        (TOKENS[:1], {}),
+        (TOKENS[:3], {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}),
+    ):
+        got, want = (jgg.models.generate(each, prompts, 4, **options) for each in (model, whole))
+        np.testing.assert_array_equal(got, want)
+
+
+def check_what_is_kept():
+    """The backward pass gathers parameters again: no device keeps one whole between the passes."""
+    model = loaded("glm4_moe", sharding=MoESharding(mesh(), fsdp="a"))
+    graphdef, state = nnx.split(model)
+    _, pull_back = jax.vjp(jax.jit(lambda state: loss_of(nnx.merge(graphdef, state), TOKENS)), state)
+    split = {
+        variable.get_value().shape: variable.get_value().sharding
+        for path, variable in nnx.to_flat_state(state)
+        if "layers" in path and variable.get_value().ndim == 3
+    }
+    kept = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.shape in split]
+    # a whole one in each device's part of the experts' shard_map would have another shape
+    assert {leaf.shape for leaf in kept} == split.keys(), [leaf.shape for leaf in kept]
+    for leaf in kept:
+        assert leaf.sharding.is_equivalent_to(split[leaf.shape], leaf.ndim), (leaf.shape, leaf.sharding)
+
+
+def main():
+    assert jax.device_count() == 8
+    for name in CASES:
+        check(name)
+        print(name, flush=True)
+    for further in (
+        check_steps, check_folders, check_adapters, check_quantized, check_generation, check_what_is_kept,
+    ):  # fmt: skip
+        further()
+        print(further.__name__, flush=True)
+    print("all right", flush=True)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    main()
