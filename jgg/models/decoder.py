@@ -87,6 +87,8 @@ class Decoder(nnx.Module):
       param_dtype: dtype of the parameters.
       remat: what the backward pass computes again: "none"; "names", all of a layer but what jgg names, x and the
         pre-activation of the experts, and what follows attention; or "all", each layer but its x.
+      unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
+        to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
       lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
@@ -101,13 +103,13 @@ class Decoder(nnx.Module):
 
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
-        remat: str = "none", quantization: Fp8 | None = None, lora_rank: int | None = None,
+        remat: str = "none", unroll: int = 1, quantization: Fp8 | None = None, lora_rank: int | None = None,
         lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS, implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         options = Options.checked(
-            dtype, param_dtype, remat, quantization, lora_rank, lora_alpha, lora_targets, implementation
+            dtype, param_dtype, remat, unroll, quantization, lora_rank, lora_alpha, lora_targets, implementation
         )
         self.config, self.options = config, options
         create = functools.partial(Layer, config, options)
@@ -178,8 +180,9 @@ class Decoder(nnx.Module):
             result, sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
             return result, {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
 
-        numbers = jnp.arange(first, first + count)
-        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), (state, numbers, windows))
+        xs = state, jnp.arange(first, first + count), windows
+        unroll = min(self.options.unroll, count)
+        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
         return x, cache, sown
 
     def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +190,8 @@ class Decoder(nnx.Module):
             return body
         names = SAVED_NAMES if self.options.remat == "names" else ()
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+        # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
+        return jax.checkpoint(body, policy=policy, prevent_cse=self.options.unroll > 1)
 
 
 def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_dtype, check_one_of
+from jgg.core.arguments import as_dtype, as_int, check_one_of
 from jgg.core.problem import DTYPES
 from jgg.experts.lora import TARGETS as OF_EXPERTS
 from jgg.experts.lora import Lora
@@ -29,20 +29,21 @@ class Options:
     dtype: DTypeLike
     param_dtype: DTypeLike
     remat: str
+    unroll: int
     quantization: Fp8 | None
     lora: Lora
     implementation: str | None
 
     @classmethod
     def checked(
-        cls, dtype: DTypeLike, param_dtype: DTypeLike, remat: str, quantization: Fp8 | None, lora_rank: int | None,
-        lora_alpha: float | None, lora_targets: tuple[str, ...], implementation: str | None,
+        cls, dtype: DTypeLike, param_dtype: DTypeLike, remat: str, unroll: int, quantization: Fp8 | None,
+        lora_rank: int | None, lora_alpha: float | None, lora_targets: tuple[str, ...], implementation: str | None,
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
-        return cls(dtype, param_dtype, remat, quantization, lora, implementation)
+        return cls(dtype, param_dtype, remat, as_int("unroll", unroll, 1), quantization, lora, implementation)
 
 
 def set_params(
