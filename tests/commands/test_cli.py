@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import jgg.models
@@ -275,7 +276,6 @@ def test_demo_learns_and_writes(tmp_path, capsys):
     prompt = list(b"The ")
     generated = jgg.models.generate(model, [prompt], 396, temperature=0.7, key=sample_key())
     assert bytes([*prompt, *generated[0].tolist()]).decode(errors="replace") == result["sample"]
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "".join(map(chr, range(256))) + " café 语言 \U0001f600\n\n  x"
     tokens = tokenizer.encode(text).ids
