@@ -116,6 +116,8 @@ def _demo(parser):
         parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
     parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
+    what = "a new folder for the model and its tokenizer, as jgg.models.load and Hugging Face's transformers read them"
+    parser.add_argument("--save", metavar="FOLDER", help=what)
     what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
     add_shared(
         parser,

@@ -4,9 +4,10 @@
     python examples/train_moe.py --text book.txt --preset tiny          # the default without a GPU: a minute on a CPU
     python examples/train_moe.py --text book.txt --checkpoints run1     # saves, and goes on from there when run again
 
-Tokens are split over all devices, experts over `--expert-parallel` of them; all other weights are stored split (FSDP).
+The model is a `jgg.models.Decoder` of the family Qwen3-MoE. Tokens are split over all devices, experts over
+`--expert-parallel` of them; the devices that have the same experts store all weights split (FSDP).
 MFU is model FLOPs utilization: the FLOPs that the model needs, without those that rematerialization repeats, over what
-the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install '.[flax]'`.
+the GPUs could do at most (Chowdhery et al., PaLM, 2022, appendix B). Needs `pip install '.[flax,hf]'`.
 """
 
 import argparse
@@ -21,21 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-import jgg.nnx
+import jgg.models
 from jgg.sharding import MoESharding
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
 VOCABULARY = 256  # bytes
 LOG_EVERY = 10
-# With --remat names, the backward pass computes all arrays again but these: jgg names three, Block the last.
-SAVED_NAMES = ("jgg_x", "jgg_pre_activation", "jgg_routing", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of a step; `batch` is the number of sequences on each device."""
+    """Sizes of the model and of a step, and its options; `batch` is the number of sequences on each device."""
 
     layers: int
     hidden: int
@@ -47,8 +45,9 @@ class Config:
     expert_hidden: int
     seq: int
     batch: int
+    unroll: int = 1
     remat: str = "none"
-    grouped_gemm: str = "jgg"
+    implementation: str | None = None
     fp8: bool = False
 
     @property
@@ -68,114 +67,33 @@ PRESETS = {
 }
 
 
-class RaggedDotMoE(jgg.nnx.MoE):
-    """The layer `jgg.nnx.MoE` with `jax.lax.ragged_dot` for its products, for comparison on one device."""
-
-    def __call__(self, x):
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = jgg.router_logits(tokens, self.w_router[...])
-        topk = self.layer.topk
-        routing = jgg.route(logits, topk, implementation="xla")
-        dot = functools.partial(jax.lax.ragged_dot, group_sizes=routing.group_sizes)
-        pre = dot(tokens[routing.gather_indices // topk], self.w_gate_up[...].astype(x.dtype))
-        gate, up = jnp.split(pre, 2, axis=1)
-        rows = dot(jax.nn.silu(gate) * up, self.w_down[...].astype(x.dtype))
-        rows *= routing.topk_weights.reshape(-1)[routing.gather_indices][:, None].astype(x.dtype)
-        self.sow(nnx.Intermediate, "group_sizes", routing.group_sizes)
-        self.sow(nnx.Intermediate, "load_balancing_loss", jgg.load_balancing_loss(logits, routing.topk_indices))
-        y = jnp.zeros(tokens.shape, jnp.float32).at[routing.gather_indices // topk].add(rows.astype(jnp.float32))
-        return y.astype(x.dtype).reshape(x.shape)
-
-
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, S, heads, D]; source: Su et al., RoFormer, 2021."""
-    half = x.shape[-1] // 2
-    frequencies = 1e6 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)[None, :, None]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-class Block(nnx.Module):
-    """Causal attention with grouped queries, then experts; each has a residual connection."""
-
-    def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
-        self.config, dense = config, functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
-        # small beside the embedding at first: else every token becomes the same mean, and all choose the same experts
-        residual_init = nnx.initializers.variance_scaling(0.1 / config.layers, "fan_in", "normal")
-        norm = functools.partial(nnx.RMSNorm, dtype=jnp.bfloat16, rngs=rngs)
-        self.attention_norm, self.moe_norm = norm(config.hidden), norm(config.hidden)
-        self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
-        self.qkv = dense(config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim)
-        self.out = dense(config.heads * config.head_dim, config.hidden, kernel_init=residual_init)
-        layer, sharding = (jgg.nnx.MoE, sharding) if config.grouped_gemm == "jgg" else (RaggedDotMoE, None)
-        self.moe = layer(
-            config.hidden, config.expert_hidden, num_experts=config.experts, topk=config.topk, dtype=jnp.bfloat16,
-            quantization=jgg.Fp8() if config.fp8 else None, sharding=sharding, rngs=rngs,
-        )  # fmt: skip
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = jnp.split(heads, [self.config.heads, self.config.heads + self.config.kv_heads], axis=2)
-        on_gpu = jax.default_backend() == "gpu"
-        q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if on_gpu else None)
-        x = checkpoint_name(x + self.out(attended.reshape(*x.shape[:2], -1)), "attention")
-        return x + self.moe(self.moe_norm(x))
-
-
-class LanguageModel(nnx.Module):
-    """Gives the logits of each next byte."""
-
-    def __init__(self, config: Config, sharding: MoESharding, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(
-            VOCABULARY, config.hidden, dtype=jnp.bfloat16, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
-        )
-        self.blocks = nnx.List([Block(config, sharding, rngs) for _ in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.hidden, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = nnx.Linear(config.hidden, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
-        self.remat = config.remat
-
-    def __call__(self, text: jax.Array) -> jax.Array:
-        """Maps text uint8 [B, S] to float32 logits [B, S, 256]."""
-        x = self.embed(text.astype(jnp.int32))
-        apply = Block.__call__
-        if self.remat != "none":
-            names = SAVED_NAMES if self.remat == "names" else ()
-            apply = nnx.remat(apply, policy=jax.checkpoint_policies.save_only_these_names(*names))
-        for block in self.blocks:
-            x = apply(block, x)
-        return self.head(self.norm(x)).astype(jnp.float32)
-
-
-def split_state(state, sharding: MoESharding):
-    """Splits arrays over the mesh, each along its longest axis; the experts' arrays are split already and stay so."""
-    devices = math.prod(sharding.mesh.shape.values())
-
-    def put(array):
-        if isinstance(array.sharding, jax.NamedSharding):
-            return array
-        axis = int(np.argmax(array.shape)) if array.ndim else None
-        names = [None] * array.ndim
-        if axis is not None and array.shape[axis] % devices == 0:
-            names[axis] = sharding.mesh.axis_names
-        return jax.device_put(array, sharding.named(jax.P(*names)))
-
-    return jax.tree.map(put, state)
+def make_model(config: Config, sharding: MoESharding, rngs: nnx.Rngs) -> jgg.models.Decoder:
+    """Makes the model, split over the devices."""
+    sizes = {
+        "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_experts": config.experts,
+        "num_experts_per_tok": config.topk, "moe_intermediate_size": config.expert_hidden, "norm_topk_prob": True,
+        "initializer_range": config.hidden**-0.5, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }  # fmt: skip
+    model = jgg.models.Decoder(
+        jgg.models.model_config(sizes), remat=config.remat, unroll=config.unroll,
+        quantization=jgg.Fp8() if config.fp8 else None, implementation=config.implementation, sharding=sharding,
+        rngs=rngs,
+    )  # fmt: skip
+    # attention adds little to the embedding at first: else all tokens become the same mean and choose the same experts
+    model.w_embedding[...] *= config.hidden**0.5
+    model.layers.attention.w_o[...] *= (0.1 / config.layers) ** 0.5
+    return model
 
 
 def make_step(graphdef, optimizer, sharding: MoESharding):
     """The jitted step of training: (params, opt_state, text [B, S + 1]) -> (new params, new opt_state, metrics)."""
 
     def loss_of(params, text):
-        model = nnx.merge(graphdef, params)
-        logits, sown = nnx.capture(model, nnx.Intermediate)(text[:, :-1])
+        logits, sown = nnx.capture(nnx.merge(graphdef, params), nnx.Intermediate)(text[:, :-1])
         loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)))
-        layers = [layer["moe"] for layer in sown["blocks"].values()]
-        imbalance, group_sizes = (
-            jnp.stack([layer[name][0] for layer in layers]) for name in ("load_balancing_loss", "group_sizes")
-        )
+        (imbalance,), (group_sizes,) = sown["load_balancing_loss"], sown["group_sizes"]
         load = jnp.max(group_sizes, axis=1) / jnp.mean(group_sizes.astype(jnp.float32), axis=1)
         return loss + 0.02 * jnp.mean(imbalance), {"loss": loss, "load": load}
 
@@ -236,15 +154,14 @@ def train(config: Config, options: argparse.Namespace) -> float:
         raise SystemExit(f"--expert-parallel must divide {devices}, the number of devices")
     mesh = jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = MoESharding(mesh, fsdp="fsdp", expert="expert", buffer_factor=options.buffer_factor)
-    graphdef, params = nnx.split(LanguageModel(config, sharding, nnx.Rngs(options.seed)))
-    params = split_state(params, sharding)
+    graphdef, params = nnx.split(make_model(config, sharding, nnx.Rngs(options.seed)))
     decay_end = max(options.steps, options.warmup + 1)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, options.warmup, decay_end)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-    state = params, split_state(optimizer.init(params), sharding)
+    everywhere = sharding.named(jax.P())  # counts of steps; all else is split as the parameters are
+    opt_state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, everywhere), optimizer.init(params))
     manager = open_checkpoints(options.checkpoints)
-    (params, opt_state), first_step = restored(manager, state)
-    del state
+    (params, opt_state), first_step = restored(manager, (params, opt_state))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     kind = jax.devices()[0].device_kind
     print(f"{count / 1e6:,.1f} million parameters on {devices} x {kind}, mesh {dict(mesh.shape)}", flush=True)
@@ -283,14 +200,14 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespac
     parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
     parser.add_argument("--save-every", type=int, default=1000, help="steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "full"), help="what the backward pass computes again")
-    parser.add_argument("--grouped-gemm", choices=("jgg", "ragged_dot"), help="the latter on one device")
-    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8 (with jgg)")
+    parser.add_argument("--remat", choices=("none", "names", "all"), help="as in jgg.models.Decoder")
+    parser.add_argument("--implementation", choices=("triton", "xla"), help="as in jgg.grouped_gemm")
+    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8")
     sizes = [field.name for field in dataclasses.fields(Config) if field.type is int]
     for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in (*sizes, "remat", "grouped_gemm", "fp8")}
+    given = {name: getattr(options, name) for name in (*sizes, "remat", "implementation", "fp8")}
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(PRESETS[options.preset], **changes), options
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from _jgg_command.parser import COMMANDS
 from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import LanguageModel
+from jgg.cli.demo.model import make_model
 from jgg.cli.demo.train import TrainState, make_evaluate, make_step
 from jgg.cli.info import devices, versions
 
@@ -41,7 +41,7 @@ def train(settings: Settings, variant: str):
     settings = dataclasses.replace(settings, implementation=implementation, fp8=quantization == "fp8")
     corpus = load_corpus()
     init_key, data_key = jax.random.split(jax.random.key(settings.seed))
-    graphdef, params = nnx.split(LanguageModel(settings, rngs=nnx.Rngs(init_key)))
+    graphdef, params = nnx.split(make_model(settings, nnx.Rngs(init_key)))
     warmup = max(1, min(100, settings.steps // 10))
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, warmup, max(settings.steps, warmup + 1)))
     step = make_step(graphdef, optimizer, settings, data_key)

@@ -99,6 +99,8 @@ class Decoder(nnx.Module):
       param_dtype: dtype of the parameters.
       remat: what the backward pass computes again: "none"; "names", all of a layer but what jgg names, x and the
         pre-activation of the experts, and what follows attention; or "all", each layer but its x.
+      unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
+        to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
       lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
@@ -118,14 +120,14 @@ class Decoder(nnx.Module):
 
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
-        remat: str = "none", quantization: Fp8 | None = None, lora_rank: int | None = None,
+        remat: str = "none", unroll: int = 1, quantization: Fp8 | None = None, lora_rank: int | None = None,
         lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
         lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None,
         sharding: MoESharding | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         options = Options.checked(
-            dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat,
+            dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat, unroll=unroll,
             quantization=quantization, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets,
             implementation=implementation, sharding=sharding,
         )  # fmt: skip
@@ -226,18 +228,21 @@ class Decoder(nnx.Module):
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
             }
 
-        numbers = jnp.arange(first, first + count)
-        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), (state, numbers, windows))
+        xs = state, jnp.arange(first, first + count), windows
+        unroll = min(self.options.unroll, count)
+        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
         return x, cache, sown
 
     def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        sharding = self.options.sharding
-        if self.options.remat == "none":
-            gathers = sharding is not None and sharding.fsdp is not None
-            return jax.checkpoint(body, policy=remat_policy_of_gathered, prevent_cse=False) if gathers else body
-        names = SAVED_NAMES if self.options.remat == "names" else ()
+        options = self.options
+        if options.remat == "none" and (options.sharding is None or options.sharding.fsdp is None):
+            return body
+        names = SAVED_NAMES if options.remat == "names" else ()
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+        if options.remat == "none":
+            policy = remat_policy_of_gathered
+        # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
+        return jax.checkpoint(body, policy=policy, prevent_cse=options.unroll > 1)
 
 
 def _is_of_experts(path: tuple[Any, ...], _: Any) -> bool:

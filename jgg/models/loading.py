@@ -29,9 +29,10 @@ from jgg.sharding import MoESharding
 
 def load(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
-    experts: str | Fp8 = "dense", remat: str = "none", lora_rank: int | None = None, lora_alpha: float | None = None,
-    lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
-    implementation: str | None = None, sharding: MoESharding | None = None, rngs: nnx.Rngs | None = None,
+    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1, lora_rank: int | None = None,
+    lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
+    lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, sharding: MoESharding | None = None,
+    rngs: nnx.Rngs | None = None,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -47,7 +48,7 @@ def load(
       experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
         has them so; or a `jgg.Fp8`, to quantize them as they are loaded and multiply in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
-      remat, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, sharding: as in
+      remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, sharding: as in
         `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
 
@@ -63,8 +64,8 @@ def load(
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
     param_dtype = dtype if param_dtype is None else param_dtype
     create = functools.partial(
-        Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, lora_rank=lora_rank, lora_alpha=lora_alpha,
-        quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
+        Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, unroll=unroll, lora_rank=lora_rank,
+        lora_alpha=lora_alpha, quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
         lora_param_dtype=lora_param_dtype, implementation=implementation, sharding=sharding,
     )  # fmt: skip
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_dtype, check_one_of
+from jgg.core.arguments import as_dtype, as_int, check_one_of
 from jgg.core.problem import DTYPES
 from jgg.experts.lora import TARGETS as OF_EXPERTS
 from jgg.experts.lora import Lora
@@ -32,6 +32,7 @@ class Options:
     param_dtype: DTypeLike
     lora_param_dtype: DTypeLike
     remat: str
+    unroll: int
     quantization: Fp8 | None
     lora: Lora
     implementation: str | None
@@ -39,7 +40,7 @@ class Options:
 
     @classmethod
     def checked(
-        cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str,
+        cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str, unroll: int,
         quantization: Fp8 | None, lora_rank: int | None, lora_alpha: float | None, lora_targets: tuple[str, ...],
         implementation: str | None, sharding: MoESharding | None,
     ) -> "Options":  # fmt: skip
@@ -49,7 +50,8 @@ class Options:
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
         return cls(
-            dtype, param_dtype, lora_param_dtype, remat, quantization, lora, implementation, checked_sharding(sharding)
+            dtype, param_dtype, lora_param_dtype, remat, as_int("unroll", unroll, 1), quantization, lora,
+            implementation, checked_sharding(sharding),
         )  # fmt: skip
 
 

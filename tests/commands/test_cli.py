@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
-import jgg
+import jgg.models
 from jgg.cli import demo, info, main, options
 from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import LanguageModel, measure
+from jgg.cli.demo.model import make_model, measure
 from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
 from tests.support import processes
 from tests.support.processes import ROOT
@@ -206,6 +207,7 @@ def test_info_knows_the_requirements():
         (["demo", "--topk", "9"], "--topk 9 is more than --experts 8"),
         (["demo", "--hidden", "100"], "--hidden must be a multiple of 64, got 100"),
         (["demo", "--seq", "1000000"], "--seq must be less than"),
+        (["demo", "--save", str(ROOT)], f"--save must be new or an empty folder, got {ROOT}"),
         (["demo", "--out", "nowhere/demo"], "which is no folder"),
         (["demo", "--implementation", "triton"], "needs a GPU that JAX can use"),
     ],
@@ -252,8 +254,8 @@ SMALL = ["--steps=20", "--batch=16", "--seq=64", "--hidden=64", "--layers=1", "-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_learns_and_writes(tmp_path, capsys):
-    out = tmp_path / "small"
-    assert main(["demo", *SMALL, "--out", str(out)]) == 0
+    out, folder = tmp_path / "small", tmp_path / "model"
+    assert main(["demo", *SMALL, "--out", str(out), "--save", str(folder)]) == 0
     output = capsys.readouterr().out
     result = json.loads(out.with_suffix(".json").read_text())
 
@@ -270,6 +272,20 @@ def test_demo_learns_and_writes(tmp_path, capsys):
     np.testing.assert_allclose(np.sum(result["expert_load"], axis=1), [1], rtol=1e-6)
     assert result["sample"].startswith("The ")
     assert f"Held out: {result['final']['held_out_bits_per_byte']:.3f} bits per byte" in output
+    model = jgg.models.load(folder, dtype="float32", param_dtype="float32")
+    prompt = list(b"The ")
+    generated = jgg.models.generate(model, [prompt], 396, temperature=0.7, key=sample_key())
+    assert bytes([*prompt, *generated[0].tolist()]).decode(errors="replace") == result["sample"]
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "".join(map(chr, range(256))) + " café 语言 \U0001f600\n\n  x"
+    tokens = tokenizer.encode(text).ids
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+def sample_key():
+    """The key by which the demo draws its sample, with the default seed."""
+    return jax.random.split(jax.random.key(0), 3)[2]
 
 
 @pytest.mark.thorough
@@ -296,8 +312,8 @@ def small_model():
         steps=1, batch=2, seq=16, hidden=64, layers=1, experts=4, topk=2, seed=0, out="",
         implementation=None, dtype="float32", fp8=False, temperature=1.0, quiet=True,
     )  # fmt: skip
-    model = LanguageModel(settings, rngs=nnx.Rngs(0))
-    model.head.kernel[...] = jax.random.normal(jax.random.key(1), (64, 256))
+    model = make_model(settings, nnx.Rngs(0))
+    model.w_head[...] = jax.random.normal(jax.random.key(1), (64, 256))
     graphdef, params = nnx.split(model)
     return graphdef, params, jax.jit(functools.partial(measure, graphdef, params))
 

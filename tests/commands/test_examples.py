@@ -25,6 +25,8 @@ def test_training_goes_on_from_a_checkpoint_on_other_devices(tmp_path):
     assert first[1] > 5.5  # about log(256), which knowing nothing costs
     assert first[30] < 4.5
     four_devices = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"}
-    then = train("--steps", 32, "--batch", 2, "--expert-parallel", 2, "--remat", "names", "--fp8", **four_devices)
+    then = train(
+        "--steps", 32, "--batch", 2, "--expert-parallel", 2, "--remat", "names", "--unroll", 2, "--fp8", **four_devices
+    )
     assert list(then) == [31, 32]
     assert max(then.values()) < 4.5

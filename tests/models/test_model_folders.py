@@ -147,6 +147,7 @@ WRONG_ARGUMENTS = {
     "experts must be 'dense', 'as stored' or a jgg.Fp8, got 'fp8'": (ValueError, {"experts": "fp8"}),
     "dtype must be one of float32, float16, bfloat16, got float64": (TypeError, {"dtype": "float64"}),
     "remat must be one of ": (ValueError, {"remat": "some"}),
+    "unroll must be ": (ValueError, {"unroll": 0}),
     "lora_rank must be None or a positive int, got 0": (ValueError, {"lora_rank": 0}),
     "lora_targets must be a tuple of some of": (ValueError, {"lora_targets": ("w_router",)}),
     "rngs must be an nnx.Rngs or None, got": (TypeError, {"rngs": 0}),

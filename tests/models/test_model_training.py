@@ -69,6 +69,17 @@ def test_rematerialization_changes_no_gradient(family, remat):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), gradients, wanted[1])
 
 
+@pytest.mark.parametrize(("unroll", "remat"), [(2, "all"), (9, "none")])
+def test_an_unrolled_scan_computes_the_same(unroll, remat):
+    family = "gpt_oss"  # whose layers have windows of their own
+    model, expected = loaded(family, unroll=unroll, remat=remat), reference(family)
+    np.testing.assert_allclose(model(expected["tokens"]), loaded(family)(expected["tokens"]), rtol=0, atol=1e-5)
+    loss, gradients = loss_and_gradients(model, expected["tokens"])
+    wanted = plain_gradients(family)
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), gradients, wanted[1])
+
+
 def test_rematerialization_keeps_less():
     tokens = reference("qwen3_moe")["tokens"]
 

@@ -1,7 +1,7 @@
 """Train a small mixture-of-experts language model here and plot what it did.
 
-The model, over bytes and with `jgg.nnx.MoE` layers, learns the language reference that Python
-carries for `help()`. Needs no network. Writes PREFIX.png and PREFIX.json.
+The model, a `jgg.models.Decoder` over bytes, learns the language reference that Python
+carries for `help()`. Needs no network. Writes PREFIX.png, PREFIX.json and, with --save, the model.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ class Settings:
     fp8: bool
     temperature: float
     quiet: bool
+    save: str | None = None
 
     @classmethod
     def from_args(cls, args) -> Self:
@@ -46,6 +47,8 @@ class Settings:
             raise UsageError(f"--topk {args.topk} is more than --experts {args.experts}")
         if args.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
+        if args.save is not None:
+            _check_new(Path(args.save))
         options.check_implementation(args.implementation)
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
@@ -60,6 +63,12 @@ class Settings:
     def arithmetic(self) -> str:
         """The dtypes of the computation, in words."""
         return f"{self.dtype} with experts in FP8" if self.fp8 else self.dtype
+
+
+def _check_new(folder: Path) -> None:
+    """Raises UsageError for a --save that is there and is no empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"--save must be new or an empty folder, got {folder}")
 
 
 def run(args) -> int:
@@ -77,6 +86,8 @@ def run(args) -> int:
     output, text = Output(), report.as_json(result)
     output.write(Path(f"{settings.out}.json"), lambda path: replace_text(path, text))
     output.write(Path(f"{settings.out}.png"), lambda path: report.write_plot(result, path))
+    if settings.save is not None and not result.interrupted:
+        output.write(Path(settings.save), trainer.save)
     if not settings.quiet:
         report.show_details(result)
     print(report.summary(result))

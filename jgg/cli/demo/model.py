@@ -1,88 +1,53 @@
-"""The demo's language model over bytes: causal attention and MoE layers, in Flax NNX."""
+"""The demo's language model over bytes: a small `jgg.models.Decoder`, how it is measured and how it is saved."""
 
+import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-import jgg.nnx
+import jgg.models
 from jgg.cli.demo import HEAD_DIM, Settings
+from jgg.core.files import replace_text
 
 NUM_BYTES = 256
 
 
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions and normalized queries and keys."""
-
-    def __init__(self, hidden: int, *, dtype, rngs: nnx.Rngs):
-        self.qkv = nnx.Linear(hidden, 3 * hidden, use_bias=False, dtype=dtype, rngs=rngs)
-        self.q_norm = nnx.RMSNorm(HEAD_DIM, dtype=dtype, rngs=rngs)
-        self.k_norm = nnx.RMSNorm(HEAD_DIM, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(hidden, hidden, use_bias=False, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [B, S, H] to [B, S, H]; position s reads positions 0 to s."""
-        heads = self.qkv(x).reshape(*x.shape[:2], -1, HEAD_DIM)
-        q, k, v = jnp.split(heads, 3, axis=2)
-        q, k = _rotate(self.q_norm(q)), _rotate(self.k_norm(k))
-        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
-
-
-def _rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, S, heads, HEAD_DIM].
-
-    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
-    """
-    half = HEAD_DIM // 2
-    # windows are short: with a base of 500 rather than 10,000 the model learned faster
-    frequencies = 500.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
-    angles = jnp.outer(positions, frequencies)[None, :, None]  # [1, S, 1, half]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-class Block(nnx.Module):
-    """One layer: attention, then experts, each with a residual connection."""
-
-    def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
-        hidden, dtype = settings.hidden, settings.dtype
-        self.attention_norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
-        self.attention = Attention(hidden, dtype=dtype, rngs=rngs)
-        self.moe_norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
-        self.moe = jgg.nnx.MoE(
-            hidden, hidden, num_experts=settings.experts, topk=settings.topk, dtype=dtype,
-            implementation=settings.implementation, quantization=settings.quantization, rngs=rngs,
-        )  # fmt: skip
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [B, S, H] to [B, S, H]."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.moe(self.moe_norm(x))
-
-
-class LanguageModel(nnx.Module):
-    """Gives the logits of each next byte."""
-
-    def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
-        hidden, dtype = settings.hidden, settings.dtype
-        self.embed = nnx.Embed(NUM_BYTES, hidden, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
-        self.norm = nnx.RMSNorm(hidden, dtype=dtype, rngs=rngs)
-        # zeros make all bytes equally likely, so that training starts at 8 bits per byte
-        zeros = nnx.initializers.zeros
-        self.head = nnx.Linear(hidden, NUM_BYTES, use_bias=False, dtype=dtype, kernel_init=zeros, rngs=rngs)
-
-    def __call__(self, text: jax.Array) -> jax.Array:
-        """Maps text uint8 [B, S] to float32 logits [B, S, 256] of the bytes that follow."""
-        x = self.embed(text.astype(jnp.int32))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+def make_model(settings: Settings, rngs: nnx.Rngs) -> jgg.models.Decoder:
+    """Makes the model, of the family Qwen3-MoE; at first all bytes are equally likely to it."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": NUM_BYTES,
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.hidden // HEAD_DIM,
+        "num_key_value_heads": settings.hidden // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "num_experts": settings.experts,
+        "num_experts_per_tok": settings.topk,
+        "moe_intermediate_size": settings.hidden,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "initializer_range": settings.hidden**-0.5,
+        "rms_norm_eps": 1e-6,
+        # windows are short: with a base of 500 rather than 10,000 the model learned faster
+        "rope_theta": 500.0,
+        # no byte attends further back than in training, however long the text becomes
+        "use_sliding_window": True,
+        "sliding_window": settings.seq,
+        "max_window_layers": 0,
+        "tie_word_embeddings": False,
+    }
+    model = jgg.models.Decoder(
+        jgg.models.model_config(config), dtype=settings.dtype, unroll=settings.layers,
+        quantization=settings.quantization, implementation=settings.implementation, rngs=rngs,
+    )  # fmt: skip
+    model.w_head[...] = jnp.zeros_like(model.w_head[...])
+    return model
 
 
 class Measured(NamedTuple):
@@ -102,41 +67,43 @@ class Measured(NamedTuple):
 def measure(graphdef, params, windows: jax.Array) -> Measured:
     """Predicts the last S bytes of windows, uint8 [B, S + 1], each from the bytes before it.
 
-    `graphdef` and `params` are what `nnx.split` returns for a LanguageModel.
+    `graphdef` and `params` are what `nnx.split` returns for the model.
     """
-    logits, sown = _forward(graphdef, params, windows[:, :-1])
+    logits, sown = nnx.capture(nnx.merge(graphdef, params), nnx.Intermediate)(windows[:, :-1])
     targets = windows[:, 1:, None].astype(jnp.int32)
     log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=2)[:, :, 0]
-    layers = [sown["blocks"][layer]["moe"] for layer in sorted(sown["blocks"])]
-    group_sizes, losses = (
-        jnp.stack([layer[name][0] for layer in layers]) for name in ("group_sizes", "load_balancing_loss")
-    )
+    (group_sizes,), (losses,) = sown["group_sizes"], sown["load_balancing_loss"]
     return Measured(-log_probabilities / math.log(2), group_sizes, jnp.mean(losses))
 
 
-def sample(graphdef, params, key, settings: Settings, prompt: bytes, length: int) -> bytes:
-    """Continues `prompt` to `length` bytes, each drawn after reading up to `settings.seq` bytes."""
-    seq = settings.seq
-    text = np.zeros(max(length, seq), np.uint8)
-    text[: len(prompt)] = list(prompt)
-
-    @jax.jit
-    def fill(params, key, text):
-        def add_byte(n, text):
-            start = jnp.maximum(n - seq, 0)
-            window = jax.lax.dynamic_slice_in_dim(text, start, seq)
-            # bytes from n on are still zero; no position before them reads them
-            logits = _forward(graphdef, params, window[None])[0][0, n - 1 - start]
-            draw = jax.random.fold_in(key, n)
-            byte = jax.random.categorical(draw, logits / settings.temperature)
-            return text.at[n].set(byte.astype(jnp.uint8))
-
-        return jax.lax.fori_loop(len(prompt), length, add_byte, text)
-
-    return bytes(np.asarray(fill(params, key, text))[:length])
+def sample(model: jgg.models.Decoder, key, prompt: bytes, length: int, temperature: float) -> bytes:
+    """Continues `prompt` to `length` bytes."""
+    tokens = jnp.array([list(prompt)], jnp.int32)
+    new = jgg.models.generate(model, tokens, length - len(prompt), temperature=temperature, key=key)
+    return prompt + bytes(new[0].tolist())
 
 
-def _forward(graphdef, params, text):
-    """Returns the logits of text [B, S], and the values that the layers sow."""
-    model = nnx.merge(graphdef, params)
-    return nnx.capture(model, nnx.Intermediate)(text)
+def save(model: jgg.models.Decoder, folder: Path) -> None:
+    """Writes the model and its tokenizer, whose tokens are bytes, into a new or empty Hugging Face folder."""
+    jgg.models.save(model, folder)
+    replace_text(folder / "tokenizer.json", json.dumps(_tokenizer(), indent=2) + "\n")
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    replace_text(folder / "tokenizer_config.json", json.dumps(own, indent=2) + "\n")
+
+
+def _tokenizer() -> dict:
+    """The content of tokenizer.json: byte-level BPE without merges, so that a token is the value of its byte.
+
+    Source: the characters that stand for bytes are those of Radford et al., GPT-2, 2019.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {characters[byte]: byte for byte in range(NUM_BYTES)}, "merges": []},
+    }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,8 +15,9 @@ from flax import nnx
 from jgg.cli.console import progress
 from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import LanguageModel, measure, sample
+from jgg.cli.demo.model import make_model, measure, sample, save
 from jgg.cli.options import UsageError
+from jgg.models import Decoder
 
 _LOG_EVERY = 10  # steps; the host waits for the device no more often
 _MEASUREMENTS = 8
@@ -85,7 +87,7 @@ class Trainer:
         if settings.seq >= len(corpus.held_out):
             raise UsageError(f"--seq must be less than {len(corpus.held_out)}, the held-out bytes")
         init_key, data_key, self._sample_key = jax.random.split(jax.random.key(settings.seed), 3)
-        model = LanguageModel(settings, rngs=nnx.Rngs(init_key))
+        model = make_model(settings, nnx.Rngs(init_key))
         parameters = _count_parameters(model, settings)
         self._graphdef, params = nnx.split(model)
         optimizer = _make_optimizer(settings)
@@ -102,11 +104,20 @@ class Trainer:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
         try:
             self._fit()
-            text = sample(self._graphdef, self._state.params, self._sample_key, self.settings, _PROMPT, _SAMPLE_BYTES)
+            text = sample(self.model, self._sample_key, _PROMPT, _SAMPLE_BYTES, self.settings.temperature)
             self.result.sample = text.decode(errors="replace")
         except KeyboardInterrupt:
             self.result.interrupted = True
         return self.result
+
+    @property
+    def model(self) -> Decoder:
+        """The model with the weights that it has learned so far."""
+        return nnx.merge(self._graphdef, self._state.params)
+
+    def save(self, folder: Path) -> None:
+        """Writes the model and its tokenizer into a new or empty folder."""
+        save(self.model, folder)
 
     def _fit(self):
         steps = self.settings.steps
@@ -207,13 +218,13 @@ def progress_line(result: Result) -> str:
 
 
 def _make_optimizer(settings):
-    """AdamW with a warm-up and a cosine decay of the rate; vectors, which are scales, have no weight decay."""
+    """AdamW with a warm-up and a cosine decay of the rate; the scales of norms have no weight decay."""
     warmup = max(settings.steps // 10, 1)
     decay_end = max(settings.steps, warmup + 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, _PEAK_RATE, warmup, decay_end, end_value=_PEAK_RATE / 20)
 
     def is_matrix(params):
-        return jax.tree.map(lambda p: p.ndim > 1, params)
+        return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
 
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -222,5 +233,5 @@ def _make_optimizer(settings):
 def _count_parameters(model, settings):
     """Counts all parameters, and the parameters that act on one byte."""
     total = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    experts = sum(block.moe.w_gate_up.size + block.moe.w_down.size for block in model.blocks)
+    experts = model.layers.moe.w_gate_up.size + model.layers.moe.w_down.size
     return total, total - experts * (settings.experts - settings.topk) // settings.experts
