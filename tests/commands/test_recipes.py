@@ -5,7 +5,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgg.hf
@@ -27,21 +26,6 @@ def assert_trains(gradients):
     leaves = jax.tree.leaves(gradients)
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     assert all(np.any(np.asarray(leaf)) for leaf in leaves)
-
-
-def test_flax():
-    """A layer trains; with frozen experts, by a filter or in FP8, it trains all but the experts."""
-    layer, frozen, in_fp8 = code_of("integrations.md", "Flax")
-    assert_trains(run_code(layer)["gradients"])
-    for code in (layer + frozen, layer + frozen + in_fp8):
-        names = run_code(code)
-        moe = names["block"].moe
-        before = nnx.to_pure_dict(nnx.state(moe))
-        names["step"](names["block"], names["optimizer"], names["x"])
-        after = nnx.to_pure_dict(nnx.state(moe))
-        assert np.any(after.pop("w_router") != before.pop("w_router"))
-        jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert type(moe.w_down) is jgg.nnx.Frozen
 
 
 def test_equinox():

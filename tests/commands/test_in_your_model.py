@@ -1,0 +1,49 @@
+"""The code of docs/in-your-model.md runs, and does what the page says."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg.nnx
+from tests.support.documents import code_of, run_code
+
+SECTIONS = "Train", "Many layers", "Save and restore", "Freeze the experts"
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    """The blocks of code of each section."""
+    return {section: code_of("in-your-model.md", section) for section in SECTIONS}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # documents are of programs that do not forbid promotion
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_it_trains_scans_and_restores(blocks):
+    names = run_code("\n".join(code for section in SECTIONS[:3] for code in blocks[section]))
+    assert names["losses"][-1] < names["losses"][0]
+    assert names["y"].shape == names["x"].shape
+    assert names["balance"].shape == (4,)
+    own = nnx.state((names["block"], names["optimizer"]))
+    restored = nnx.state((names["restored"], names["restored_optimizer"]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(restored), nnx.to_pure_dict(own))
+
+
+def test_frozen_experts_stay(blocks):
+    """By a filter or in FP8, all but the experts trains."""
+    (train,), (frozen, in_fp8) = blocks["Train"], blocks["Freeze the experts"]
+    for code in (train + frozen, train + frozen + in_fp8):
+        names = run_code(code)
+        moe, x = names["block"].moe, names["x"]
+        before = nnx.to_pure_dict(nnx.state(moe))
+        names["step"](names["block"], names["optimizer"], x, -x)
+        after = nnx.to_pure_dict(nnx.state(moe))
+        assert np.any(after.pop("w_router") != before.pop("w_router"))
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert type(moe.w_down) is jgg.nnx.Frozen
