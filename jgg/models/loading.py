@@ -1,7 +1,8 @@
 """Reads a whole model from a Hugging Face folder, a parameter of a layer at a time."""
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import check, check_instance
+from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8, quantize_weights
@@ -32,7 +33,7 @@ def load(
     experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1, lora_rank: int | None = None,
     lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
     lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, sharding: MoESharding | None = None,
-    rngs: nnx.Rngs | None = None,
+    rngs: nnx.Rngs | None = None, show_progress: bool = True,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -51,6 +52,7 @@ def load(
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, sharding: as in
         `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
+      show_progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
       FileNotFoundError: the folder, config.json or a file of tensors is missing.
@@ -63,6 +65,7 @@ def load(
     rngs = nnx.Rngs(0) if rngs is None else rngs
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
     param_dtype = dtype if param_dtype is None else param_dtype
+    show_progress = as_flag("show_progress", show_progress)
     create = functools.partial(
         Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, unroll=unroll, lora_rank=lora_rank,
         lora_alpha=lora_alpha, quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
@@ -72,10 +75,24 @@ def load(
     reader = _Reader(model, checkpoint, experts)
     for name, value in reader.ends():
         getattr(model, name).set_value(value)
-    for stack in stacks(model):
-        _fill(stack, reader)
+    with _progress(config.num_layers, show_progress) as advance:
+        for stack in stacks(model):
+            _fill(stack, reader, advance)
     _create_adapters(model, rngs)
     return model
+
+
+@contextlib.contextmanager
+def _progress(num_layers: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Shows a progress bar on stderr, if that is a terminal; yields the function to call after each layer."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    console = Console(stderr=True)
+    columns = *Progress.get_default_columns()[:2], MofNCompleteColumn()
+    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal), transient=True) as bar:
+        task = bar.add_task("Loading layers", total=num_layers)
+        yield lambda: bar.advance(task)
 
 
 class _Reader:
@@ -136,7 +153,7 @@ class _Reader:
         return value if stays else value.astype(dtype, copy=False)
 
 
-def _fill(stack: Stack, reader: _Reader) -> None:
+def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
     sharding = reader.model.options.sharding
     stacked: dict[str, Any] = {}
@@ -149,6 +166,7 @@ def _fill(stack: Stack, reader: _Reader) -> None:
                 stacked[name] = _empty(value, len(stack.numbers), where)
             _check_dtypes(name, stacked[name], value, number)
             stacked[name] = _with_layer(stacked[name], value, number - stack.first, where=where)
+        advance()
     for name, value in stacked.items():
         path = name.split(".")
         module, own = module_of(stack.layers, path), path[-1]

@@ -130,6 +130,18 @@ def test_parameters_have_the_dtype_that_load_is_asked_for(tmp_path):
     assert jgg.hf.read_config(tmp_path / "float32") == config_of("glm4_moe") | {"dtype": "float32"}
 
 
+def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):
+    jgg.models.load(DATA / "glm4_moe")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take any file for a terminal
+    jgg.models.load(DATA / "glm4_moe", show_progress=False)
+    assert capsys.readouterr() == ("", "")
+    jgg.models.load(DATA / "glm4_moe")
+    out, err = capsys.readouterr()
+    assert not out
+    assert "Loading layers" in err
+
+
 def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
     config = config_of("qwen3_moe") | {"num_hidden_layers": 8, "num_local_experts": 16, "moe_intermediate_size": 128}
     model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
