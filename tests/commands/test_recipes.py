@@ -86,7 +86,7 @@ def test_fine_tune(tmp_path, monkeypatch):
     shutil.copy(ADAPTERS / "qwen3_moe" / "config.json", tmp_path / "model")
     save_file(base, tmp_path / "model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    blocks = code_of("fine-tune.md", "Train adapters") + code_of("fine-tune.md", "Save, go on, merge")
+    blocks = code_of("fine-tune.md", "Layers") + code_of("fine-tune.md", "Save, go on, merge")
     (train, save, load, merge), (quantize,) = blocks, code_of("fine-tune.md", "Quantized experts")
     names = run_code(train + save)
     trained = [layer.adapters() for layer in names["layers"]]

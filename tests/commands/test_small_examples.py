@@ -1,12 +1,17 @@
 """The small examples run, and do what they print."""
 
+import argparse
 import importlib.util
 import json
 import re
 import shutil
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+import tokenizers
 
 import jgg.models
 from tests.support.models import DATA
@@ -22,15 +27,20 @@ def promotion():
         yield
 
 
+def example(name):
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def main(capsys):
     """Runs an example's main in this process; what it printed."""
 
     def run_main(name, *arguments):
-        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.main(*arguments)
+        example(name).main(*arguments)
         return capsys.readouterr().out
 
     return run_main
@@ -75,15 +85,20 @@ def test_expert_parallelism():
         assert (int(dropped) == 0) == (float(difference) < 1e-5) == ("all" in room)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("adapter", [[], [str(ROOT / "tests/data/model_adapters/glm4_moe")]], ids=["base", "adapter"])
-def test_generate(adapter, main, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="the example needs tokenizers")
-    folder = shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
+def folder_with_tokenizer(family, folder):
+    """A copy of a family's folder whose token 5 is the word "t5"."""
+    shutil.copytree(DATA / family, folder)
     words = tokenizers.models.WordLevel({f"t{token}": token for token in range(64)}, unk_token="t0")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("adapter", [[], [str(ROOT / "tests/data/model_adapters/glm4_moe")]], ids=["base", "adapter"])
+def test_generate(adapter, main, tmp_path):
+    folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
     model = jgg.models.load(folder, **({"lora_rank": 2, "lora_alpha": 3.0} if adapter else {}))
     if adapter:
         jgg.models.load_adapter(model, adapter[0])
@@ -94,3 +109,117 @@ def test_generate(adapter, main, tmp_path):
     wanted = " ".join(f"t{token}" for token in new[: new.index(stop)])
     assert printed.splitlines()[0] == "t5 t6 t7" + wanted
     assert "prefill: " in printed
+
+
+PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 14]), ([15, 16, 17, 18, 19, 20], [21])]
+
+
+def words(tokens):
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def tuning_arguments(family, tmp_path, rows, *options):
+    """The arguments of examples/finetune.py for a family and rows of data; token 1 ends a text."""
+    folder = tmp_path / family
+    if not folder.exists():
+        folder_with_tokenizer(family, folder)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    arguments = [folder, "--data", tmp_path / "data.jsonl", "--lora-rank", 2, "--log-every", 1, *options]
+    return list(map(str, arguments))
+
+
+def losses_by_step(printed):
+    return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)}
+
+
+@pytest.mark.thorough
+def test_fine_tuning_goes_on_from_a_checkpoint_and_generates(main, tmp_path):
+    rows = [{"prompt": words(prompt), "completion": words(completion)} for prompt, completion in PAIRS]
+    shared = "--steps", 24, "--save-every", 12, "--checkpoints", tmp_path / "checkpoints"
+    shared += "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 2e-2
+
+    def tune(output):
+        arguments = tuning_arguments("qwen3_moe", tmp_path, rows, *shared, "--output", output)
+        return losses_by_step(main("finetune", arguments))
+
+    unbroken = tune(tmp_path / "unbroken")
+    assert list(unbroken) == list(range(1, 25))
+    shutil.rmtree(tmp_path / "checkpoints" / "24")
+    assert tune(tmp_path / "resumed") == {step: unbroken[step] for step in range(13, 25)}
+    adapters = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "resumed")]
+    assert adapters[0] == adapters[1]
+    prompt, completion = PAIRS[0]
+    arguments = [str(tmp_path / "qwen3_moe"), str(tmp_path / "resumed"), "--prompt", words(prompt)]
+    printed = main("generate", [*arguments, "--max-new-tokens", "8"])
+    assert printed.splitlines()[0] == words(prompt) + words(completion)  # and ended by token 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "sequences"), [(["--batch-size", 2], 2), (["--no-packing", "--batch-size", 2, "--accumulate", 2], 4)]
+)
+def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, sequences, main, tmp_path):
+    rows = [{"prompt": words(prompt), "completion": words(completion)} for prompt, completion in PAIRS]
+    rows.append({"text": words(range(30, 40))})
+    options = [*options, "--steps", 1, "--sequence-length", 14, "--output", tmp_path / "adapter"]
+    printed = main("finetune", tuning_arguments("gpt_oss", tmp_path, rows, *options))
+    assert f"{sequences} sequences" in printed
+    model, total, count = jgg.models.load(tmp_path / "gpt_oss"), 0.0, 0
+    for prompt, completion in [*PAIRS, ([], list(range(30, 40)))]:
+        tokens = np.array([*prompt, *completion, 1])
+        own = optax.softmax_cross_entropy_with_integer_labels(model(tokens[None, :-1])[0], tokens[1:])
+        own = own[max(len(prompt) - 1, 0) :]
+        total, count = total + float(jnp.sum(own)), count + len(own)
+    assert float(losses_by_step(printed)[1]) == pytest.approx(total / count, abs=5e-3)  # in bfloat16
+
+
+@pytest.mark.thorough
+def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    messages = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6 t7"}]
+    options = "--experts", "fp8", "--targets", "w_q", "w_down", "--steps", 8, "--learning-rate", 2e-2
+    options += "--sequence-length", 16, "--batch-size", 1, "--output", tmp_path / "adapter"
+    arguments = tuning_arguments("glm4_moe", tmp_path, [{"messages": messages}], *options)
+    template = (
+        "{{ bos_token }}{% for message in messages %} {{ 't2' if message.role == 'user' else 't3' }} "
+        "{{ message.content }} t1{% endfor %}{% if add_generation_prompt %} t3 {% endif %}"
+    )
+    settings = {"chat_template": template, "bos_token": {"content": "t4"}}
+    (tmp_path / "glm4_moe" / "tokenizer_config.json").write_text(json.dumps(settings))
+    losses = list(map(float, losses_by_step(main("finetune", arguments)).values()))
+    assert losses[-1] < losses[0] / 2
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {name.rpartition(".")[2] for name in settings["target_modules"]} == {"q_proj"}
+    examples = example("finetune").read_examples(
+        argparse.Namespace(folder=tmp_path / "glm4_moe", data=tmp_path / "data.jsonl", sequence_length=16)
+    )
+    ((tokens, first),) = examples
+    assert tokens.tolist() == [4, 2, 5, 1, 3, 6, 7, 1]
+    assert first == 5
+
+
+def test_wrong_data_is_named(main, tmp_path):
+    arguments = tuning_arguments("qwen3_moe", tmp_path, [{"text": "t5 t6"}, {"prompt": "t5"}], "--output", "adapter")
+    with pytest.raises(SystemExit, match=r"data.jsonl:2 must have \"prompt\" and \"completion\", \"text\", or"):
+        main("finetune", arguments)
+    (tmp_path / "data.jsonl").write_text('{"text": "t5 t6"}\n{"text": ')
+    with pytest.raises(SystemExit, match=r"data.jsonl:2 must be a JSON object, got {\"text\":"):
+        main("finetune", arguments)
+
+
+def test_flops_of_fine_tuning():
+    model = jgg.models.load(DATA / "gpt_oss", lora_rank=2)
+    meter, config = example("finetune").Meter(model), model.config
+    q, kv, h, i = (config.num_heads * 12, config.num_kv_heads * 12, config.features, config.moe.hidden_features)
+    experts = config.moe.topk * 3 * h * i
+    matrices = 2 * h * q + 2 * h * kv + h * config.moe.num_experts + experts
+    adapters = 2 * (2 * (h + q) + 2 * (h + kv) + config.moe.topk * (h + 2 * i + i + h))
+    wanted = config.num_layers * (4 * matrices + 6 * adapters) + 4 * h * config.vocabulary
+    assert meter.flops_per_token == wanted
+    meter.add(np.array([[[1, 1, 1, 2, 2, 2, 2, 2, 2, 0]]]))
+    distances = [np.arange(n)[:, None] - np.arange(n) for n in (3, 6)]
+    attended = sum(
+        np.sum((distance >= 0) & (distance < (window or 99))) for distance in distances for window in config.windows
+    )
+    assert meter.flops == 9 * wanted + 12 * q * attended

@@ -28,8 +28,9 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path,
     shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     (code,) = code_of("fine-tune.md", "Whole models")
-    names = run_code(code)
-    assert names["model"].options.lora.rank == 16
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        names = run_code(code)
+    assert names["losses"][-1] < names["losses"][0]
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
