@@ -78,7 +78,8 @@ def measure(graphdef, params, windows: jax.Array) -> Measured:
 
 def sample(model: jgg.models.Decoder, key, prompt: bytes, length: int, temperature: float) -> bytes:
     """Continues `prompt` to `length` bytes."""
-    new = jgg.models.generate(model, jnp.array([list(prompt)]), length - len(prompt), temperature=temperature, key=key)
+    tokens = jnp.array([list(prompt)], jnp.int32)
+    new = jgg.models.generate(model, tokens, length - len(prompt), temperature=temperature, key=key)
     return prompt + bytes(new[0].tolist())
 
 
