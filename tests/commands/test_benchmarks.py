@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jgg
-from benchmarks import gemms, layers, lora, peers, plots
+from benchmarks import gemms, layers, lora, models, peers, plots
 from benchmarks import layer as measuring
 from jgg.cli.console import number
 from jgg.measuring import ways
@@ -266,3 +266,17 @@ def test_lora(monkeypatch, capsys):
     assert lora.main(["--quiet", "--rank=2"]) == 1
     lora.lora_function.cache_clear()
     assert "rank 2: WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "experts"), [("qwen3-30b-a3b", "bfloat16"), ("qwen3-30b-a3b", "fp8"), ("gpt-oss-20b", "as-stored")]
+)
+def test_models(model, experts, capsys):
+    """Small ones train, all of them or adapters, and generate."""
+    runs = "lora,generate" if model == "gpt-oss-20b" else "lora,train,generate"
+    sizes = ["--batch=2", "--steps=1", "--sequence=16", "--prompt=4", "--new-tokens=2", "--batches=1,2"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert models.main([f"--model={model}", f"--experts={experts}", f"--run={runs}", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert all(row in printed for row in (*runs.split(",")[:-1], "prefill 2 x 4", "decode 1"))

@@ -1,0 +1,259 @@
+"""Measures whole models with random weights: steps of LoRA, steps that train everything, and generation.
+
+    python -m benchmarks.models --model qwen3-30b-a3b --run lora,generate
+    python -m benchmarks.models --model qwen3-30b-a3b --run lora --experts fp8
+    python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 8
+    python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
+
+Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
+that the device had in use so far. Generation is given beside the time in which the device copies half as many bytes as
+a step reads at least: the active experts', all other weights and the cache once. On a CPU a small model with the same
+structure is measured.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jgg
+import jgg.models
+from jgg.cli import run as run_command
+from jgg.cli.console import number, print_table
+from jgg.core.quantized import QuantizedArray
+from jgg.nnx import Frozen
+
+_SHARED = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _SHARED | {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "rope_theta": 1e6, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "gpt-oss-20b": _SHARED | {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
+_SMALL = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+RUNS = "lora", "train", "generate"
+EXPERTS = "bfloat16", "fp8", "as-stored"
+_HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "of the limit")
+
+
+def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.ModelConfig:
+    """A model's config, with fewer layers if that is asked for; small, it has the same keys with small sizes."""
+    config = dict(CONFIGS[name])
+    if is_small:
+        config |= {key: size for key, size in _SMALL.items() if key in config} | {"num_hidden_layers": 2}
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    return jgg.models.model_config(config)
+
+
+def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -> jgg.models.Decoder:
+    """A Decoder with random parameters, made a layer at a time, so that no more memory than theirs is needed."""
+    quantization = jgg.Fp8() if experts == "fp8" else None
+    create = functools.partial(jgg.models.Decoder, config, param_dtype=jnp.bfloat16, quantization=quantization)
+    model = nnx.eval_shape(lambda: create(**options, rngs=nnx.Rngs(0)))
+    state = nnx.to_flat_state(nnx.state(model))
+    for key, (path, variable) in zip(jax.random.split(jax.random.key(0), len(state)), state, strict=True):
+        *modules, own = map(str, path)
+        shape, is_stacked = variable.shape, modules[:1] in (["layers"], ["dense_layers"])
+        is_of_experts = own in ("w_gate_up", "w_down") and "moe" in modules
+        make = functools.partial(
+            _random, own, shape[1:] if is_stacked else shape, variable.dtype, config.init_scale,
+            experts if is_of_experts else "bfloat16",
+        )  # fmt: skip
+        make_all = functools.partial(jax.lax.map, make) if is_stacked else make
+        value = jax.jit(make_all)(jax.random.split(key, shape[0]) if is_stacked else key)
+        module = functools.reduce(getattr, modules, model)
+        setattr(module, own, Frozen(value)) if isinstance(value, QuantizedArray) else getattr(module, own).set_value(
+            value
+        )
+    return model
+
+
+def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts: str, key: jax.Array) -> Any:
+    """A parameter of a layer, by its name."""
+    if name.endswith("norm"):
+        return jnp.ones(shape, dtype)
+    w = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+    if experts == "fp8":
+        return jgg.quantize_weights(w)
+    if experts == "as-stored":  # MXFP4: a scale for 32 rows of a column
+        numbers = (w / scale).astype(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+        return QuantizedArray(numbers, jnp.full((shape[0], shape[1] // 32, shape[2]), 2.0**-6, jnp.float32))
+    return w
+
+
+def make_step(model: jgg.models.Decoder, trained: Any):
+    """The jitted step of AdamW, and its state: (trained parameters, state of the optimizer), parameters not trained."""
+    graphdef, own, frozen = nnx.split(model, trained, ...)
+    optimizer = optax.adamw(1e-4)
+
+    def loss_of(own, frozen, tokens):
+        logits = nnx.merge(graphdef, own, frozen)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, frozen, tokens):
+        own, opt_state = state
+        loss, gradients = jax.value_and_grad(loss_of)(own, frozen, tokens)
+        updates, opt_state = optimizer.update(gradients, opt_state, own)
+        return (optax.apply_updates(own, updates), opt_state), loss
+
+    return step, (own, jax.jit(optimizer.init)(own)), frozen
+
+
+def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
+    """The cells of a row for steps of training."""
+    options = {"lora_rank": args.rank} if run == "lora" else {}
+    model = random_model(config, args.experts, remat=args.remat, **options)
+    step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param)
+    del model
+    shape = args.batch, args.sequence + 1
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocabulary, jnp.int32)
+    begin = time.perf_counter()
+    state, loss = jax.block_until_ready(step(state, frozen, tokens))
+    first, seconds = time.perf_counter() - begin, []
+    for _ in range(args.steps):
+        begin = time.perf_counter()
+        state, loss = jax.block_until_ready(step(state, frozen, tokens))
+        seconds.append(time.perf_counter() - begin)
+    if not jnp.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss}")
+    median = sorted(seconds)[len(seconds) // 2]
+    rate = args.batch * args.sequence / median
+    return run, number(first), number(median * 1e3), number(rate), number(_peak()), "-"
+
+
+def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
+    """The cells of a row for each batch size."""
+    model, rows, speed = random_model(config, args.experts), [], _copy_speed()
+    for batch in args.batches:
+        tokens = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, config.vocabulary, jnp.int32)
+        times, first = {}, 0.0
+        for new_tokens in (1, 1 + args.new_tokens):
+            run = functools.partial(jgg.models.generate, model, tokens, new_tokens)
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            first = time.perf_counter() - begin
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            times[new_tokens] = time.perf_counter() - begin
+        prefill, whole = times.values()
+        of_token = (whole - prefill) / args.new_tokens
+        limit = _bytes_of_step(model, batch, args.prompt) / speed
+        rows += [
+            (f"prefill {batch} x {args.prompt}", "-", number(prefill * 1e3), number(batch * args.prompt / prefill),
+             number(_peak()), "-"),
+            (f"decode {batch}", number(first), number(of_token * 1e3), number(batch / of_token), number(_peak()),
+             f"{limit / of_token:.2f}"),
+        ]  # fmt: skip
+    return rows
+
+
+def _bytes_of_step(model: jgg.models.Decoder, batch: int, positions: int) -> float:
+    """The bytes that a step of decoding reads at least, if each token chooses experts of its own."""
+    config, moe = model.config, model.config.moe
+    share = min(1.0, batch * moe.topk / moe.num_experts)
+    size = 0.0
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] != "w_embedding" or config.is_tied:
+            size += sum(part.nbytes for part in jax.tree.leaves(variable.get_value())) * (
+                share if "moe" in path and str(path[-1]).startswith(("w_gate_up", "w_down")) else 1.0
+            )
+    return size + 4 * batch * positions * config.num_layers * config.num_kv_heads * config.head_features
+
+
+def _copy_speed() -> float:
+    """The bytes/s that a copy reads and writes."""
+    array = jnp.zeros(2**28 if jax.default_backend() == "gpu" else 2**22, jnp.int32)
+    copy = jax.jit(lambda array: array + 1)
+    jax.block_until_ready(copy(array))
+    begin = time.perf_counter()
+    for _ in range(10):
+        array = copy(array)
+    jax.block_until_ready(array)
+    return 10 * 2 * array.nbytes / (time.perf_counter() - begin)
+
+
+def _peak() -> float | None:
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak is None else peak / 2**30
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def some_of(choices):
+        def parse(text):
+            names = tuple(text.split(","))
+            if not set(names) <= set(choices):
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(choices)}, got {text}")
+            return names
+
+        return parse
+
+    def sizes(text):
+        return tuple(map(int, text.split(",")))
+
+    for name, default, what in (
+        ("layers", None, "layers, if fewer than the model's"), ("rank", 16, "of the adapters"),
+        ("batch", 8, "sequences of a step"), ("sequence", 4096, "tokens of a sequence"), ("steps", 5, "timed steps"),
+        ("prompt", 128, "tokens of a prompt"), ("new-tokens", 64, "timed tokens of each sequence"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(default: %(default)s)")
+    parser.add_argument("--run", type=some_of(RUNS), default=RUNS[:1], metavar="R,R", help="some of " + ",".join(RUNS))
+    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument("--remat", choices=("none", "names", "all"), default="names", help="(default: %(default)s)")
+    parser.add_argument("--batches", type=sizes, default=(1, 32), metavar="B,B", help="of generation (default: 1,32)")
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+def run(args) -> int:
+    """Measures and prints a table."""
+    is_small = jax.default_backend() == "cpu"
+    if is_small:
+        args.sequence, args.new_tokens = min(args.sequence, 64), min(args.new_tokens, 4)
+        print("This is a CPU: a small model is measured.")
+    config = config_of(args.model, args.layers, is_small)
+    rows: list[tuple] = []
+    for each in args.run:
+        rows += measure_generation(args, config) if each == "generate" else [measure_steps(args, config, each)]
+    print_table(_HEADINGS, rows, _HEADINGS[:1])
+    return 0
+
+
+def main(argv=None) -> int:
+    """Runs the benchmark and returns the exit code."""
+    return run_command(make_parser().parse_args(argv), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
