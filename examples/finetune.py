@@ -65,8 +65,7 @@ def chat_template(folder: Path):
     def fail(message):
         raise SystemExit(f"the chat template of {folder} says: {message}")
 
-    # the options and names that transformers gives to templates
-    loops = ["jinja2.ext.loopcontrols"]
+    loops = ["jinja2.ext.loopcontrols"]  # these options and names are those that transformers gives to templates
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     tokens = {name: settings.get(name) or "" for name in ("bos_token", "eos_token")}
@@ -194,8 +193,7 @@ class Meter:
             if name.startswith("w_") and name not in ("w_embedding", "w_head"):
                 is_of_experts = "moe" in path and name.startswith(("w_gate_up", "w_down"))
                 share = moe.topk / moe.num_experts if is_of_experts else 1.0
-                flops = 6 if "_lora_" in name else 4
-                self.flops_per_token += flops * share * math.prod(variable.get_value().shape)
+                self.flops_per_token += (6 if "_lora_" in name else 4) * share * math.prod(variable.get_value().shape)
         self.restart()
 
     def restart(self) -> None:
