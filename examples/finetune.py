@@ -1,7 +1,6 @@
 """Fine-tunes a model from a Hugging Face folder with LoRA, on one device, and writes an adapter that PEFT loads.
 
-    python examples/finetune.py FOLDER --data train.jsonl --output adapter
-    python examples/finetune.py FOLDER --data train.jsonl --output adapter --experts fp8 --checkpoints run1
+    python examples/finetune.py FOLDER --data train.jsonl --output adapter --checkpoints run1
     python examples/generate.py FOLDER adapter --prompt "Once upon a time"
 
 FOLDER has config.json, safetensors files and tokenizer.json. Each line of the data is a JSON object:
@@ -15,7 +14,7 @@ Messages are written by the folder's chat template, which needs `pip install jin
 
 Examples are packed into sequences and attend to themselves alone; the positions that are left at the end of a sequence
 are one more segment, which is in no loss but that of the routers. With --no-packing each sequence has one example, and
-attention runs as cuDNN's flash attention on a GPU: better for examples that are about as long as a sequence.
+on a GPU a model without sliding windows and sinks runs cuDNN's flash attention: better for long examples.
 
 MFU is the FLOPs that LoRA needs over what the GPU could do at most in bfloat16. For each token of an example, and each
 parameter of a matrix that acts on it (top-k of the experts), they are 2 for the forward pass and 2 for the gradient of
@@ -66,8 +65,7 @@ def chat_template(folder: Path):
     def fail(message):
         raise SystemExit(f"the chat template of {folder} says: {message}")
 
-    # the options and names that transformers gives to templates
-    loops = ["jinja2.ext.loopcontrols"]
+    loops = ["jinja2.ext.loopcontrols"]  # these options and names are those that transformers gives to templates
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     tokens = {name: settings.get(name) or "" for name in ("bos_token", "eos_token")}
@@ -118,12 +116,10 @@ def read_examples(options: argparse.Namespace) -> list[tuple[np.ndarray, int]]:
 
 
 def pack(examples: list[tuple[np.ndarray, int]], length: int, is_packed: bool) -> dict[str, np.ndarray]:
-    """Puts examples into sequences: tokens, targets, learned (whether a target is) and segments, each [N, length].
-
-    The longest come first, each into the fullest sequence that has room. Segment 0 is what is left at the end.
-    """
+    """Packs examples: tokens, targets, learned (whether a target is) and segments, 0 for padding; each [N, length]."""
     rows: list[list[tuple[np.ndarray, int]]] = []
     rooms: list[tuple[int, int]] = []  # the room that is left in a sequence and its number, sorted
+    # the longest first, each into the fullest sequence that has room
     for example in sorted(examples, key=lambda example: -len(example[0])):
         size = len(example[0]) - 1
         place = bisect.bisect_left(rooms, (size, 0))
@@ -197,8 +193,7 @@ class Meter:
             if name.startswith("w_") and name not in ("w_embedding", "w_head"):
                 is_of_experts = "moe" in path and name.startswith(("w_gate_up", "w_down"))
                 share = moe.topk / moe.num_experts if is_of_experts else 1.0
-                size = math.prod(variable.get_value().shape)
-                self.flops_per_token += (6 if "_lora_" in name else 4) * share * size
+                self.flops_per_token += (6 if "_lora_" in name else 4) * share * math.prod(variable.get_value().shape)
         self.restart()
 
     def restart(self) -> None:
@@ -252,8 +247,8 @@ def train(options: argparse.Namespace) -> None:
         manager = ocp.CheckpointManager(options.checkpoints.absolute(), options=keep)
         first = manager.latest_step() or 0
         if first:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            state = manager.restore(first, args=ocp.args.StandardRestore(abstract))
+            abstract = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+            state = manager.restore(first, args=abstract)
     step_of = step_of.lower(state, frozen, batch_of(data, 1, options)).compile()
     columns, console = (*Progress.get_default_columns(), MofNCompleteColumn()), Console(stderr=True)
     # no automatic refresh: its thread would disturb what is timed
