@@ -23,7 +23,7 @@ def abstract_mesh(kind=AUTO):
 
 @pytest.mark.thorough
 def test_every_strategy_on_eight_devices():
-    assert processes.run_program("run_sharded_models").splitlines()[-1] == "all right"
+    assert processes.run_program("run_sharded_models", timeout=560).splitlines()[-1] == "all right"
 
 
 def test_all_but_experts_is_split_along_the_longest_axis_that_divides():
