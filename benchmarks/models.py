@@ -223,7 +223,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for name, default, what in (
         ("layers", None, "layers, if fewer than the model's"), ("rank", 16, "of the adapters"),
-        ("batch", 8, "sequences of a step"), ("sequence", 4096, "tokens of a sequence"), ("steps", 5, "timed steps"),
+        ("batch", 2, "sequences of a step"), ("sequence", 4096, "tokens of a sequence"), ("steps", 5, "timed steps"),
         ("prompt", 128, "tokens of a prompt"), ("new-tokens", 64, "timed tokens of each sequence"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
