@@ -89,6 +89,8 @@ def run_all(layer: Layer, strategies: list[Strategy], dtype: str, steps: int, pa
     """Measures strategies; the first is one device alone. Returns 1 after a wrong result or file, else 0."""
     if not as_json:
         print(f"{devices()[0].kind}, {dtype}; {layer}; forward and backward with the router.")
+        if jax.default_backend() == "cpu" and len(strategies) > 1:
+            print("These devices share the cores of one machine: more of them are not faster.")
     facts = origin() | {"layer": dataclasses.asdict(layer), "dtype": dtype, "measurements": []}
     rows: list[StrategyRow] = []
     output = Output()

@@ -14,18 +14,19 @@ from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, check, check_instance
 from jgg.core.files import replacing
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.placement import on_host
-from jgg.models.tensors import ENDS, OF_LAYERS, Stack, prefix, stacks
+from jgg.models.tensors import ENDS, OF_LAYERS, Stack, expected_shapes, prefix, stacks
 
 
 def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
 
-    A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. The folder appears
-    when all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
+    A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
+    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. The folder appears when
+    all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
 
     If a model is split over the devices of several processes, all of them must call this, with the same folder: they
     gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
@@ -37,7 +38,8 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
     Raises:
       FileExistsError: the folder is there and is not empty.
-      ValueError: the model has LoRA adapters that are not merged (`Decoder.merge_adapters`), or experts in FP8.
+      ValueError: the model has LoRA adapters that are not merged (`Decoder.merge_adapters`), or experts that are
+        quantized in other blocks.
       TypeError: an argument has the wrong type.
       OSError: a file cannot be written.
     """
@@ -68,24 +70,32 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
 
 
 def _config(model: Decoder) -> dict[str, Any]:
-    """The content of config.json: that of the model's config, with its dtype, and not quantized if the experts are not.
+    """The content of config.json: that of the model's config, with its dtype, and with the format of its experts.
 
-    Raises: ValueError: the experts are quantized in a format that config.json does not say, or with all else in it.
+    Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """
     config = model.config.hf
     key, dtype = "torch_dtype" if "torch_dtype" in config else "dtype", model.w_embedding.dtype.name
     config |= {} if config.get(key) == dtype else {key: dtype}
-    variables = Stack(model.layers, 0).variables
-    quantized = [name for name, variable in variables.items() if isinstance(variable.get_value(), QuantizedArray)]
-    if not quantized:
-        return {key: value for key, value in config.items() if key != "quantization_config"}
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    values = {name: variable.get_value() for name, variable in Stack(model.layers, 0).variables.items()}
+    blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}
+    how = config.pop("quantization_config", None) or {}
+    if not blocks:
+        return config
+    if how.get("quant_method") == "mxfp4" and model.options.quantization is None:
+        return config | {"quantization_config": how}
     check(
-        method == "mxfp4" and model.options.quantization is None,
-        f"{', '.join(quantized)} must be no QuantizedArray, unless it is of a folder in MXFP4, to be saved: "
-        "load it with experts='dense'.",
+        set(blocks.values()) == {(BLOCK, BLOCK)},
+        f"{', '.join(blocks)} must have blocks of {BLOCK} rows and columns, or be of a folder in MXFP4, to be saved, "
+        f"got blocks of {', '.join(map(str, blocks.values()))}: load the model with experts='dense'.",
     )
-    return config
+    dense = [name for name, shape in expected_shapes(model).items() if len(shape) == 2 and ".experts." not in name]
+    return config | {
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in dense),
+        }
+    }  # fmt: skip
 
 
 def _check_adapters(model: Decoder) -> None:

@@ -80,10 +80,10 @@ def write_plot(result: Result, path: Path) -> None:
     losses.grid(alpha=0.3)
     percent = 100 * np.asarray(result.expert_load)  # [layers, E]
     even = 100 / percent.shape[1]
-    darkest = max(2 * even, percent.max())  # so that an even load has the middle color, or a lighter one
-    image = loads.imshow(percent, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
+    farthest = max(abs(percent - even).max(), 0.01 * even)  # an even load has the middle color
+    image = loads.imshow(percent, cmap="Blues", vmin=even - farthest, vmax=even + farthest, aspect="auto")
     for (layer, expert), load in np.ndenumerate(percent):
-        color = "white" if load > 0.6 * darkest else "black"
+        color = "white" if load > even + 0.2 * farthest else "black"
         loads.text(expert, layer, f"{load:.1f}", ha="center", va="center", color=color)
     loads.set(xlabel="expert", ylabel="layer", title=f"load in % of a layer's rows (even: {even:.4g})")
     loads.set(xticks=range(percent.shape[1]), yticks=range(percent.shape[0]))
