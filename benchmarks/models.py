@@ -108,7 +108,8 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
 
 def make_step(model: jgg.models.Decoder, trained: Any):
     """The jitted step of AdamW, and its state: (trained parameters, state of the optimizer), parameters not trained."""
-    graphdef, own, frozen = nnx.split(model, trained, ...)
+    graphdef, *states = nnx.split(model, trained, ...)
+    own, frozen = states
     optimizer = optax.adamw(1e-4)
 
     def loss_of(own, frozen, tokens):

@@ -79,7 +79,7 @@ def _letters_of(part, letters) -> list[str]:
     if part is None:
         return []
     if isinstance(part, GroupBounds):
-        return ["e"] * len(part)
+        return ["e" * array.ndim for array in jax.tree.leaves(part)]
     if is_quantized(part):  # it is not split: several devices dequantize it and split the result
         return [WHOLE * array.ndim for array in jax.tree.leaves(part)]
     if isinstance(part, Rows):
