@@ -35,7 +35,7 @@ def layer_of_stack(params: Mapping[str, Any], stack_index: ArrayLike) -> dict[st
 
 def _within(index: jax.Array, num_layers: int) -> jax.Array:
     """The index, or the nearest that there is, int32 []."""
-    return jnp.clip(saturated_int32(index), 0, max(num_layers - 1, 0))
+    return jnp.clip(saturated_int32(index), 0, num_layers - 1)
 
 
 def stack_of(params: Mapping[str, Any], stack_index: ArrayLike, dtype: jnp.dtype) -> Stack | None:

@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
-        # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would take most of the time
+        # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would move most of the bytes
         reads_in_place = cache is not None and options.sharding is None
         in_place: Any = _is_of_experts if reads_in_place else nnx.Nothing()
         graphdef, *states = nnx.split(layers, in_place, ...)
