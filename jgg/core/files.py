@@ -101,3 +101,8 @@ def cache_folder() -> Path | None:
 def warn_once(message: str) -> None:
     """Logs a warning, unless this process already did."""
     _logger.warning(message)
+
+
+def is_new_or_empty(folder: Path) -> bool:
+    """Whether there is nothing at a path, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

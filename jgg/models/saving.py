@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, check, check_instance
-from jgg.core.files import replacing
+from jgg.core.files import is_new_or_empty, replacing
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
@@ -45,7 +45,7 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     limit, folder = as_int("max_shard_bytes", max_shard_bytes, 1), Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not is_new_or_empty(folder):
         raise FileExistsError(f"folder must be new or an empty folder, got {folder}.")
     config = _config(model)
     _check_adapters(model)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
-from jgg.core.files import replace_text
+from jgg.core.files import is_new_or_empty, replace_text
 from jgg.fp8 import Fp8
 
 HEAD_DIM = 64
@@ -47,8 +47,8 @@ class Settings:
             raise UsageError(f"--topk {args.topk} is more than --experts {args.experts}")
         if args.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
-        if args.save is not None:
-            _check_new(Path(args.save))
+        if args.save is not None and not is_new_or_empty(Path(args.save)):
+            raise UsageError(f"--save must be new or an empty folder, got {args.save}")
         options.check_implementation(args.implementation)
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
@@ -63,12 +63,6 @@ class Settings:
     def arithmetic(self) -> str:
         """The dtypes of the computation, in words."""
         return f"{self.dtype} with experts in FP8" if self.fp8 else self.dtype
-
-
-def _check_new(folder: Path) -> None:
-    """Raises UsageError for a --save that is there and is no empty folder."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"--save must be new or an empty folder, got {folder}")
 
 
 def run(args) -> int:
