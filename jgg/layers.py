@@ -17,10 +17,8 @@ from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shape
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
 from jgg.experts.lora import Lora
 from jgg.experts.mesh import map_tokens
-from jgg.experts.mlp import Stack
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.experts.stack import layer_of_stack, stack_of
 from jgg.fp8 import Fp8
 from jgg.launching.choice import How
 from jgg.low_rank import LowRank
@@ -172,8 +170,8 @@ class MoELayer(LayerOptions, InFeatures):
     def apply(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
         selection_bias: ArrayLike | None = None, *, topk_indices: ArrayLike | None = None,
-        stack_index: ArrayLike | None = None, sharding: MoESharding | None = None,
-        precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None, implementation: str | None = None,
+        sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None,
+        implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
@@ -186,10 +184,6 @@ class MoELayer(LayerOptions, InFeatures):
           selection_bias: float [E] with `use_selection_bias`, else None.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
             a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
-          stack_index: integer [], which layer this is where the experts' weights and biases in params are those of L
-            layers, [L, ...]. Kernels read them where they are, if they are in the dtype of x and there are no adapters,
-            no sharding and no quantization; otherwise the layer's are copied first. For inference: without copies there
-            are no gradients.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
@@ -199,13 +193,10 @@ class MoELayer(LayerOptions, InFeatures):
             activation=self.activation, interleaved=self.interleaved, w_layout="ekn", precision=precision,
             quantization=quantization, implementation=implementation,
         )  # fmt: skip
-        x, stack = as_array("x", x), None
-        own = params if stack_index is None else layer_of_stack(params, stack_index)
-        arrays = self._checked(own, x, selection_bias, topk_indices, sharding, options)
-        if stack_index is not None and sharding is None and quantization is None and not self.adapter_shapes:
-            stack = stack_of(params, stack_index, x.dtype)
+        x = as_array("x", x)
+        arrays = self._checked(params, x, selection_bias, topk_indices, sharding, options)
         if sharding is None:
-            y, metrics = self._apply_to_tokens(arrays, None, options, stack)
+            y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
             named = {name: array for name, array in arrays._asdict().items() if array is not None}
             specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
@@ -257,7 +248,7 @@ class MoELayer(LayerOptions, InFeatures):
         return arrays
 
     def _apply_to_tokens(
-        self, arrays: LayerArrays, sharding: MoESharding | None, options: MlpOptions, stack: Stack | None = None
+        self, arrays: LayerArrays, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         token_axes = () if sharding is None else sharding.token_axes
@@ -267,7 +258,7 @@ class MoELayer(LayerOptions, InFeatures):
             topk=self.topk, score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
             topk_groups=self.topk_groups,
         )  # fmt: skip
-        y, overflow = self._experts(arrays, routing, sharding, options, stack)
+        y, overflow = self._experts(arrays, routing, sharding, options)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
             compute_load_balancing_loss(logits, routing.group_sizes, None, self.topk, self.score, token_axes),
@@ -278,9 +269,8 @@ class MoELayer(LayerOptions, InFeatures):
         return y + self._shared(arrays, options.precision) if self.shared_features else y, metrics
 
     def _experts(
-        self, arrays: LayerArrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions,
-        stack: Stack | None,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        self, arrays: LayerArrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions
+    ) -> tuple[jax.Array, jax.Array]:
         """The experts' y of all tokens, and the overflow."""
         tokens, weights = arrays.x, (arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down)
         if self.scale_input:
@@ -289,7 +279,7 @@ class MoELayer(LayerOptions, InFeatures):
         terms = self.adapters(arrays._asdict())
         if sharding is None:
             quantized = in_quantization(tokens, *weights, options.quantization)
-            return compute_mlp(tokens, with_terms(quantized, terms), routing, options, stack), jnp.int32(0)
+            return compute_mlp(tokens, with_terms(quantized, terms), routing, options), jnp.int32(0)
         choices = routing.topk_weights, routing.topk_indices
         return compute_mlp_on_device(tokens, *weights, *choices, terms, sharding, options)
 

@@ -145,9 +145,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """The layer as a function of its parameters."""
         return MoELayer.of(self, self.in_features)
 
-    def __call__(
-        self, x: jax.Array, topk_indices: jax.Array | None = None, *, stack_index: jax.Array | None = None
-    ) -> jax.Array:  # fmt: skip
+    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x.
 
         Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
@@ -157,8 +155,6 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
             with -1 for a choice of the router; as in `jgg.route`.
-          stack_index: as in `jgg.layers.MoELayer.apply`, for inference in a loop over stacked layers: the experts'
-            parameters in this module are then those of all layers.
         """
         layer = self.layer
         params = {name: self._value(name) for name in layer.shapes}
@@ -167,8 +163,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         params |= {name: self._value(name) for name in layer.adapter_shapes}
         y, metrics = layer.apply(
-            params, x, selection_bias, topk_indices=topk_indices, stack_index=stack_index, sharding=self.sharding,
-            precision=self.precision, quantization=self.quantization, implementation=self.implementation,
+            params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
+            quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():

@@ -26,13 +26,11 @@ class GroupBounds(NamedTuple):
     Attributes:
       starts, ends: the first row and one past the last.
       sizes: ends - starts; where group_sizes sum to more than M, it may be the size asked for, at most M.
-      first: int32 [], the index of the first group's matrix among those of more than E groups, or None for 0.
     """
 
     starts: jax.Array
     ends: jax.Array
     sizes: jax.Array
-    first: jax.Array | None = None
 
 
 class Rows(NamedTuple):
@@ -65,7 +63,7 @@ class TileSchedule(NamedTuple):
     """The row tiles of a ragged-M kernel; no tile holds rows of two groups.
 
     Attributes:
-      group: int32 [T], the index of the matrix of each tile's group.
+      group: int32 [T], the group of each tile.
       start: int32 [T], the tile's first row.
       end: int32 [T], one past the last row of the tile's group.
       tiles_through: int32 [E], how many tiles each group and all groups before it have together. Its last entry is the
@@ -148,19 +146,13 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
     origin = bounds.starts - first_tile * block_rows
     if num_groups > _MAX_COMPARED:
         group = jnp.minimum(jnp.searchsorted(tiles_through, tile, side="right"), num_groups - 1).astype(jnp.int32)
-        start = origin[group] + tile * block_rows
-        return TileSchedule(_of_matrix(bounds, group), start, bounds.ends[group], tiles_through)
+        return TileSchedule(group, origin[group] + tile * block_rows, bounds.ends[group], tiles_through)
     is_own = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < tiles_through[None, :])
     group, start, end = (
         jnp.sum(jnp.where(is_own, values[None, :], 0), axis=1, dtype=jnp.int32)
         for values in (jnp.arange(num_groups, dtype=jnp.int32), origin, bounds.ends)
     )
-    return TileSchedule(_of_matrix(bounds, group), start + tile * block_rows, end, tiles_through)
-
-
-def _of_matrix(bounds: GroupBounds, group: jax.Array) -> jax.Array:
-    """The index of each group's matrix."""
-    return group if bounds.first is None else group + bounds.first
+    return TileSchedule(group, start + tile * block_rows, end, tiles_through)
 
 
 def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:

@@ -48,7 +48,7 @@ class InDtype(Mlp):
 
     def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""
-        x, w, bounds = operands.x, operands.w_gate_up, self.bounds_of_weights(operands)
+        x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)
         return UP(
             self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up, low_rank=term),
             problem=self.of_up, activation=self.activation, interleaved=self.interleaved, keeps=keeps,
@@ -56,7 +56,7 @@ class InDtype(Mlp):
 
     def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
-        w, bounds = operands.w_down, self.bounds_of_weights(operands)
+        w, bounds = operands.w_down, self.bounds(operands.group_sizes)
         weights = operands.topk_weights
         of_down = Forward(hidden, w, bounds, operands.gather_indices, weights, operands.b_down, term)
         return FORWARD(self.how, of_down, problem=self.combined_down)

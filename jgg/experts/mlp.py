@@ -29,7 +29,7 @@ def problems(
     num_rows = num_tokens if indices is None else indices.shape[0]
     up = GroupedGemmProblem(
         num_rows=num_rows,
-        num_experts=routing.group_sizes.shape[0],
+        num_experts=weights.w_gate_up.shape[0],
         in_features=weights.w_gate_up.shape[in_axis],
         out_features=weights.w_gate_up.shape[out_axis],
         topk=topk,
@@ -163,10 +163,6 @@ class Mlp(abc.ABC):
         """The rows of each expert."""
         return group_bounds(group_sizes, self.of_up.num_rows)
 
-    def bounds_of_weights(self, operands: "Operands") -> GroupBounds:
-        """The rows of each expert, and where its weights are."""
-        return self.bounds(operands.group_sizes)._replace(first=operands.first)
-
     def row_weights(self, operands: "Operands") -> jax.Array:
         """The routing's weight of each row, float32 [M]."""
         return plain.row_scales(
@@ -174,21 +170,8 @@ class Mlp(abc.ABC):
         )  # fmt: skip
 
 
-class Stack(NamedTuple):
-    """The experts of several layers one after the other, and where a layer's begin: int32 []."""
-
-    w_gate_up: jax.Array
-    w_down: jax.Array
-    b_gate_up: jax.Array | None
-    b_down: jax.Array | None
-    first: jax.Array
-
-
 class Operands(NamedTuple):
-    """The arrays that `moe_mlp`'s custom_vjp takes.
-
-    With `first`, int32 [], the weights and biases of the layer's E experts begin there among those of several layers.
-    """
+    """The arrays that `moe_mlp`'s custom_vjp takes."""
 
     x: jax.Array
     w_gate_up: jax.Array | Any
@@ -202,7 +185,6 @@ class Operands(NamedTuple):
     quantized_down: WeightForms | None = None
     low_rank_gate_up: Factors | None = None
     low_rank_down: Factors | None = None
-    first: jax.Array | None = None
 
     @property
     def scales_hidden(self) -> bool:

@@ -19,7 +19,7 @@ from jgg.experts import low_rank
 from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_terms, checked_weights, with_terms
 from jgg.experts.in_dtype import InDtype
 from jgg.experts.in_fp8 import InFp8
-from jgg.experts.mlp import Mlp, Operands, Stack, problems
+from jgg.experts.mlp import Mlp, Operands, problems
 from jgg.fp8 import Fp8
 from jgg.launching.choice import how_of
 from jgg.low_rank import LowRank
@@ -114,10 +114,8 @@ def moe_mlp(
     return compute_mlp(x, weights, checked_routing(x, routing, weights.w_gate_up.shape[0]), options)
 
 
-def compute_mlp(
-    x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions, stack: Stack | None = None
-) -> jax.Array:  # fmt: skip
-    """`moe_mlp` of checked arguments; with a `stack` that has the same weights, kernels read them there."""
+def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
+    """`moe_mlp` of checked arguments."""
     up, down = problems(x, weights, routing, options)
     described = (
         up, down, how_of(up, options.implementation), options.activation, options.interleaved, options.spare_sms,
@@ -139,8 +137,6 @@ def compute_mlp(
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
     )
-    if stack is not None and not mlp.is_plain:
-        operands = operands._replace(**stack._asdict())
     if not mlp.is_plain:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         operands = operands._replace(x=checkpoint_name(operands.x, mlp.names.x))
@@ -178,10 +174,6 @@ class _KeptRows(NamedTuple):
 
 
 def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _KeptRows, _Trained]]:
-    if primals.first is not None:
-        raise NotImplementedError(
-            "stack_index must be None where gradients are computed: pass the layer's own weights."
-        )
     trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
     operands = mlp.prepared(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
     term_up = low_rank.term_of_up(mlp, operands)

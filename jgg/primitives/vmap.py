@@ -88,7 +88,7 @@ class Batch:
     def offset_bounds(self):
         """The bounds of all B * E groups within all rows."""
         first_row = jnp.arange(self.size, dtype=jnp.int32)[:, None] * self.problem.num_rows
-        starts, ends, *_ = self.bounds
+        starts, ends, _ = self.bounds
         return GroupBounds(*(a.reshape(-1) for a in (starts + first_row, ends + first_row, ends - starts)))
 
     def merged_order(self):

@@ -36,7 +36,6 @@ class Forward(NamedTuple):
 
     x and w may both be QuantizedArrays, with a scale for 128 features of a row of x and for each 128 x 128 block of w
     [E, N, K]; the problem's dtype is then the dtype of their values. With a quantized x, w may also be ToQuantize.
-    With `bounds.first`, w and bias are those of more than E groups; w is an array, and there is no low_rank.
     """
 
     x: Any
@@ -47,20 +46,11 @@ class Forward(NamedTuple):
     bias: jax.Array | None = None
     low_rank: LowRankTerm | None = None
 
-    @property
-    def own(self) -> "Forward":
-        """The operands with the w and the bias of the E groups alone, copied from those of more groups."""
-        first, count = self.bounds.first, len(self.bounds.starts)
-        if first is None:
-            return self
-        w, bias = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), (self.w, self.bias))
-        return self._replace(w=w, bounds=self.bounds._replace(first=None), bias=bias)
-
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
-    return plain.grouped_gemm(problem, *operands.own)
+    return plain.grouped_gemm(problem, *operands)
 
 
 def _dequantized(
@@ -160,8 +150,6 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
     """Computes what several devices do not split as it is: quantized operands and a term of low rank apart."""
-    if operands.bounds.first is not None:
-        return FORWARD(how, operands.own, problem=problem)
     if operands.low_rank is not None:
         compute = lambda operands, problem: FORWARD(how._replace(config=None), operands, problem=problem)  # noqa: E731
         return _add_term(compute, operands, problem)
@@ -195,8 +183,6 @@ def merge_shared_weights(product: Product, how: How, operands: Forward, batched:
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
-    if operands.bounds.first is not None:
-        return None
     if problem.is_quantized:
         return merge_shared_weights(FORWARD, how, operands, batched, problem=problem)
     batch = vmap.Batch.of(problem, operands, batched, "x")
@@ -237,7 +223,7 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):
-    if problem.is_quantized or operands.low_rank is not None or operands.bounds.first is not None:
+    if problem.is_quantized or operands.low_rank is not None:
         return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))

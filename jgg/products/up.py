@@ -101,7 +101,7 @@ def _several(how: How, operands: Forward, **parameters):
 
 
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem, **parameters):
-    if problem.is_quantized and operands.bounds.first is None:
+    if problem.is_quantized:
         return forward.merge_shared_weights(UP, how, operands, batched, problem=problem, **parameters)
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
     return jax.vmap(lambda operands: _several(how, operands, problem=problem, **parameters), in_axes=(axes,))(operands)
