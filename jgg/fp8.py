@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
@@ -194,4 +195,6 @@ def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: 
     array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
     if value.scales.shape != scales_shape(value.shape, (BLOCK, BLOCK)):
         return _quantize_once(name, array, quantization)
-    return QuantizedWeights(array, WeightForms(value, value.mT))
+    # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
+    stays = with_layout_constraint(value.values, Layout(tuple(range(len(value.shape)))))
+    return QuantizedWeights(array, WeightForms(value, QuantizedArray(stays, value.scales).mT))
