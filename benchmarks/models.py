@@ -113,8 +113,7 @@ def make_step(model: jgg.models.Decoder, trained: Any):
     optimizer = optax.adamw(1e-4)
 
     def loss_of(own, frozen, tokens):
-        logits = nnx.merge(graphdef, own, frozen)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return nnx.merge(graphdef, own, frozen).losses(tokens[:, :-1], tokens[:, 1:]).mean()
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, frozen, tokens):

@@ -14,7 +14,7 @@ Messages are written by the folder's chat template, which needs `pip install jin
 
 Examples are packed into sequences and attend to themselves alone; the positions that are left at the end of a sequence
 are one more segment, which is in no loss but that of the routers. With --no-packing each sequence has one example, and
-on a GPU a model without sliding windows and sinks runs cuDNN's flash attention: better for long examples.
+attention computes half as much: better for long examples.
 
 MFU is the FLOPs that LoRA needs over what the GPU could do at most in bfloat16. For each token of an example, and each
 parameter of a matrix that acts on it (top-k of the experts), they are 2 for the forward pass and 2 for the gradient of
@@ -159,8 +159,7 @@ def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
     def loss_of(adapters, frozen, part, num_learned, num_parts):
         model = nnx.merge(graphdef, adapters, frozen)
         segments = part["segments"] if is_packed else None  # causal attention never sees what follows an example
-        logits, sown = nnx.capture(model, nnx.Intermediate)(part["tokens"], segments)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["targets"])
+        losses, sown = nnx.capture(model.losses, nnx.Intermediate)(part["tokens"], part["targets"], segments)
         loss = jnp.sum(losses * part["learned"]) / num_learned
         (balance,) = sown["load_balancing_loss"]
         return loss + balance_weight * jnp.mean(balance) / num_parts, loss

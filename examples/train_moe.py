@@ -91,8 +91,9 @@ def make_step(graphdef, optimizer, sharding: MoESharding):
     """The jitted step of training: (params, opt_state, text [B, S + 1]) -> (new params, new opt_state, metrics)."""
 
     def loss_of(params, text):
-        logits, sown = nnx.capture(nnx.merge(graphdef, params), nnx.Intermediate)(text[:, :-1])
-        loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)))
+        losses_of = nnx.capture(nnx.merge(graphdef, params).losses, nnx.Intermediate)
+        losses, sown = losses_of(text[:, :-1], text[:, 1:])
+        loss = jnp.mean(losses)
         (imbalance,), (group_sizes,) = sown["load_balancing_loss"], sown["group_sizes"]
         load = jnp.max(group_sizes, axis=1) / jnp.mean(group_sizes.astype(jnp.float32), axis=1)
         return loss + 0.02 * jnp.mean(imbalance), {"loss": loss, "load": load}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgg.models.attend import attend
 from jgg.models.config import ModelConfig
 from jgg.models.parts import Options, linear, norm, set_params
 from jgg.models.rotary import rotate
@@ -38,14 +39,16 @@ class Place(NamedTuple):
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
       rotation: cosines and sines of the rotary embedding, as `rotate` takes them.
       layer: int32 [], the number of the layer.
-      window: int32 [], how many of the last tokens one attends to; None for all, in all layers.
+      window: how many of the last tokens one attends to, itself included; None for all, in all layers.
+      is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
     """
 
     positions: jax.Array
     rotation: tuple[jax.Array, jax.Array]
     layer: jax.Array
-    window: jax.Array | None
+    window: int | None
+    is_local: jax.Array | None
     segments: jax.Array | None = None
 
 
@@ -65,14 +68,15 @@ class Attention(nnx.Module):
         """
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
-        keys = place.positions
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
-            if x.shape[1] == 1:
-                k, v = cache.k[place.layer], cache.v[place.layer]
-                keys = jnp.arange(k.shape[1])[None]
-        with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
-            attended = self._attend(q, k, v, place, keys)
+        if cache is not None and x.shape[1] == 1:
+            attended = self._attend_to_cache(q, cache.k[place.layer], cache.v[place.layer], place)
+        else:
+            attended = attend(
+                q, k, v, scale=self.config.attention_scale, window=place.window, is_local=place.is_local,
+                segments=place.segments, sinks=self.sinks[...] if self.config.use_sinks else None,
+            )  # fmt: skip
         return linear(self, attended.reshape(*x.shape[:2], -1), "o", self.options.lora), cache
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
@@ -88,31 +92,19 @@ class Attention(nnx.Module):
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
         return y
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, keys: jax.Array) -> jax.Array:
-        """The result for each query [B, S, heads, D]; `keys` are the positions of k."""
-        config = self.config
-        is_causal = place.segments is None and not (config.use_sinks or any(config.windows))
-        if is_causal and q.shape[1] == k.shape[1]:
-            fits_cudnn = q.dtype != jnp.float32 and q.shape[3] <= 128 and q.shape[3] % 8 == 0
-            is_flash = fits_cudnn and jax.default_backend() == "gpu"
-            return jax.nn.dot_product_attention(
-                q, k, v, scale=config.attention_scale, is_causal=True, implementation="cudnn" if is_flash else None
-            )
-        mask = _mask(place, keys)
-        if not config.use_sinks:
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=config.attention_scale)
-        # a sink is one more key, whose logit is the bias and whose value is zero
-        k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (k, v))
-        sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
-        bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
-        return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=config.attention_scale)
-
-
-def _mask(place: Place, keys: jax.Array) -> jax.Array:
-    """Which keys at the positions [B, keys] each token attends to: bool [B, 1, S, keys]."""
-    distance = place.positions[:, None, :, None] - keys[:, None, None, :]
-    mask = distance >= 0
-    if place.segments is not None:
-        mask &= (place.segments[:, :, None] == place.segments[:, None])[:, None]
-    return mask if place.window is None else mask & (distance < place.window)
+    def _attend_to_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
+        """The result for the one query of each sequence [B, 1, heads, D], among the keys of all positions."""
+        distance = place.positions[:, None, :, None] - jnp.arange(k.shape[1])[None, None, None]
+        mask = distance >= 0
+        if place.window is not None:
+            is_near = distance < place.window
+            mask &= is_near if place.is_local is None else is_near | ~place.is_local
+        bias = None
+        if self.config.use_sinks:
+            # a sink is one more key, whose logit is the bias and whose value is zero
+            k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (k, v))
+            sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
+            bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
+            mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+        with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
+            return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=self.config.attention_scale)

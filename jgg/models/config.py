@@ -25,6 +25,7 @@ class ModelConfig:
       head_features: D, features of a head.
       attention_scale: factor of the products of queries and keys.
       windows: for each layer, how many of the last tokens a token attends to, itself included; None for all.
+        All windows have the same size.
       rotary_frequencies: radians per position, of each pair of rotated features; a head's other features stay.
       rotary_scale: factor of the rotated features (YaRN's).
       norm_epsilon: what RMS norms add to the mean square.

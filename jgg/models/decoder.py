@@ -12,10 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
 from jgg.core.arguments import as_array, check, check_instance, check_integers, check_rank
-from jgg.experts.stack import OF_EXPERTS as OF_STACK
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
+from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
@@ -41,17 +41,9 @@ class Layer(nnx.Module):
         else:
             self.moe = _experts(config, options, rngs)
 
-    def __call__(
-        self, x: jax.Array, place: Place, cache: Cache | None, stack_index: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
-        """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None.
-
-        With a stack_index, the experts in this module are those of all layers of a stack, and this is the number of
-        the layer among them.
-        """
-        config, mlp = self.config, getattr(self, "mlp", None)
-        if mlp is None:
-            mlp = functools.partial(self.moe, stack_index=stack_index)
+    def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+        """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
+        config, mlp = self.config, getattr(self, "mlp", None) or self.moe
         attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
         x = checkpoint_name(x + attended * config.residual_scale, "attention")
         return x + mlp(norm(x, self.mlp_norm, config.norm_epsilon)) * config.residual_scale, cache
@@ -153,16 +145,33 @@ class Decoder(nnx.Module):
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
         """
-        tokens = as_tokens("tokens", tokens)
+        return self.logits(self._features(as_tokens("tokens", tokens), segments))
+
+    def losses(self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+        """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
+
+        The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
+        whole, and the backward pass computes them again: with 151,936 words, 8,192 tokens' logits are 5 GB, and as much
+        again for their gradient. A mean over all of them is the loss of a language model. Sows what a call sows.
+
+        Args:
+          tokens, segments: as in a call.
+          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`.
+        """
+        tokens, targets = as_tokens("tokens", tokens), as_tokens("targets", targets)
+        _check_shape("targets", targets, tokens)
+        x = self._features(tokens, segments)
+        targets = targets.astype(jnp.int32)
+        return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
+
+    def _features(self, tokens: jax.Array, segments: ArrayLike | None) -> jax.Array:
+        """The last features [B, S, H] of whole sequences."""
         if segments is None:
-            x, _ = self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])
-            return self.logits(x)
+            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
         segments = as_tokens("segments", segments)
-        shape = list(tokens.shape)
-        check(list(segments.shape) == shape, f"segments must be [B, S], {shape}, got {list(segments.shape)}.")
+        _check_shape("segments", segments, tokens)
         runs, positions = _runs(segments)
-        x, _ = self.run_layers(tokens, positions, segments=runs)
-        return self.logits(x)
+        return self.run_layers(tokens, positions, segments=runs)[0]
 
     def run_layers(
         self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None
@@ -183,9 +192,11 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        w = self._end("w_embedding").T if self.config.is_tied else self._end("w_head")
-        y = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
-        return y * self.config.logits_scale
+        return logits_of(x, self._w_logits(x.dtype)) * self.config.logits_scale
+
+    def _w_logits(self, dtype: DTypeLike) -> jax.Array:
+        """The matrix [H, V] of the logits, whole on each device."""
+        return (self._end("w_embedding").T if self.config.is_tied else self._end("w_head")).astype(dtype)
 
     def _end(self, name: str) -> jax.Array:
         """A matrix beside the layers, whole on each device."""
@@ -208,27 +219,22 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
-        # while decoding, each token needs few experts: a copy of a layer's, as scan makes, would move most of the bytes
-        reads_in_place = cache is not None and options.sharding is None
-        in_place: Any = _is_of_experts if reads_in_place else nnx.Nothing()
-        graphdef, *states = nnx.split(layers, in_place, ...)
-        stack, state = states
-        (count, *_), windows = layers.attention_norm.shape, None
-        if any(self.config.windows):
-            own = self.config.windows[first : first + count]
-            windows = jnp.asarray([window or jnp.iinfo(jnp.int32).max for window in own], jnp.int32)
+        graphdef, state = nnx.split(layers)
+        count, *_ = layers.attention_norm.shape
+        own_windows = self.config.windows[first : first + count]
+        window = next(filter(None, own_windows), None)
+        is_local = None if len(set(own_windows)) == 1 else jnp.asarray([each is not None for each in own_windows])
 
         def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-            own, number, window = inputs
-            layer = nnx.merge(graphdef, stack, gathered(own, options.sharding, options.dtype))
-            place = Place(positions, rotation, number, window, segments)
-            index = number - first if reads_in_place else None
-            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1], index)
+            own, number, is_local = inputs
+            layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
+            place = Place(positions, rotation, number, window, is_local, segments)
+            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
             return (split_batch(x, options.sharding), cache), {
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
             }
 
-        xs = state, jnp.arange(first, first + count), windows
+        xs = state, jnp.arange(first, first + count), is_local
         unroll = min(self.options.unroll, count)
         (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
         return x, cache, sown
@@ -243,10 +249,6 @@ class Decoder(nnx.Module):
             policy = remat_policy_of_gathered
         # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
         return jax.checkpoint(body, policy=policy, prevent_cse=options.unroll > 1)
-
-
-def _is_of_experts(path: tuple[Any, ...], _: Any) -> bool:
-    return path[0] == "moe" and path[-1] in OF_STACK
 
 
 def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
@@ -274,6 +276,11 @@ def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
     first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
     return jnp.cumsum(is_first, axis=1, dtype=jnp.int32), columns - first
+
+
+def _check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:
+    shape = list(tokens.shape)
+    check(list(array.shape) == shape, f"{name} must be [B, S], {shape}, got {list(array.shape)}.")
 
 
 def as_tokens(name: str, tokens: ArrayLike) -> jax.Array:

@@ -1,6 +1,7 @@
 """Whole models learn as those of transformers do, with every option of training."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,15 @@ from flax import nnx
 
 import jgg.hf
 import jgg.models
+from jgg.models import loss
 from tests.support.digests import digest
 from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, reference
 
 
 def loss_of(model, tokens):
     """The mean loss of each next token."""
-    logits = model(tokens)[:, :-1]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    tokens = jnp.asarray(tokens)
+    return model.losses(tokens[:, :-1], tokens[:, 1:]).mean()
 
 
 def loss_and_gradients(model, tokens, kind=nnx.Param):
@@ -150,3 +152,49 @@ def test_programs_do_not_grow_with_the_number_of_layers():
         return len(str(jax.make_jaxpr(lambda model: model(jnp.zeros((1, 4), jnp.int32)))(model)).splitlines())
 
     assert equations(24) <= equations(4) + 2
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])  # with a scale of the logits, tied; with a head
+@pytest.mark.parametrize("num_parts", [1, 3, 16])
+def test_losses_by_parts_are_those_of_all_logits(family, num_parts, monkeypatch):
+    model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
+    graphdef, state = nnx.split(model)
+    weights = jax.random.normal(jax.random.key(0), tokens[:, 1:].shape)
+    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * tokens[:, 1:].size * model.config.vocabulary // num_parts)
+
+    def by_logits(state):
+        logits = nnx.merge(graphdef, state)(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.sum(losses * weights), losses
+
+    def by_parts(state):
+        losses = nnx.merge(graphdef, state).losses(tokens[:, :-1], tokens[:, 1:])
+        return jnp.sum(losses * weights), losses
+
+    want, got = (jax.jit(jax.value_and_grad(each, has_aux=True))(state) for each in (by_logits, by_parts))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
+
+
+def test_losses_never_have_all_logits():
+    config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
+    graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    tokens = jnp.zeros((4, 2048), jnp.int32)
+    mean = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state).losses(tokens, tokens).mean()))
+    shapes = {tuple(v.aval.shape) for v in every_variable(jax.make_jaxpr(mean)(state).jaxpr) if v.aval.shape}
+    assert max(np.prod(shape) for shape in shapes if shape[-1] == config.vocabulary) <= loss._LOGITS_BYTES // 4
+
+
+def every_variable(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from equation.outvars
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from every_variable(getattr(inner, "jaxpr", inner))
+
+
+def test_wrong_targets_are_named():
+    model, tokens = loaded("mixtral"), np.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=re.escape("targets must be [B, S], [2, 3], got [2, 4]")):
+        model.losses(tokens, np.zeros((2, 4), int))
+    with pytest.raises(TypeError, match="targets must be an integer array"):
+        model.losses(tokens, np.zeros((2, 3)))

@@ -85,8 +85,7 @@ def step(model, optimizer):
     """A step; the loss and the logits before."""
 
     def loss_of(model):
-        logits = model(TOKENS)
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], TOKENS[:, 1:]).mean(), logits
+        return model.losses(TOKENS[:, :-1], TOKENS[:, 1:]).mean(), model(TOKENS)
 
     before, gradients = nnx.value_and_grad(loss_of, has_aux=True)(model)
     with jax.numpy_dtype_promotion("standard"):  # of optax

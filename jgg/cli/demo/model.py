@@ -69,11 +69,10 @@ def measure(graphdef, params, windows: jax.Array) -> Measured:
 
     `graphdef` and `params` are what `nnx.split` returns for the model.
     """
-    logits, sown = nnx.capture(nnx.merge(graphdef, params), nnx.Intermediate)(windows[:, :-1])
-    targets = windows[:, 1:, None].astype(jnp.int32)
-    log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=2)[:, :, 0]
-    (group_sizes,), (losses,) = sown["group_sizes"], sown["load_balancing_loss"]
-    return Measured(-log_probabilities / math.log(2), group_sizes, jnp.mean(losses))
+    losses_of = nnx.capture(nnx.merge(graphdef, params).losses, nnx.Intermediate)
+    losses, sown = losses_of(windows[:, :-1], windows[:, 1:])
+    (group_sizes,), (imbalances,) = sown["group_sizes"], sown["load_balancing_loss"]
+    return Measured(losses / math.log(2), group_sizes, jnp.mean(imbalances))
 
 
 def sample(model: jgg.models.Decoder, key, prompt: bytes, length: int, temperature: float) -> bytes:

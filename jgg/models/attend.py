@@ -1,0 +1,121 @@
+"""Causal attention among the tokens of whole sequences: within windows and segments, with sinks, by cuDNN on a GPU."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
+_SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eight: a head's features stay a multiple
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None = None,
+    is_local: jax.Array | None = None, segments: jax.Array | None = None, sinks: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """The result for each query, [B, S, heads, D].
+
+    Args:
+      q: [B, S, heads, D].
+      k, v: [B, S, kv heads, D].
+      scale: factor of the products of queries and keys.
+      window: how many of the last tokens a token attends to, itself included; None for all.
+      is_local: bool [], whether there is a window; None if there always is.
+      segments: int32 [B, S]: a token attends to tokens of the same number alone.
+      sinks: [heads], a logit that takes part in the softmax and adds nothing to the result.
+    """
+    of_all = functools.partial(_attend_to_all, scale=scale)
+    if window is None or window >= q.shape[1]:
+        return of_all(q, k, v, segments, sinks)
+    of_window = functools.partial(_attend_to_window, scale=scale, window=window)
+    if is_local is None:
+        return of_window(q, k, v, segments, sinks)
+    return jax.lax.cond(is_local, of_window, of_all, q, k, v, segments, sinks)
+
+
+def _attend_to_all(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float
+) -> jax.Array:  # fmt: skip
+    if segments is None:
+        return _attend(q, k, v, sinks, None, scale)
+    position = jnp.arange(q.shape[1])
+    is_seen = position[:, None] >= position[None]
+    mask = is_seen[None] & (segments[:, :, None] == segments[:, None])
+    return _attend(q, k, v, sinks, mask, scale)
+
+
+def _attend_to_window(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float,
+    window: int,
+) -> jax.Array:  # fmt: skip
+    """Blocks of as many queries as a window has, each with the keys of its own block and of the one before."""
+    batch, length, *_ = q.shape
+    count = -(-length // window)
+
+    def blocks(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, ((0, 0), (0, count * window - length), *((0, 0) for _ in array.shape[2:])))
+        return array.reshape(batch, count, window, *array.shape[2:])
+
+    def with_previous(array: jax.Array) -> jax.Array:
+        own = blocks(array)
+        before = jnp.pad(own[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in own.shape[2:])))
+        return jnp.concatenate([before, own], axis=2)
+
+    keys = jnp.arange(2 * window)
+    distance = jnp.arange(window, 2 * window)[:, None] - keys[None]
+    is_near = (distance >= 0) & (distance < window)
+    has_key = (jnp.arange(count)[:, None] > 0) | (keys[None] >= window)  # no block is before the first
+    mask = jnp.broadcast_to(is_near[None] & has_key[:, None], (batch, count, window, 2 * window))
+    if segments is not None:
+        mask &= blocks(segments)[..., None] == with_previous(segments)[:, :, None]
+    q, k, v, mask = (
+        array.reshape(batch * count, *array.shape[2:])
+        for array in (blocks(q), with_previous(k), with_previous(v), mask)
+    )
+    attended = _attend(q, k, v, sinks, mask, scale)
+    return attended.reshape(batch, count * window, *attended.shape[2:])[:, :length]
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
+) -> jax.Array:  # fmt: skip
+    """Attends by a mask [B, queries, keys], or causally without one."""
+    run = functools.partial(_dot_product_attention, mask=mask, scale=scale)
+    return run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
+
+
+def _with_sinks(
+    run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, is_causal: bool,
+    scale: float,
+) -> jax.Array:  # fmt: skip
+    """Adds keys before all others whose products with a query are its head's sink, and whose values are zero.
+
+    A query has its sink in two more features, as the sum of two numbers of its dtype, and these keys have ones there.
+    """
+    logits = (sinks.astype(jnp.float32) - jnp.log(jnp.float32(_SINK_KEYS))) / scale
+    high = logits.astype(q.dtype)
+    low = jax.lax.stop_gradient(logits - high.astype(jnp.float32)).astype(q.dtype)
+    of_sink = jnp.pad(jnp.stack([high, low], axis=-1), ((0, 0), (0, _SINK_FEATURES - 2)))
+    q = jnp.concatenate([q, jnp.broadcast_to(of_sink, (*q.shape[:3], _SINK_FEATURES))], axis=-1)
+    k, v = (jnp.pad(array, ((0, 0), (_SINK_KEYS, 0), (0, 0), (0, _SINK_FEATURES))) for array in (k, v))
+    k = k.at[:, :_SINK_KEYS, :, -_SINK_FEATURES : 2 - _SINK_FEATURES].set(1)
+    if not is_causal:
+        return run(q, k, v)[..., :-_SINK_FEATURES]
+    # as many queries more, that queries see the same keys
+    return run(jnp.pad(q, ((0, 0), (_SINK_KEYS, 0), (0, 0), (0, 0))), k, v)[:, _SINK_KEYS:, :, :-_SINK_FEATURES]
+
+
+def _dot_product_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, scale: float
+) -> jax.Array:  # fmt: skip
+    if mask is not None:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (k.shape[1] - mask.shape[2], 0)), constant_values=True)[:, None]
+    # cuDNN's masks need even lengths
+    fits_cudnn = q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
+    fits_cudnn &= mask is None or q.shape[1] % 2 == k.shape[1] % 2 == 0
+    is_flash = fits_cudnn and jax.default_backend() == "gpu"
+    with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation="cudnn" if is_flash else None
+        )

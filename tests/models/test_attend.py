@@ -1,0 +1,89 @@
+"""Attention of whole sequences gives what the definition gives, in each combination of its options."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgg.models.attend import attend
+from tests.support.closeness import largest_error
+
+B, S, HEADS, KV_HEADS, D, SCALE = 2, 48, 4, 2, 16, 0.25
+WINDOW = 10
+SEGMENTS = np.repeat([[0, 1, 2], [4, 4, 7]], S // 3, axis=1)
+OPTIONS = {
+    "causal": {}, "window": {"window": WINDOW}, "segments": {"segments": SEGMENTS}, "sinks": {"sinks": True},
+    "window with sinks": {"window": WINDOW, "sinks": True},
+    "segments with sinks": {"segments": SEGMENTS, "sinks": True},
+    "all": {"window": WINDOW, "segments": SEGMENTS, "sinks": True},
+    "window past the end": {"window": S, "is_local": True},
+    "local": {"window": WINDOW, "is_local": True, "sinks": True},
+    "not local": {"window": WINDOW, "is_local": False, "sinks": True},
+}  # fmt: skip
+
+
+def by_definition(q, k, v, sinks, *, window=None, is_local=True, segments=None):
+    """The attention of each head, by the whole matrix of probabilities."""
+    k, v = (jnp.repeat(array, HEADS // KV_HEADS, axis=2) for array in (k, v))
+    distance = np.arange(S)[:, None] - np.arange(S)[None]
+    mask = np.broadcast_to((distance >= 0) & (distance < (window if window and is_local else S)), (B, S, S))
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None])
+    logits = jnp.where(mask[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * SCALE, -jnp.inf)
+    if sinks is not None:
+        of_sinks = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
+        logits = jnp.concatenate([logits, of_sinks], axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1)[..., :S], v)
+
+
+def inputs(has_sinks):
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (B, S, HEADS, D), (B, S, KV_HEADS, D), (B, S, KV_HEADS, D), (HEADS,), (B, S, HEADS, D)
+    q, k, v, sinks, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    # what bfloat16 holds, so that both dtypes attend to the same
+    q, k, v = (array.astype(jnp.bfloat16).astype(jnp.float32) for array in (q, k, v))
+    return (q, k, v, sinks if has_sinks else None), dy
+
+
+def with_gradients(function, arrays, dy):
+    y, pull_back = jax.vjp(function, *arrays)
+    return y, *pull_back(dy.astype(y.dtype))
+
+
+def check(name, dtype, tolerance):
+    options = dict(OPTIONS[name])
+    arrays, dy = inputs(options.pop("sinks", False))
+    want = with_gradients(functools.partial(by_definition, **options), arrays, dy)
+
+    def run(q, k, v, sinks):
+        given = {key: jnp.asarray(value) for key, value in options.items() if key != "window"}
+        return attend(q, k, v, scale=SCALE, sinks=sinks, window=options.get("window"), **given)
+
+    q, k, v, sinks = arrays
+    got = jax.jit(functools.partial(with_gradients, run))((*(a.astype(dtype) for a in (q, k, v)), sinks), dy)
+    for got_one, want_one in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert largest_error(got_one, want_one) <= tolerance
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients_are_those_of_the_definition(name):
+    check(name, jnp.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bfloat16_on_a_gpu(name):
+    check(name, jnp.bfloat16, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_gpu_runs_flash_attention(name):
+    options = dict(OPTIONS[name])
+    (q, k, v, sinks), _ = inputs(options.pop("sinks", False))
+    given = {key: jnp.asarray(value) for key, value in options.items() if key != "window"}
+    run = functools.partial(attend, scale=SCALE, sinks=sinks, window=options.get("window"), **given)
+    text = jax.jit(run).lower(*(array.astype(jnp.bfloat16) for array in (q, k, v))).as_text()
+    assert "__cudnn$fmha" in text and "dot_general" not in text
