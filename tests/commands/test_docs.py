@@ -14,6 +14,7 @@ from tools import speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
+COLAB = "(https://colab.research.google.com/github/jgg-project/jgg/blob/main/notebooks"
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -104,12 +105,29 @@ def test_tables_and_pictures_have_the_numbers_of_benchmarks():
 def test_modules_that_pages_name_are_there():
     """Paths in any page but for placeholders in capitals, and names of tests in the page on reliability."""
     text = "".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-    paths = set(re.findall(r"\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
+    paths = set(re.findall(r"(?<!jgg-project/)\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
     assert len(paths) > 20
     assert not {path for path in paths if not (re.search("[A-Z]{4}", path) or (ROOT / path).exists())}
     names = set(re.findall(r"`(\w+\.py)`", (DOCS / "reliability.md").read_text()))
     assert len(names) > 10
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
+
+
+def test_titles_are_those_of_the_navigation():
+    nav = {path: title for title, path in re.findall(r"^ +- (.+?): (\S+\.md)$", SETTINGS, re.MULTILINE)}
+    assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    for path, title in nav.items():
+        text = (DOCS / path).read_text()
+        if included := re.match('--8<-- "(.*)"', text):
+            text = (ROOT / included[1]).read_text()
+        assert text.startswith(f"# {title}\n"), path
+
+
+def test_examples_has_every_program_and_notebook():
+    page = (DOCS / "examples.md").read_text()
+    for path in [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+        assert f"](../{path.relative_to(ROOT)})" in page
+        assert path.suffix == ".py" or f"{COLAB}/{path.name})" in page
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
