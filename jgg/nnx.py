@@ -148,11 +148,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     def __call__(
         self, x: jax.Array, topk_indices: jax.Array | None = None, *, stack_index: jax.Array | None = None
     ) -> jax.Array:  # fmt: skip
-        """Applies the layer to x [..., H]; the result has the shape of x.
+        """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
-        Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
-        "router_z_loss", float32 [], "overflow", int32 [], and "topk_indices", int32 [..., k], as in
-        `jgg.layers.Metrics`.
+        Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
+        those of `jgg.layers.Metrics`:
+
+        - "group_sizes", int32 [E]: rows that the router gave each expert;
+        - "load_balancing_loss", float32 []: 1 where the load is even;
+        - "router_z_loss", float32 [];
+        - "overflow", int32 []: rows that found no room in the buffers of a sharded layer;
+        - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
