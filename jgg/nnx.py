@@ -74,7 +74,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 
       >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
       >>> loss = lambda layer, x: (layer(x) ** 2).sum()
-      >>> gradients = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(layer, jax.numpy.ones((16, 64)))
+      >>> adapters = nnx.DiffState(0, nnx.LoRAParam)
+      >>> gradients = nnx.grad(loss, argnums=adapters)(layer, jax.numpy.ones((16, 64)))
       >>> list(gradients)
       ['w_down_lora_a', 'w_down_lora_b', 'w_gate_up_lora_a', 'w_gate_up_lora_b']
 
@@ -224,7 +225,8 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
       >>> sizes = {"in_features": 64, "hidden_features": 128, "num_experts": 8, "topk": 2}
       >>> trained = jgg.nnx.MoE(**sizes, rngs=nnx.Rngs(0))
       >>> layer = jgg.nnx.MoE(**sizes, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
-      >>> jgg.nnx.load_params(layer, nnx.to_pure_dict(nnx.state(trained, (nnx.Param, jgg.nnx.SelectionBias))))
+      >>> params = nnx.state(trained, (nnx.Param, jgg.nnx.SelectionBias))
+      >>> jgg.nnx.load_params(layer, nnx.to_pure_dict(params))
       >>> layer.w_down.dtype
       dtype(bfloat16)
 

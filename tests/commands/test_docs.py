@@ -113,6 +113,20 @@ def test_modules_that_pages_name_are_there():
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
 
 
+def test_lines_of_code_fit_the_site():
+    """At 1280 pixels a block has room for 100 characters: see docs/style.css. ruff formats most for that."""
+    pages = "\n".join(path.read_text() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+    lines = [
+        line
+        for block in re.findall(r"^```\w*\n(.*?)^```", pages, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    modules = "\n".join(path.read_text() for path in (ROOT / "jgg").rglob("*.py"))
+    lines += re.findall(r"^ *((?:>>>|\.\.\.) .*)$", modules, re.MULTILINE)
+    assert len(lines) > 500
+    assert not [line for line in lines if len(line) > 100]
+
+
 def test_titles_are_those_of_the_navigation():
     nav = {path: title for title, path in re.findall(r"^ +- (.+?): (\S+\.md)$", SETTINGS, re.MULTILINE)}
     assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
