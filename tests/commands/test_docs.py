@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
 COLAB = "(https://colab.research.google.com/github/jgg-project/jgg/blob/main/notebooks"
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(PROGRAM.pattern + r"\n\nIt prints\n\n```text\n(.*?)```", re.DOTALL)
 
 
 def setting(name):
@@ -155,8 +156,21 @@ def test_installing_begins_with_what_a_checkout_has(page):
 
 
 def test_readme_and_the_quick_start_have_the_same_program():
-    (program,) = PROGRAM.findall((ROOT / "README.md").read_text())
-    assert program in PROGRAM.findall((DOCS / "index.md").read_text())
+    ((program, printed),) = PRINTED.findall((ROOT / "README.md").read_text())
+    assert [program] == PROGRAM.findall((ROOT / "README.md").read_text())
+    assert (program, printed) in PRINTED.findall((DOCS / "index.md").read_text())
+
+
+def test_the_program_of_readme_prints_what_readme_says():
+    ((program, printed),) = PRINTED.findall((ROOT / "README.md").read_text())
+    assert processes.run("-c", program, JAX_PLATFORMS="cpu") == printed
+
+
+def test_readme_is_cited_as_the_citation_file_says():
+    cited = dict(re.findall(r"^  (\w+) = \{+(.*?)\}+,$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    own = dict(re.findall(r'^(?:  - )?(\w+): "?(.*?)"?$', (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert cited.pop("year").isdigit()
+    assert cited == {"author": own["name"], **{name: own[name] for name in ("title", "version", "url")}}
 
 
 @pytest.mark.thorough
