@@ -13,7 +13,6 @@ QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_cpu_para
 PYTEST_ON_GPU := $(BIN)/pytest -m gpu
 PYTEST_ON_CPU := $(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n logical --maxprocesses 8
 PLATFORM := $(if $(GPU),,$(ON_CPU))
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # A stamp says what .venv holds, so that a second run installs nothing.
 DEMO_STAMP := .venv/.installed-demo$(GPU:%=-%)
@@ -26,7 +25,7 @@ $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint docs notebook venv clean
+.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint docs notebooks venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -41,13 +40,13 @@ help:
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style, formatting and types'
 	@echo 'make docs      build the site of the documentation into site/'
-	@echo 'make notebook  execute the notebooks in place'
+	@echo 'make notebooks    run the notebooks on the CPU and write them with their outputs'
 	@echo 'make venv      install everything for development into .venv'
 	@echo 'make clean     remove .venv, builds, caches and outputs'
 	@echo
 	@echo 'GPU=cuda12, GPU=cuda13  install JAX for that CUDA and use the GPU'
 	@echo 'PYTHON=/path/to/python  make .venv with this Python, 3.12 or newer'
-	@echo 'ARGS="..."              more arguments for jgg demo or pytest'
+	@echo 'ARGS="..."              more arguments for jgg demo, pytest or the notebooks to run'
 
 demo: $(DEMO_STAMP)
 	$(PLATFORM) $(BIN)/jgg demo $(ARGS)
@@ -87,9 +86,8 @@ lint: $(DEV_STAMP)
 docs: $(DEV_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-notebook: $(DEV_STAMP)
-	@test -n '$(NOTEBOOKS)' || { echo 'There is no notebook in notebooks/.'; exit 1; }
-	$(PLATFORM) $(BIN)/jupyter-execute --inplace $(NOTEBOOKS)
+notebooks: $(DEV_STAMP)
+	$(BIN)/python -m tools.notebooks $(ARGS)
 
 venv: $(DEV_STAMP)
 

@@ -18,9 +18,8 @@ from jgg.sharding import MoESharding
 class MoE(nn.Module, LayerOptions):
     """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
 
-    Sows the intermediates "group_sizes", "load_balancing_loss", "router_z_loss", "overflow" and "topk_indices"
-    (`jgg.layers.Metrics`). A selection bias is the variable "selection_bias" of the collection "router". Initializers
-    may be wrapped in `nn.with_partitioning`.
+    A selection bias is the variable "selection_bias" of the collection "router". Initializers may be wrapped in
+    `nn.with_partitioning`.
 
     Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros; to have none,
     differentiate in the other parameters alone. So is that of matrices beside LoRA adapters. Adapters are "params" too,
@@ -67,7 +66,20 @@ class MoE(nn.Module, LayerOptions):
 
     @nn.compact
     def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
-        """Applies the layer to x [..., H]; the result has the shape of x. `topk_indices` are as in `jgg.nnx.MoE`."""
+        """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
+
+        Sows into the collection "intermediates", which `apply(..., mutable="intermediates")` returns, each in a tuple
+        of one. They are those of `jgg.layers.Metrics`:
+
+        - "group_sizes", int32 [E]: rows that the router gave each expert;
+        - "load_balancing_loss", float32 []: 1 where the load is even;
+        - "router_z_loss", float32 [];
+        - "overflow", int32 []: rows that found no room in the buffers of a sharded layer;
+        - "topk_indices", int32 [..., k]: the experts that each token went to.
+
+        Args:
+          topk_indices: as in `jgg.nnx.MoE`.
+        """
         layer = MoELayer.of(self, x.shape[-1])
         params = {}
         for name, shape in layer.shapes.items():

@@ -74,7 +74,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 
       >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
       >>> loss = lambda layer, x: (layer(x) ** 2).sum()
-      >>> gradients = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(layer, jax.numpy.ones((16, 64)))
+      >>> adapters = nnx.DiffState(0, nnx.LoRAParam)
+      >>> gradients = nnx.grad(loss, argnums=adapters)(layer, jax.numpy.ones((16, 64)))
       >>> list(gradients)
       ['w_down_lora_a', 'w_down_lora_b', 'w_gate_up_lora_a', 'w_gate_up_lora_b']
 
@@ -146,11 +147,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         return MoELayer.of(self, self.in_features)
 
     def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
-        """Applies the layer to x [..., H]; the result has the shape of x.
+        """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
-        Sows the intermediates "group_sizes" int32 [E], the rows that each expert got, "load_balancing_loss" and
-        "router_z_loss", float32 [], "overflow", int32 [], and "topk_indices", int32 [..., k], as in
-        `jgg.layers.Metrics`.
+        Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
+        those of `jgg.layers.Metrics`:
+
+        - "group_sizes", int32 [E]: rows that the router gave each expert;
+        - "load_balancing_loss", float32 []: 1 where the load is even;
+        - "router_z_loss", float32 [];
+        - "overflow", int32 []: rows that found no room in the buffers of a sharded layer;
+        - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
@@ -215,7 +221,8 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
       >>> sizes = {"in_features": 64, "hidden_features": 128, "num_experts": 8, "topk": 2}
       >>> trained = jgg.nnx.MoE(**sizes, rngs=nnx.Rngs(0))
       >>> layer = jgg.nnx.MoE(**sizes, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
-      >>> jgg.nnx.load_params(layer, nnx.to_pure_dict(nnx.state(trained, (nnx.Param, jgg.nnx.SelectionBias))))
+      >>> params = nnx.state(trained, (nnx.Param, jgg.nnx.SelectionBias))
+      >>> jgg.nnx.load_params(layer, nnx.to_pure_dict(params))
       >>> layer.w_down.dtype
       dtype(bfloat16)
 

@@ -74,8 +74,8 @@ def ragged_dot_general(
     The ragged dimension of lhs is split into groups. It can be a free dimension (this is `ragged_dot`) or a contracted
     one (this is `ragged_dot`'s gradient in rhs):
 
-        a free one:        [b.., m.., k..], [g, b.., k.., n..], group_sizes [b.., x.., g] -> [b.., m.., n..]
-        a contracted one:  [b.., m.., k..], [b.., k.., n..],    group_sizes [b.., x.., g] -> [g, b.., m.., n..]
+        free:        [b.., m.., k..], [g, b.., k.., n..], group_sizes [b.., x.., g] -> [b.., m.., n..]
+        contracted:  [b.., m.., k..], [b.., k.., n..],    group_sizes [b.., x.., g] -> [g, b.., m.., n..]
 
     Here b are batch dimensions, and x are the free or contracted dimensions before the ragged one. Both cases are
     differentiable in lhs and rhs. These layouts are used without a copy: lhs [m, k] with rhs [g, k, n] or [g, n, k],

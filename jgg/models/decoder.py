@@ -138,8 +138,14 @@ class Decoder(nnx.Module):
 
         With a sharding, B must be a multiple of the number of devices that split sequences.
 
-        Sows the intermediates that the layers' `jgg.nnx.MoE` sows, stacked over the layers with experts: such as
-        "load_balancing_loss" [layers].
+        Sows what each `jgg.nnx.MoE` sows, stacked over the L layers that have experts, as intermediates, which
+        `nnx.capture(model, nnx.Intermediate)` collects, each in a tuple of one:
+
+        - "group_sizes", int32 [L, E]: rows that the router gave each expert;
+        - "load_balancing_loss", float32 [L]: 1 where the load is even;
+        - "router_z_loss", float32 [L];
+        - "overflow", int32 [L]: rows that found no room in the buffers of a sharded layer;
+        - "topk_indices", int32 [L, B, S, k]: the experts that each token went to.
 
         Args:
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:

@@ -181,8 +181,8 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
       >>> config = jgg.models.model_config({
       ...     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
       ...     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
-      ...     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-      ...     "rope_theta": 1e6,
+      ...     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+      ...     "rms_norm_eps": 1e-6, "rope_theta": 1e6,
       ... })
       >>> config.features, config.moe.num_experts
       (32, 4)

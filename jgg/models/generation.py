@@ -31,8 +31,8 @@ def generate(
       >>> from flax import nnx
       >>> config = jgg.models.model_config({
       ...     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16,
-      ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-      ...     "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+      ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+      ...     "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
       ... })
       >>> model = jgg.models.Decoder(config, rngs=nnx.Rngs(0))
       >>> jgg.models.generate(model, [[1, 2, 3], [4, 5, 0]], 7, lengths=[3, 2]).shape

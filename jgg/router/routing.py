@@ -65,13 +65,13 @@ def route(
     index. The weights are the scores without the bias; `normalize` divides them by their sum; `scale` multiplies them.
     All of this is computed in float32. The routers of published models:
 
-        Mixtral, gpt-oss, Granite-MoE     score="topk_softmax"
-        Qwen3-MoE                         (the defaults)
-        OLMoE                             normalize=False
-        DeepSeek-V2                       normalize=False, scale, num_groups, topk_groups
-        DeepSeek-V3, Kimi-K2, GLM-4.5     score="sigmoid", scale, selection_bias, num_groups, topk_groups
-        Llama-4                           score="sigmoid", normalize=False; with MoELayer(scale_input=True), because
-                                          the weights scale x before the first GEMM
+        Mixtral, gpt-oss, Granite-MoE   score="topk_softmax"
+        Qwen3-MoE                       (the defaults)
+        OLMoE                           normalize=False
+        DeepSeek-V2                     normalize=False, scale, num_groups, topk_groups
+        DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
+        Llama-4                         score="sigmoid", normalize=False; with MoELayer(scale_input=True),
+                                        because the weights scale x before the first GEMM
 
     Args:
       logits: float [T, E], the router's output.

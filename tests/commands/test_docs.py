@@ -14,7 +14,9 @@ from tools import speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
+COLAB = "(https://colab.research.google.com/github/jgg-project/jgg/blob/main/notebooks"
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(PROGRAM.pattern + r"\n\nIt prints\n\n```text\n(.*?)```", re.DOTALL)
 
 
 def setting(name):
@@ -104,12 +106,43 @@ def test_tables_and_pictures_have_the_numbers_of_benchmarks():
 def test_modules_that_pages_name_are_there():
     """Paths in any page but for placeholders in capitals, and names of tests in the page on reliability."""
     text = "".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-    paths = set(re.findall(r"\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
+    paths = set(re.findall(r"(?<!jgg-project/)\b(?:jgg|_jgg_command|kernels|tests|tools|examples)/[\w/]+\.\w+", text))
     assert len(paths) > 20
     assert not {path for path in paths if not (re.search("[A-Z]{4}", path) or (ROOT / path).exists())}
     names = set(re.findall(r"`(\w+\.py)`", (DOCS / "reliability.md").read_text()))
     assert len(names) > 10
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
+
+
+def test_lines_of_code_fit_the_site():
+    """At 1280 pixels a block has room for 100 characters: see docs/style.css. ruff formats most for that."""
+    pages = "\n".join(path.read_text() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+    lines = [
+        line
+        for block in re.findall(r"^```\w*\n(.*?)^```", pages, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    modules = "\n".join(path.read_text() for path in (ROOT / "jgg").rglob("*.py"))
+    lines += re.findall(r"^ *((?:>>>|\.\.\.) .*)$", modules, re.MULTILINE)
+    assert len(lines) > 500
+    assert not [line for line in lines if len(line) > 100]
+
+
+def test_titles_are_those_of_the_navigation():
+    nav = {path: title for title, path in re.findall(r"^ +- (.+?): (\S+\.md)$", SETTINGS, re.MULTILINE)}
+    assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    for path, title in nav.items():
+        text = (DOCS / path).read_text()
+        if included := re.match('--8<-- "(.*)"', text):
+            text = (ROOT / included[1]).read_text()
+        assert text.startswith(f"# {title}\n"), path
+
+
+def test_examples_has_every_program_and_notebook():
+    page = (DOCS / "examples.md").read_text()
+    for path in [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+        assert f"](../{path.relative_to(ROOT)})" in page
+        assert path.suffix == ".py" or f"{COLAB}/{path.name})" in page
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -123,8 +156,21 @@ def test_installing_begins_with_what_a_checkout_has(page):
 
 
 def test_readme_and_the_quick_start_have_the_same_program():
-    (program,) = PROGRAM.findall((ROOT / "README.md").read_text())
-    assert program in PROGRAM.findall((DOCS / "index.md").read_text())
+    ((program, printed),) = PRINTED.findall((ROOT / "README.md").read_text())
+    assert [program] == PROGRAM.findall((ROOT / "README.md").read_text())
+    assert (program, printed) in PRINTED.findall((DOCS / "index.md").read_text())
+
+
+def test_the_program_of_readme_prints_what_readme_says():
+    ((program, printed),) = PRINTED.findall((ROOT / "README.md").read_text())
+    assert processes.run("-c", program, JAX_PLATFORMS="cpu") == printed
+
+
+def test_readme_is_cited_as_the_citation_file_says():
+    cited = dict(re.findall(r"^  (\w+) = \{+(.*?)\}+,$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    own = dict(re.findall(r'^(?:  - )?(\w+): "?(.*?)"?$', (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert cited.pop("year").isdigit()
+    assert cited == {"author": own["name"], **{name: own[name] for name in ("title", "version", "url")}}
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ from flax import nnx
 import jgg.nnx
 from tests.support.documents import code_of, run_code
 
-SECTIONS = "Train", "Many layers", "Save and restore", "Freeze the experts"
+SECTIONS = "Train", "Many layers", "Freeze the experts"
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,11 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
         yield
 
 
-def test_it_trains_scans_and_restores(blocks):
-    names = run_code("\n".join(code for section in SECTIONS[:3] for code in blocks[section]))
+def test_it_trains_and_scans(blocks):
+    names = run_code("\n".join(code for section in SECTIONS[:2] for code in blocks[section]))
     assert names["losses"][-1] < names["losses"][0]
     assert names["y"].shape == names["x"].shape
     assert names["balance"].shape == (4,)
-    own = nnx.state((names["block"], names["optimizer"]))
-    restored = nnx.state((names["restored"], names["restored_optimizer"]))
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(restored), nnx.to_pure_dict(own))
 
 
 def test_frozen_experts_stay(blocks):

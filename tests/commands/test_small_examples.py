@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tokenizers
 
 import jgg.models
-from tests.support.models import DATA
+from tests.support.models import DATA, folder_with_tokenizer
 from tests.support.processes import ROOT, run
 
 LOSSES = r"step \d+: loss ([\d.]+)"
@@ -83,16 +82,6 @@ def test_expert_parallelism():
     ]  # fmt: skip
     for _, room, dropped, difference in rows:
         assert (int(dropped) == 0) == (float(difference) < 1e-5) == ("all" in room)
-
-
-def folder_with_tokenizer(family, folder):
-    """A copy of a family's folder whose token 5 is the word "t5"."""
-    shutil.copytree(DATA / family, folder)
-    words = tokenizers.models.WordLevel({f"t{token}": token for token in range(64)}, unk_token="t0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.mark.thorough

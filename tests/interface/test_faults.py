@@ -1,7 +1,7 @@
 """What goes wrong around jgg: files, folders, users without a home, GPUs. The next way serves, or an error helps.
 
-`test_tuning` has what a file of tuned configurations may not hold, `test_compiling` kept kernels that are damaged and
-folders in which none can be kept.
+`test_tuned_files` has what a file of tuned configurations may not hold, `test_compiling` kept kernels that are damaged
+and folders in which none can be kept.
 """
 
 import errno

@@ -1,35 +1,71 @@
-"""The code of docs/models.md runs, and does what the page says."""
+"""The code of the pages on models, generating, saving and fine-tuning runs, and does what they say."""
 
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file
 
 import jgg.models
 from tests.support.documents import code_of, run_code
-from tests.support.models import DATA
+from tests.support.models import DATA, folder_with_tokenizer
 
 
-@pytest.mark.parametrize("family", ["gpt_oss"])
-def test_the_page_loads_trains_saves_and_generates(family, tmp_path, monkeypatch):
-    shutil.copytree(DATA / family, tmp_path / "model")
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = [block for section in ("Load and save", "Train", "Generate") for block in code_of("models.md", section)]
+    # documents are of programs that do not forbid promotion
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        names = run_code("\n".join(code))
+        yield
+
+
+def test_a_model_is_loaded_trained_and_saved(tmp_path):
+    shutil.copytree(DATA / "gpt_oss", tmp_path / "model")
+    names = run_code("\n".join(code_of("models.md", "Load") + code_of("models.md", "Train")))
     assert names["losses"][-1] < names["losses"][0]
+    tuned, tokens = jgg.models.load(tmp_path / "tuned"), names["tokens"]
+    np.testing.assert_array_equal(tuned(tokens), names["model"](tokens))
+
+
+@pytest.mark.thorough
+def test_text_is_generated(tmp_path, capsys):
+    folder_with_tokenizer("gpt_oss", tmp_path / "model")
+    names = run_code("\n".join(code_of("generate.md", "In code") + code_of("generate.md", "Draw")))
+    assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
+    assert names["lengths"] == [4, 1]
     assert names["new"].shape == names["drawn"].shape == (2, 16)
-    tuned = jgg.models.load(tmp_path / "tuned")
-    np.testing.assert_array_equal(jgg.models.generate(tuned, names["prompts"], 16, lengths=[3, 2]), names["new"])
+    alone = jgg.models.generate(names["model"], [names["prompts"][1][:1]], 16, stop_tokens=[2])
+    np.testing.assert_array_equal(names["new"][1:], alone)
+    assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary
 
 
-def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path, monkeypatch):
+def test_a_run_is_saved_and_restored():
+    names = run_code("\n".join(code_of("save.md", "A run")))
+    own = nnx.state((names["layer"], names["optimizer"]))
+    restored = nnx.state((names["restored"], names["restored_optimizer"]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(restored), nnx.to_pure_dict(own))
+    assert names["restored_optimizer"].step[...] == 1
+
+
+def test_a_model_and_its_adapters_are_saved_and_loaded(tmp_path):
+    shutil.copytree(DATA / "gpt_oss", tmp_path / "model")
+    names = run_code("\n".join(code_of("save.md", "A whole model") + code_of("save.md", "Adapters")))
+    own, copy = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
+    assert own.keys() == copy.keys()
+    assert all(own[name].tobytes() == copy[name].tobytes() for name in own)
+    other = jgg.models.load("model", lora_rank=8)
+    nnx.update(other, jax.tree.map(lambda array: array + 1, nnx.state(other, nnx.LoRAParam)))
+    jgg.models.load_adapter(other, "adapter")
+    saved, loaded = (nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam)) for model in (names["tuned"], other))
+    jax.tree.map(np.testing.assert_array_equal, loaded, saved)
+
+
+def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
     shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
     (code,) = code_of("fine-tune.md", "Whole models")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        names = run_code(code)
+    names = run_code(code)
     assert names["losses"][-1] < names["losses"][0]
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors",

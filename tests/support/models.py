@@ -43,3 +43,14 @@ def copied(family, folder, **changes):
     config = config_of(family) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
+
+
+def folder_with_tokenizer(family, folder):
+    """A copy of a family's folder whose token 5 is the word "t5"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    shutil.copytree(DATA / family, folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(64)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

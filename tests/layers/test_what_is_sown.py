@@ -1,0 +1,51 @@
+"""Layers and models sow what the docstrings of their `__call__` say: names, dtypes and shapes."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jgg.linen
+import jgg.models
+import jgg.nnx
+from tests.support.models import config_of
+
+X, TOKENS = jnp.ones((3, 5, 8)), jnp.arange(15).reshape(3, 5)
+
+
+def sown_in_nnx():
+    layer = jgg.nnx.MoE(8, 16, num_experts=4, topk=2, rngs=nnx.Rngs(0))
+    return layer, nnx.capture(layer, nnx.Intermediate)(X)[1]
+
+
+def sown_in_linen():
+    layer = jgg.linen.MoE(16, num_experts=4, topk=2)
+    return layer, layer.apply(layer.init(jax.random.key(0), X), X, mutable="intermediates")[1]["intermediates"]
+
+
+def sown_in_a_model():
+    model = jgg.models.Decoder(jgg.models.model_config(config_of("glm4_moe")), rngs=nnx.Rngs(0))
+    return model, nnx.capture(model, nnx.Intermediate)(TOKENS)[1]
+
+
+@pytest.mark.parametrize("sown_in", [sown_in_nnx, sown_in_linen, sown_in_a_model])
+def test_what_is_sown_is_what_the_docstring_says(sown_in):
+    called = []
+
+    def run():
+        layer, sown = sown_in()
+        called.append(layer)
+        return {name: sown[name] for name in sown}
+
+    sown = jax.eval_shape(run)
+    # glm4_moe has three layers, the first without experts
+    sizes = {"...": "3, 5", "B": "3", "S": "5", "E": "4", "k": "2", "L": "2"}
+    listed = re.findall(r'^- "(\w+)", (\w+) \[(.*?)\]', inspect.getdoc(type(called[0]).__call__), re.MULTILINE)
+    said = {
+        name: (dtype, f"[{', '.join(sizes[size] for size in shape.split(', ') if size)}]")
+        for name, dtype, shape in listed
+    }
+    assert said == {name: (value.dtype.name, str(list(value.shape))) for name, (value,) in sown.items()}
