@@ -1,0 +1,75 @@
+"""Few tokens' rows are multiplied by the experts that they choose, and quantized experts are not all dequantized."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.core.quantized import as_dense
+from jgg.layers import MoELayer
+from tests.support.closeness import assert_close, largest_error
+
+E, H, HIDDEN, K = 12, 256, 128, 3
+LAYER = MoELayer(
+    in_features=H, hidden_features=HIDDEN, num_experts=E, topk=K, use_bias=True,
+    lora_rank=2, lora_targets=("w_gate_up",),
+)  # fmt: skip
+
+
+def make_params(layer, **experts):
+    shapes = layer.shapes | layer.adapter_shapes
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {name: jax.random.normal(key, shape) / 8 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return params | {name: jgg.quantize_weights(params[name]) for name in ("w_gate_up", "w_down")}
+
+
+def tokens(count):
+    return jax.random.normal(jax.random.key(count), (count, H))
+
+
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_tokens_give_what_each_gives_among_many(count, rank, quantization):
+    layer = LAYER if rank else dataclasses.replace(LAYER, lora_rank=None, lora_alpha=None)
+    params, x = make_params(layer), tokens(count)
+    many = jnp.concatenate([x, tokens(E)])
+    got, metrics = layer.apply(params, x, quantization=quantization)
+    want, _ = layer.apply(params, many, quantization=quantization)
+    assert largest_error(got, want[:count]) < (1e-5 if quantization is None else 0.01)
+    assert metrics.group_sizes.shape == (E,) and metrics.group_sizes.sum() == count * K
+
+
+def test_choices_from_outside_and_gradients():
+    params, x = make_params(LAYER), tokens(2)
+    choices = jnp.array([[7, 7, 2], [-1, 0, 11]])
+    dense = params | {name: as_dense(name, params[name], jnp.float32) for name in ("w_gate_up", "w_down")}
+
+    def run(params):
+        def total(x, a):
+            return LAYER.apply(params | {"w_gate_up_lora_a": a}, x, topk_indices=choices)[0].sum()
+
+        return jax.value_and_grad(total, (0, 1))(x, params["w_gate_up_lora_a"])
+
+    assert_close(run(params), run(dense), 1e-5)
+
+
+@pytest.mark.parametrize(("count", "is_few"), [(3, True), (4, False)])
+def test_only_few_tokens_choose(count, is_few):
+    traced = jax.make_jaxpr(lambda params, x: LAYER.apply(params, x)[0])(make_params(LAYER), tokens(count))
+    dequantized = f"f32[{E},{H},{2 * HIDDEN}]" in str(traced)
+    assert dequantized != is_few
+
+
+def test_rows_of_no_expert_add_nothing():
+    params, x = make_params(LAYER), tokens(1)
+    logits = np.full((1, E), -np.inf, np.float32)
+    logits[0, 4] = 0  # the other choices have weights of zero
+    own = params | {"w_router": jnp.zeros((H, E)), "b_router": jnp.asarray(logits[0])}
+    layer = dataclasses.replace(LAYER, use_router_bias=True)
+    y, _ = layer.apply(own, x)
+    dense = own | {name: as_dense(name, own[name], jnp.float32) for name in ("w_gate_up", "w_down")}
+    assert_close(y, layer.apply(dense, x)[0], 1e-5)
