@@ -141,12 +141,28 @@ class GroupedGemmProblem:
         """Floating-point operations of each of forward, dX and dW when every row belongs to a group."""
         return 2 * self.num_rows * self.in_features * self.out_features
 
-    @property
-    def bytes_accessed(self) -> int:
-        """Bytes of x, y and the matrices of experts that can have rows, each counted once."""
-        experts = min(self.num_experts, self.num_rows)
-        weights = experts * self.in_features * self.out_features
-        return (math.prod(self.x_shape) + weights + math.prod(self.y_shape)) * self.dtype.itemsize
+    def bytes_accessed(self, op: str = "forward", experts: int | None = None) -> int:
+        """Bytes that "forward", "dx" or "dw" reads and writes at least: each array once, in its dtype.
+
+        Scales of quantized operands count too. dX and dW are of operands that are not quantized.
+
+        Args:
+          experts: how many experts have rows, whose matrices are read; by default as many as can have some. dW of all
+            experts is written.
+        """
+        read = min(self.num_experts, self.num_rows) if experts is None else experts
+        x, y = math.prod(self.x_shape), math.prod(self.y_shape)
+        matrix, size = self.in_features * self.out_features, self.dtype.itemsize
+        if op == "dx":
+            return (y + read * matrix + x) * size
+        if op == "dw":
+            stored = self.dtype if self.dw_dtype is None else self.dw_dtype
+            return (x + y) * size + self.num_experts * matrix * stored.itemsize
+        total = (x + read * matrix) * size + y * self.out_dtype.itemsize
+        if self.is_quantized:
+            blocks, columns = -(-self.in_features // BLOCK), -(-self.out_features // BLOCK)
+            total += 4 * (self.x_shape[0] * blocks + read * blocks * columns)
+        return total
 
 
 def check_problem(
