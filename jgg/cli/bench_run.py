@@ -163,19 +163,17 @@ def _measure_row(row, settings, plan, peers, tell, end):
     for groups, names in plan.items():
         sizes = group_sizes(groups, problem.num_rows, problem.num_experts, settings.seed)
         arrays["group_sizes"] = jnp.asarray(sizes)
-        reference, reason = None, ""
-        try:
-            reference = Reference.of(op, problem, arrays)
-        except Exception as error:  # such as too little memory: report it and go on
-            reason = f"no reference: {first_line(error)}"
+        reference = None
         for name in names:
             if time.monotonic() > end and row.measurements:
                 return False
             what = f"{row.name} {row.op} {name}"
             tell(what)
-            measurement = Measurement(FAILED, reason=reason)
-            if reference is not None:
+            try:
+                reference = reference or Reference.of(op, problem, arrays)
                 measurement = measure_best(functools.partial(peers[name].prepare, op, problem, arrays), reference)
+            except Exception as error:  # such as too little memory: report it and go on
+                measurement = Measurement(FAILED, reason=f"no reference: {first_line(error)}")
             row.measurements.update(dict.fromkeys(_labels(name, groups, settings.groups), measurement))
             tell(what, 1)
     return True

@@ -142,26 +142,16 @@ class GroupedGemmProblem:
         return 2 * self.num_rows * self.in_features * self.out_features
 
     def bytes_accessed(self, op: str = "forward", experts: int | None = None) -> int:
-        """Bytes that "forward", "dx" or "dw" reads and writes at least: each array once, in its dtype.
-
-        Scales of quantized operands count too. dX and dW are of operands that are not quantized.
-
-        Args:
-          experts: how many experts have rows, whose matrices are read; by default as many as can have some. dW of all
-            experts is written.
-        """
+        """Bytes of x, y and w that "forward", "dx" or "dw" must read and write, once each; w of `experts` with rows."""
         read = min(self.num_experts, self.num_rows) if experts is None else experts
-        x, y = math.prod(self.x_shape), math.prod(self.y_shape)
-        matrix, size = self.in_features * self.out_features, self.dtype.itemsize
-        if op == "dx":
-            return (y + read * matrix + x) * size
-        if op == "dw":
-            stored = self.dtype if self.dw_dtype is None else self.dw_dtype
-            return (x + y) * size + self.num_experts * matrix * stored.itemsize
-        total = (x + read * matrix) * size + y * self.out_dtype.itemsize
-        if self.is_quantized:
-            blocks, columns = -(-self.in_features // BLOCK), -(-self.out_features // BLOCK)
-            total += 4 * (self.x_shape[0] * blocks + read * blocks * columns)
+        x, y, matrix = math.prod(self.x_shape), math.prod(self.y_shape), self.in_features * self.out_features
+        if op == "dw":  # all of dW is written
+            dw_dtype = self.dtype if self.dw_dtype is None else self.dw_dtype
+            return (x + y) * self.dtype.itemsize + self.num_experts * matrix * dw_dtype.itemsize
+        y_dtype = self.out_dtype if op == "forward" else self.dtype
+        total = (x + read * matrix) * self.dtype.itemsize + y * y_dtype.itemsize
+        if self.is_quantized:  # scales
+            total += 4 * -(-self.in_features // BLOCK) * (self.x_shape[0] + read * -(-self.out_features // BLOCK))
         return total
 
 
