@@ -1,7 +1,10 @@
 """Whole layers of other libraries in `benchmarks.layers`: what they compute, and how they are judged and reported."""
 
+import contextlib
 import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +118,67 @@ def test_choices_by_rounded_logits_are_right_where_only_rounding_changed_them():
 
 def expected_of(problem, arrays, chosen):
     return measuring._expected(problem, measuring.FORWARD, None)(arrays, chosen)["y"]
+
+
+class Tensor:
+    """As much of a torch tensor as TorchLayer uses, around an array of JAX."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def detach(self):
+        return Tensor(self.array)
+
+    def requires_grad_(self):
+        return self
+
+    def contiguous(self):
+        return self
+
+    def t(self):
+        return Tensor(self.array.T)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """A stand-in for torch whose functions compute jgg's layer, with w_router [E, H] and the layout "enk"."""
+    problem = measuring.LayerProblem(TINY, "float32", "enk")
+
+    def compute(x, w_router, w_gate_up, w_down):
+        floats = {"x": x, "w_router": w_router.T, "w_gate_up": w_gate_up, "w_down": w_down}
+        results = measuring.layer_function(problem, measuring.FORWARD)(floats)
+        return results["y"], results["topk_indices"]
+
+    def forward(*tensors):
+        return Tensor(compute(*(tensor.array for tensor in tensors))[0])
+
+    def choose(*tensors):
+        return Tensor(compute(*(tensor.array for tensor in tensors))[1])
+
+    def grad(y, tensors, dy):
+        vjp = jax.vjp(lambda *arrays: compute(*arrays)[0], *(tensor.array for tensor in tensors))[1]
+        return tuple(map(Tensor, vjp(dy.array)))
+
+    stand_in = SimpleNamespace(no_grad=contextlib.nullcontext, autograd=SimpleNamespace(grad=grad))
+    monkeypatch.setitem(sys.modules, "torch", stand_in)
+    monkeypatch.setattr(layer_peers, "to_torch", Tensor)
+    monkeypatch.setattr(layer_peers, "to_jax", lambda tensor: tensor.array)
+    return lambda *_: (forward, choose)
+
+
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize("which", measuring.PASSES)
+def test_a_layer_of_torch_gets_and_gives_arrays_in_its_layout(which, w_layout, torch):
+    problem = measuring.LayerProblem(TINY, "float32", w_layout)
+    arrays = problem.operands()
+    (way,) = layer_peers._torch_layer(torch, which, problem, arrays)
+    assert way.tensors["w_router"].array.shape == (4, 16)
+    assert way.tensors["w_gate_up"].array.shape == (4, 16, 16)
+    assert way.tensors["w_down"].array.shape == (4, 16, 8)
+    results = way.compute()
+    gradients = {"d x", "d w_router", "d w_gate_up", "d w_down"} if which == measuring.FORWARD_BACKWARD else set()
+    assert results.keys() == {"y", "topk_indices"} | gradients
+    assert measuring.LayerReference.of(problem, which, arrays, results["topk_indices"]).check(results).status == "right"
 
 
 def test_peers_are_not_beside_fp8(monkeypatch, capsys):
