@@ -130,11 +130,14 @@ def _demo(parser):
 
 
 def _bench(parser):
-    what = "a layer that jgg knows, very slow on a CPU; repeat for more (all; without a GPU two, scaled down)"
+    what = (
+        "a layer that jgg knows, or all, very slow on a CPU; repeat for more (the first, in less than 2 minutes, as"
+        " nothing is begun after 75 seconds; without a GPU scaled down)"
+    )
     add_shared(parser, layer={"help": what})
     add_shared(parser, "shapes", *SIZES)
-    what = "comma list; gather: x in token order (%(default)s)"
-    parser.add_argument("--op", default="forward,dx,dw,gather", metavar="LIST", help=what)
+    what = "comma list of forward, dx, dw and gather, which is forward of x in token order (%(default)s)"
+    parser.add_argument("--op", default="forward,dx,dw", metavar="LIST", help=what)
     what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 for fp8 (%(default)s)"
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
     what = "how rows are spread (%(default)s)"

@@ -75,14 +75,9 @@ class LayerProblem:
         fan_in = {"x": 1, "dy": 1, "w_down": self.layer.expert_intermediate}
         arrays = {}
         for key, (name, shape) in zip(keys, self.shapes.items(), strict=True):
-            dtype = self._dtype(name)
+            dtype = self.dtype_of(name)
             arrays[name] = normal(key, shape, dtype) * jnp.asarray(fan_in.get(name, self.layer.hidden) ** -0.5, dtype)
         return arrays | {"group_sizes": jnp.zeros(1, jnp.int32)}
-
-    @property
-    def bytes_accessed(self) -> int:
-        """Bytes of x, y, the weights and the pre-activation, each counted once."""
-        return self._bytes("x", "dy", *WEIGHTS) + self._pre_activation_bytes
 
     @property
     def memory_limit(self) -> float:
@@ -100,9 +95,10 @@ class LayerProblem:
         return self.num_rows * 2 * self.layer.expert_intermediate * jnp.dtype(self.dtype).itemsize
 
     def _bytes(self, *names):
-        return sum(math.prod(self.shapes[name]) * jnp.dtype(self._dtype(name)).itemsize for name in names)
+        return sum(math.prod(self.shapes[name]) * jnp.dtype(self.dtype_of(name)).itemsize for name in names)
 
-    def _dtype(self, name):
+    def dtype_of(self, name: str) -> str:
+        """The dtype of one of the arrays of `shapes`."""
         return self.param_dtype if self.param_dtype and name in WEIGHTS else self.dtype
 
 
@@ -136,7 +132,7 @@ def _run(problem, which, choose, implementation, precision, quantization, arrays
         )  # fmt: skip
         return y, {"topk_indices": routing.topk_indices}
 
-    return _passes(forward, which, arrays)
+    return run_passes(forward, which, arrays)
 
 
 def _run_flax(problem, which, arrays):
@@ -159,10 +155,10 @@ def _run_flax(problem, which, arrays):
         nnx.update(module, {name: floats[name] for name in WEIGHTS})
         return module(floats["x"]), {}
 
-    return _passes(forward, which, arrays)
+    return run_passes(forward, which, arrays)
 
 
-def _passes(forward, which, arrays):
+def run_passes(forward: Callable, which: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """y, the gradients if the backward pass is wanted, and what else `forward(floats)` returns beside y."""
     floats = {name: arrays[name] for name in ("x", *WEIGHTS)}
     if which == FORWARD:
@@ -192,11 +188,13 @@ class LayerReference:
         allowed error is larger by a tenth of the largest element.
       logits: float32 logits, with which the choices are checked.
       topk_indices: the router's choices, for a layer that does not tell its own.
+      choice_error: the most by which an expert left out may beat one chosen, relative to the largest logit.
     """
 
     parts: dict[str, Reference]
     logits: jax.Array
     topk_indices: jax.Array
+    choice_error: float = CHOICE_ERROR
 
     @classmethod
     def of(cls, problem: LayerProblem, which: str, arrays: dict, topk_indices: jax.Array):
@@ -215,7 +213,7 @@ class LayerReference:
     def check(self, results: dict) -> Measurement:
         """Judges results; the measurement has the error of the worst one, compared with the error allowed for it."""
         choice_error = float(_choice_error(self.logits, results.get("topk_indices", self.topk_indices)))
-        if not choice_error <= CHOICE_ERROR:
+        if not choice_error <= self.choice_error:
             reason = f"an expert left out beats one chosen by {choice_error:.3g} of the largest logit"
             return Measurement(WRONG, reason=reason)
         checked = {name: part.check(results[name]) for name, part in self.parts.items()}

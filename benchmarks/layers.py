@@ -3,7 +3,9 @@
     python -m benchmarks.layers --layer qwen3-30b-a3b
     python -m benchmarks.layers --m 65536 --k 2048 --n 1536 --experts 128 --topk 8 --dtype fp8
 
-Every result is checked, then timed. Prints a table, and writes PREFIX.json.
+    python -m benchmarks.layers --layer qwen3-30b-a3b --peers all
+
+Every result is checked, then timed. Prints tables, and writes PREFIX.json.
 """
 
 import argparse
@@ -12,9 +14,11 @@ import dataclasses
 import os
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from _jgg_command.parser import DTYPES, SIZES, add_shared
 from benchmarks import layers_report
@@ -28,6 +32,8 @@ from benchmarks.layer import (
     logits_of,
     measure_memory,
 )
+from benchmarks.layer_peers import LAYER_PEERS, LayerPeer, measure_peer
+from benchmarks.layer_roofline import dense_times, least_layer_seconds, parts_of
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import progress
@@ -35,10 +41,10 @@ from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.fp8 import Fp8
-from jgg.measuring.peers import PEERS
+from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import FAILED, WRONG, Measurement, first_line
 from jgg.measuring.ways import JaxProduct, measure_best
-from jgg.measuring.workloads import FP8, OPS, Layer, operands
+from jgg.measuring.workloads import FP8, Layer
 from jgg.router.routing import route
 
 
@@ -49,28 +55,37 @@ class LayerRow:
     Attributes:
       passes: the measurement of each of PASSES.
       in_flax: the same of a `jgg.nnx.MoE` with float32 parameters.
+      peers: the same of peers, by their names.
       dense_seconds: for each of PASSES, the time of dense products as large as the experts' products.
+      product_seconds: the time of each of these products, in FP8 where the layer multiplies in FP8.
+      copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
       memory: memory that forward + backward takes.
       route_seconds: time of routing alone, from logits to sorted rows.
       group_sizes: fewest, median and most rows of an expert.
+      used_experts: how many experts have rows, in the layer and as a `jgg.nnx.MoE`.
       failures: the error of each measurement that raised one, in one line.
     """
 
     problem: LayerProblem
     passes: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     in_flax: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+    peers: dict[str, dict[str, Measurement]] = dataclasses.field(default_factory=dict)
     dense_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    product_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    copy_bandwidth: float | None = None
     memory: Memory | None = None
     route_seconds: float | None = None
     group_sizes: tuple[int, int, int] | None = None
+    used_experts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing failed and no result is wrong."""
-        return not self.failures and not any(
-            each.status in (FAILED, WRONG) for each in (*self.passes.values(), *self.in_flax.values())
-        )
+        """Whether no result is wrong and nothing failed, but for peers."""
+        own = (*self.passes.values(), *self.in_flax.values())
+        of_peers = [measurement for passes in self.peers.values() for measurement in passes.values()]
+        is_wrong = any(each.status == WRONG for each in (*own, *of_peers))
+        return not (self.failures or is_wrong or any(each.status == FAILED for each in own))
 
     def tflops(self, which: str) -> float | None:
         """TF/s of the experts' products in a pass; None if the pass was not measured or not right."""
@@ -83,6 +98,17 @@ class LayerRow:
         dense = self.dense_seconds.get(which)
         return 100 * dense / seconds if dense and seconds else None
 
+    def percent_of_roofline(self, which: str, kind: str = "passes") -> float | None:
+        """The least time of a pass, as `layer_roofline` has it, in percent of its time; None if a time is missing.
+
+        Args:
+          kind: "passes" or "in_flax".
+        """
+        passes, problem = getattr(self, kind), self.problem if kind == "passes" else self.problem.in_flax()
+        parts = parts_of(problem, which, self.used_experts.get(kind))
+        least = least_layer_seconds(parts, self.copy_bandwidth, self.product_seconds)
+        return percent_of_roofline(least, passes[which].seconds if which in passes else None)
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser; it has the options of `jgg bench` that make sense for whole layers."""
@@ -93,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     plain = "layer", "shapes", *SIZES, "implementation", "seed", "json", "quiet"
     dtype = {"choices": (*DTYPES, FP8), "help": what}
     add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-layers"})
+    what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (%(default)s)"
+    parser.add_argument("--peers", default="none", metavar="LIST", help=what)
     parser.set_defaults(parser=parser)
     return parser
 
@@ -115,6 +143,25 @@ def problems_of(args) -> list[LayerProblem]:
     return [LayerProblem(layer, dtype, args.w_layout, args.implementation, recipe) for layer in layers]
 
 
+def peers_of(args, dtype: str) -> tuple[dict[str, LayerPeer], dict[str, str]]:
+    """The peers that options name and that can run, and why others cannot."""
+    if args.peers == "none" or args.dtype == FP8:
+        if args.peers not in ("none", "all"):
+            raise UsageError(f"--peers must be none with --dtype {FP8}, got {args.peers}")
+        return {}, {}
+    names = tuple(LAYER_PEERS) if args.peers == "all" else options.names("--peers", args.peers, LAYER_PEERS)
+    skipped, found = {}, {}
+    for name in names:
+        peer = LAYER_PEERS[name]
+        if dtype not in peer.dtypes:
+            skipped[name] = f"it is measured in {' and '.join(peer.dtypes)}"
+        elif (reason := peer.unavailable()) is not None:
+            skipped[name] = reason
+        else:
+            found[name] = peer
+    return found, skipped
+
+
 def are_scaled_down(args) -> bool:
     """Whether only two layers, made smaller, are measured: without a GPU, if options name neither layers nor sizes."""
     return options.sizes(args) is None and options.are_scaled_down(args)
@@ -129,33 +176,35 @@ def run(args) -> int:
     """Measures and reports; returns 0, 1 after a wrong or failed result or file, or 130 after an interrupt."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     problems, rows, interrupted = problems_of(args), [], False
+    peers, skipped = peers_of(args, problems[0].dtype)
     output, path = Output(), Path(f"{args.out}.json")
     if are_scaled_down(args) and not args.json:
         print(options.SCALED_DOWN)
     try:
-        with progress(len(problems) * (3 + 2 * len(PASSES)), args.quiet) as tell:
+        with progress(len(problems) * (3 + (2 + len(peers)) * len(PASSES)), args.quiet) as tell:
+            speed = copy_bandwidth()
             for problem in problems:
-                rows.append(LayerRow(problem))
-                measure_layer(rows[-1], args.seed, tell)
+                rows.append(LayerRow(problem, copy_bandwidth=speed))
+                measure_layer(rows[-1], args.seed, tell, peers)
     except KeyboardInterrupt:
         interrupted = True
         rows = [row for row in rows if row.passes]
         if not rows:
             raise
-    text = layers_report.as_json(rows, args, interrupted)
+    text = layers_report.as_json(rows, args, skipped, interrupted)
     output.write(path, lambda path: replace_text(path, text))
     if args.json:
         print(text, end="")
     else:
-        layers_report.show(rows, interrupted)
+        layers_report.show(rows, skipped, interrupted)
     failed = output.report(quiet=args.json)
     if interrupted:
         return INTERRUPTED
     return int(failed or not all(row.is_right for row in rows))
 
 
-def measure_layer(row: LayerRow, seed: int, tell) -> None:
-    """Fills in the row's measurements, and `failures`; reports 3 + 2 * len(PASSES) steps to `tell`."""
+def measure_layer(row: LayerRow, seed: int, tell, peers: Mapping[str, LayerPeer]) -> None:
+    """Fills in the row's measurements, and `failures`; reports 3 + (2 + len(peers)) * len(PASSES) steps to `tell`."""
     problem = row.problem
     arrays = problem.operands(seed)
 
@@ -171,24 +220,32 @@ def measure_layer(row: LayerRow, seed: int, tell) -> None:
         row.memory = measure_memory(problem, arrays)
     for which in PASSES:
         tell(f"{problem.layer.name} {which}", 1)
-        row.passes[which] = _measure_pass(problem, which, arrays)
+        row.passes[which] = _measure_pass(row, problem, which, arrays, "passes")
     with attempt("route + sort"):
         _measure_routing(row, arrays)
+    for name, peer in peers.items():
+        row.peers[name] = {}
+        for which in PASSES:
+            tell(f"{problem.layer.name} {name} {which}", 1)
+            row.peers[name][which] = measure_peer(peer, problem, which, arrays)
+    del arrays
     with attempt("dense"):
         _measure_dense(row, seed)
-    del arrays
     problem = problem.in_flax()
     arrays = problem.operands(seed)
     for which in PASSES:
         tell(f"{problem.layer.name} nnx.MoE {which}", 1)
-        row.in_flax[which] = _measure_pass(problem, which, arrays)
+        row.in_flax[which] = _measure_pass(row, problem, which, arrays, "in_flax")
 
 
-def _measure_pass(problem, which, arrays):
+def _measure_pass(row, problem, which, arrays, kind):
     function = layer_function(problem, which)
-    way = JaxProduct(function, arrays, problem.flops(which), problem.bytes_accessed)
+    num_bytes = sum(part.num_bytes for part in parts_of(problem, which))
+    way = JaxProduct(function, arrays, problem.flops(which), num_bytes)
     try:
-        reference = LayerReference.of(problem, which, arrays, choices_of(problem, arrays))
+        choices = choices_of(problem, arrays)
+        row.used_experts[kind] = np.unique(choices).size
+        reference = LayerReference.of(problem, which, arrays, choices)
     except Exception as error:  # such as too little memory
         return Measurement(FAILED, reason=first_line(error))
     return measure_best(lambda: [way], reference)
@@ -206,16 +263,12 @@ def _measure_routing(row, arrays):
 
 def _measure_dense(row, seed):
     """Fills in the time of dense products as large as the experts': up and down, and their gradients."""
-    problem = row.problem
-    one_expert = dataclasses.replace(problem.layer, experts=1, topk=1, tokens=problem.num_rows)
-    gemms = dataclasses.replace(problem, layer=one_expert).gemms
-    seconds = {op: sum(_time_dense(gemm, op, seed) for gemm in gemms) for op in OPS}
-    row.dense_seconds = {which: sum(seconds[op] for op in ops) for which, ops in PASSES.items()}
-
-
-def _time_dense(gemm, op, seed):
-    (way,) = PEERS["dense"].prepare(op, gemm, operands(gemm, "one", seed))
-    return way.measure().seconds
+    seconds = dense_times(row.problem, seed)
+    row.dense_seconds = {
+        which: sum(time for name, time in seconds.items() if name.split()[1] in ops) for which, ops in PASSES.items()
+    }
+    is_in_fp8 = row.problem.quantization is not None
+    row.product_seconds = seconds | (dense_times(row.problem, seed, is_in_fp8=True) if is_in_fp8 else {})
 
 
 def main(argv=None) -> int:

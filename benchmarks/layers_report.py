@@ -10,16 +10,24 @@ from jgg.measuring.timing import RIGHT
 from jgg.measuring.workloads import FP8
 
 _FLAX = "nnx.MoE, float32 parameters"
-_HEADINGS = ("layer", "T, H, I, E, k", "pass", "ms", "TF/s", "% of dense", "dense", f"{_FLAX}, ms")
+_TEXTS = ("layer", "T, H, I, E, k", "pass")
+_HEADINGS = (*_TEXTS, "ms", "TF/s", "% of\ndense", "% of\nroofline", "dense")
+_PASSES = dict(zip(PASSES, ("forward", "+ backward"), strict=True))
 
 
-def show(rows, interrupted: bool) -> None:
-    """Prints the device, a table, and notes on each layer."""
+def show(rows, skipped: dict[str, str], interrupted: bool) -> None:
+    """Prints the device, tables, why peers were skipped, and notes on each layer."""
     problem = rows[0].problem
     recipe = " with experts in FP8" if problem.quantization else ""
     print(f"{devices()[0].kind}, {problem.dtype}{recipe}, w {problem.w_layout}; speeds without a unit are TF/s")
-    cells = [_cells(row, which) for row in rows for which in row.passes]
-    print_table(_HEADINGS, cells, _HEADINGS[:3])
+    if rows[0].copy_bandwidth is not None:
+        print(f"Plain copy on the device: {number(rows[0].copy_bandwidth / 1e9)} GB/s, read and written")
+    print(*(f"Skipped {name}: {reason}\n" for name, reason in skipped.items()), sep="", end="")
+    print_table(_HEADINGS, [_cells(row, which) for row in rows for which in row.passes], _TEXTS)
+    peers = list(dict.fromkeys(name for row in rows for name in row.peers))
+    print("The same layer by others, ms:")
+    headings = ("layer", "pass", "jgg", "nnx.MoE,\nfloat32", "% of\nroofline", *peers)
+    print_table(headings, [_cells_of_others(row, which, peers) for row in rows for which in row.passes], _TEXTS)
     for row in rows:
         print(*_notes(row), sep="\n")
     if interrupted:
@@ -27,21 +35,38 @@ def show(rows, interrupted: bool) -> None:
 
 
 def _cells(row, which):
-    layer = row.problem.layer
-    dense, percent = row.dense_seconds.get(which), row.percent_of_dense(which)
+    layer, dense = row.problem.layer, row.dense_seconds.get(which)
     return (
         layer.name,
         ", ".join(map(str, dataclasses.astuple(layer)[1:])),
-        which,
-        _milliseconds(row.passes[which]),
+        _PASSES[which],
+        _milliseconds(row.passes, which),
         number(row.tflops(which)),
-        "-" if percent is None else f"{percent:.1f}",
+        _percent(row.percent_of_dense(which)),
+        _percent(row.percent_of_roofline(which)),
         number(dense and row.problem.flops(which) / dense / 1e12),
-        _milliseconds(row.in_flax[which]) if which in row.in_flax else "-",
     )
 
 
-def _milliseconds(measurement):
+def _cells_of_others(row, which, peers):
+    return (
+        row.problem.layer.name,
+        _PASSES[which],
+        _milliseconds(row.passes, which),
+        _milliseconds(row.in_flax, which),
+        _percent(row.percent_of_roofline(which, "in_flax")),
+        *(_milliseconds(row.peers.get(name, {}), which) for name in peers),
+    )
+
+
+def _percent(value):
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _milliseconds(passes, which):
+    if which not in passes:
+        return "-"
+    measurement = passes[which]
     return number(measurement.seconds * 1e3) if measurement.status == RIGHT else measurement.status
 
 
@@ -64,7 +89,8 @@ def _notes(row):
         )
     for what, reason in row.failures.items():
         yield f"{name} {what}: failed: {reason}"
-    for kind, passes in (("", row.passes), (f" {_FLAX}", row.in_flax)):
+    peers = [(f" {name}", passes) for name, passes in row.peers.items()]
+    for kind, passes in (("", row.passes), (f" {_FLAX}", row.in_flax), *peers):
         for which, measurement in passes.items():
             if measurement.status != RIGHT:
                 of = f" ({measurement.variant})" if measurement.variant else ""
@@ -75,11 +101,12 @@ def _megabytes(count):
     return f"{number(count / 1e6)} MB"
 
 
-def as_json(rows, args, interrupted: bool) -> str:
+def as_json(rows, args, skipped: dict[str, str], interrupted: bool) -> str:
     """The text of the JSON file."""
     settings = {name: value for name, value in vars(args).items() if name != "parser"}
     content = origin() | {
         "settings": settings,
+        "skipped": skipped,
         "interrupted": interrupted,
         "layers": [_row_as_json(row) for row in rows],
     }
@@ -92,11 +119,18 @@ def _row_as_json(row):
         **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},
         "problem": dataclasses.asdict(problem) | {"quantization": problem.quantization and FP8},
         "memory": row.memory and dataclasses.asdict(row.memory),
-        "passes": {which: measurement.as_json() for which, measurement in row.passes.items()},
-        "in_flax": {which: measurement.as_json() for which, measurement in row.in_flax.items()},
+        "passes": _passes_as_json(row.passes),
+        "in_flax": _passes_as_json(row.in_flax),
+        "peers": {name: _passes_as_json(passes) for name, passes in row.peers.items()},
         "flops": {which: problem.flops(which) for which in PASSES},
         "tflops": {which: row.tflops(which) for which in PASSES},
         "dense_tflops": {which: problem.flops(which) / dense / 1e12 for which, dense in row.dense_seconds.items()},
         "percent_of_dense": {which: row.percent_of_dense(which) for which in PASSES},
+        "percent_of_roofline": {which: row.percent_of_roofline(which) for which in PASSES},
+        "percent_of_roofline_in_flax": {which: row.percent_of_roofline(which, "in_flax") for which in PASSES},
         "memory_limit": problem.memory_limit,
     }
+
+
+def _passes_as_json(passes):
+    return {which: measurement.as_json() for which, measurement in passes.items()}

@@ -3,7 +3,8 @@
     python -m benchmarks.lora --layer qwen3-30b-a3b --rank 16,64
 
 Every result is checked against plain JAX, then timed. Prints a table; the time of each way is also given as a ratio to
-the frozen layer's. Routing is in the times, the router's product is not.
+the frozen layer's, and beside the least time (% of roofline, see `benchmarks.layer_roofline`). Routing is in the times,
+the router's product is not.
 """
 
 import argparse
@@ -17,19 +18,29 @@ import jax
 import jax.numpy as jnp
 
 from _jgg_command.parser import add_shared
-from benchmarks.layer import LayerProblem
+from benchmarks.layer import FORWARD, LayerProblem
+from benchmarks.layer_roofline import (
+    Part,
+    Sizes,
+    dense_times,
+    dw_parts,
+    dx_parts,
+    forward_parts,
+    least_layer_seconds,
+)
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table, progress
 from jgg.experts.moe import moe_mlp
 from jgg.fp8 import Fp8, quantize_weights
 from jgg.low_rank import LowRank
+from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import RIGHT, Measurement, Reference, first_line, jit_reference
 from jgg.measuring.ways import FAILED, JaxProduct, measure_best
 from jgg.measuring.workloads import Layer
 from jgg.router.routing import route
 
-_HEADINGS = ("layer", "experts", "ms", "over frozen", "temporaries, MB")
+_HEADINGS = ("layer", "experts", "ms", "over frozen", "% of roofline", "temporaries, MB")
 _FP8_ERROR = 0.1  # of the largest element, beside the errors of bfloat16
 
 
@@ -52,6 +63,39 @@ class LoraProblem:
         """What is measured, for the table."""
         what = "all trained" if self.is_trained else "frozen" if self.rank is None else f"rank {self.rank}"
         return f"FP8, {what}" if self.in_fp8 else what
+
+    @property
+    def base(self) -> LayerProblem:
+        """The layer without adapters."""
+        return LayerProblem(self.layer, "bfloat16", quantization=Fp8() if self.in_fp8 else None)
+
+    def parts(self) -> list[Part]:
+        """The passes over memory of forward + backward, whose least times are added up.
+
+        An adapter adds x aᵀ and its product with b to the product beside it, which reads a and b, and in forward stores
+        x aᵀ [M, r]. da and db are products of their own, and read rows that the layer has stored.
+        """
+        sizes, rows, tokens = Sizes(self.base), self.base.num_rows, self.layer.tokens
+        hidden, inner = self.layer.hidden, self.layer.expert_intermediate
+        choices = Part("routing", (4 * self.layer.experts + 8 * self.layer.topk) * tokens)
+        parts = [choices, *forward_parts(sizes, keeps=True), *dx_parts(sizes, self.is_trained or self.rank is not None)]
+        if self.is_trained:
+            parts += dw_parts(sizes)
+        if self.rank is None:
+            return parts
+        of_gate_up, of_down = (
+            sizes.plain(self.layer.experts * self.rank, features) for features in (hidden + 2 * inner, inner + hidden)
+        )
+        reduced = sizes.plain(rows, self.rank)
+        more = {"up": of_gate_up + reduced, "down": of_down + reduced, "dX of up": of_gate_up, "dX of down": of_down}
+        parts = [part._replace(num_bytes=part.num_bytes + more.get(part.name, 0)) for part in parts]
+        gradient = sizes.plain(rows, 2 * inner)
+        read = sizes.plain(tokens, hidden) + gradient, sizes.multiplied(rows, inner) + sizes.plain(tokens, hidden)
+        return [
+            *parts,
+            Part("da and db of up", read[0] + 2 * reduced + of_gate_up),
+            Part("da and db of down", read[1] + 2 * reduced + of_down),
+        ]
 
     def operands(self, seed: int = 0) -> dict[str, Any]:
         """Random arrays: x, dy, the router's logits, weights and factors; b is not zero, so that a has a gradient."""
@@ -139,8 +183,9 @@ def measure(problem: LoraProblem, implementation: str | None, seed: int) -> tupl
         stats = jax.jit(function).lower(arrays).compile().memory_analysis()
     except Exception as error:  # such as too little memory
         return Measurement(FAILED, reason=first_line(error)), None
-    flops = LayerProblem(problem.layer, "bfloat16").flops("forward")
-    measurement = measure_best(lambda: [JaxProduct(function, arrays, 2 * flops, 0)], reference)
+    num_bytes = sum(part.num_bytes for part in problem.parts())
+    way = JaxProduct(function, arrays, 2 * problem.base.flops(FORWARD), num_bytes)
+    measurement = measure_best(lambda: [way], reference)
     return measurement, None if stats is None else stats.temp_size_in_bytes / 1e6
 
 
@@ -174,10 +219,12 @@ def run(args) -> int:
         layers = tuple(map(options.scaled_down, layers[:1]))
         print(options.SCALED_DOWN)
     cells, wrong = [], []
+    missing: list[str] = []
+    copy_speed = copy_bandwidth()
     problems = [problems_of(layer, args.rank) for layer in layers]
     with progress(sum(map(len, problems)), args.quiet) as tell:
         for of_layer in problems:
-            frozen = None
+            frozen, dense = None, dense_times_of(of_layer, args.seed, missing)
             for problem in of_layer:
                 tell(f"{problem.layer.name} {problem}", 1)
                 measurement, temporaries = measure(problem, args.implementation, args.seed)
@@ -187,10 +234,26 @@ def run(args) -> int:
                 frozen = frozen or seconds
                 ratio = f"{seconds / frozen:.3f}" if seconds and frozen else "-"
                 time = number(seconds * 1e3) if seconds else measurement.status
-                cells.append((problem.layer.name, str(problem), time, ratio, number(temporaries)))
+                least = least_layer_seconds(problem.parts(), copy_speed, dense[problem.in_fp8])
+                percent = percent_of_roofline(least, seconds)
+                of_roofline = "-" if percent is None else f"{percent:.1f}"
+                cells.append((problem.layer.name, str(problem), time, ratio, of_roofline, number(temporaries)))
     print_table(_HEADINGS, cells, _HEADINGS[:2])
-    print(*wrong, sep="\n", end="\n" if wrong else "")
+    notes = missing + wrong
+    print(*notes, sep="\n", end="\n" if notes else "")
     return int(bool(wrong))
+
+
+def dense_times_of(problems: list[LoraProblem], seed: int, missing: list[str]) -> dict[bool, dict[str, float]]:
+    """The times of dense products, by whether the experts are in FP8; adds why some are not there to `missing`."""
+    times: dict[bool, dict[str, float]] = {False: {}, True: {}}
+    base = problems[0].base
+    for in_fp8 in sorted({problem.in_fp8 for problem in problems}):
+        try:
+            times[in_fp8] = times[False] | dense_times(base, seed, in_fp8)
+        except Exception as error:  # such as too little memory
+            missing.append(f"{base.layer.name} dense{' in FP8' * in_fp8}: failed: {first_line(error)}")
+    return times
 
 
 def main(argv=None) -> int:

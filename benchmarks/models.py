@@ -6,9 +6,8 @@
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
 
 Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
-that the device had in use so far. Generation is given beside the time in which the device copies half as many bytes as
-a step reads at least: the active experts', all other weights and the cache once. On a CPU a small model with the same
-structure is measured.
+that the device had in use so far. Times are given beside the least that a step takes (% of roofline, see
+`benchmarks.model_roofline`). On a CPU a small model with the same structure is measured.
 """
 
 import argparse
@@ -24,9 +23,17 @@ from flax import nnx
 
 import jgg
 import jgg.models
+from benchmarks.model_roofline import (
+    least_decode_seconds,
+    least_prefill_seconds,
+    least_training_seconds,
+    measure_speeds,
+    tensors_of,
+)
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table
 from jgg.core.quantized import QuantizedArray
+from jgg.measuring.roofline import percent_of_roofline
 from jgg.nnx import Frozen
 
 _SHARED = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
@@ -55,7 +62,7 @@ _SMALL = {
 }  # fmt: skip
 RUNS = "lora", "train", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored"
-_HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "of the limit")
+_HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
 
 
 def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.ModelConfig:
@@ -128,8 +135,10 @@ def make_step(model: jgg.models.Decoder, trained: Any):
 def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
     """The cells of a row for steps of training."""
     options = {"lora_rank": args.rank} if run == "lora" else {}
+    speeds = measure_speeds(config, args.batch * args.sequence, args.experts == "fp8")
     model = random_model(config, args.experts, remat=args.remat, **options)
     step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param)
+    tensors = tensors_of(model)
     del model
     shape = args.batch, args.sequence + 1
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocabulary, jnp.int32)
@@ -144,12 +153,15 @@ def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
         raise FloatingPointError(f"the loss is {loss}")
     median = sorted(seconds)[len(seconds) // 2]
     rate = args.batch * args.sequence / median
-    return run, number(first), number(median * 1e3), number(rate), number(_peak()), "-"
+    least = least_training_seconds(config, tensors, speeds, args.batch, args.sequence, run == "lora")
+    return run, number(first), number(median * 1e3), number(rate), number(_peak()), _percent(least, median)
 
 
 def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
     """The cells of a row for each batch size."""
-    model, rows, speed = random_model(config, args.experts), [], _copy_speed()
+    speeds = measure_speeds(config, args.sequence, args.experts == "fp8")
+    model, rows = random_model(config, args.experts), []
+    tensors = tensors_of(model)
     for batch in args.batches:
         tokens = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, config.vocabulary, jnp.int32)
         times, first = {}, 0.0
@@ -162,40 +174,21 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
             jax.block_until_ready(run())
             times[new_tokens] = time.perf_counter() - begin
         prefill, whole = times.values()
-        of_token = (whole - prefill) / args.new_tokens
-        limit = _bytes_of_step(model, batch, args.prompt) / speed
+        of_token = (whole - prefill) / args.new_tokens if whole > prefill else None  # else noise, of a small model
+        of_prefill = least_prefill_seconds(config, tensors, speeds, batch, args.prompt)
+        of_decode = least_decode_seconds(config, tensors, speeds, batch, args.prompt)
         rows += [
             (f"prefill {batch} x {args.prompt}", "-", number(prefill * 1e3), number(batch * args.prompt / prefill),
-             number(_peak()), "-"),
-            (f"decode {batch}", number(first), number(of_token * 1e3), number(batch / of_token), number(_peak()),
-             f"{limit / of_token:.2f}"),
+             number(_peak()), _percent(of_prefill, prefill)),
+            (f"decode {batch}", number(first), number(of_token and of_token * 1e3),
+             number(of_token and batch / of_token), number(_peak()), _percent(of_decode, of_token)),
         ]  # fmt: skip
     return rows
 
 
-def _bytes_of_step(model: jgg.models.Decoder, batch: int, positions: int) -> float:
-    """The bytes that a step of decoding reads at least, if each token chooses experts of its own."""
-    config, moe = model.config, model.config.moe
-    share = min(1.0, batch * moe.topk / moe.num_experts)
-    size = 0.0
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        if path[-1] != "w_embedding" or config.is_tied:
-            size += sum(part.nbytes for part in jax.tree.leaves(variable.get_value())) * (
-                share if "moe" in path and str(path[-1]).startswith(("w_gate_up", "w_down")) else 1.0
-            )
-    return size + 4 * batch * positions * config.num_layers * config.num_kv_heads * config.head_features
-
-
-def _copy_speed() -> float:
-    """The bytes/s that a copy reads and writes."""
-    array = jnp.zeros(2**28 if jax.default_backend() == "gpu" else 2**22, jnp.int32)
-    copy = jax.jit(lambda array: array + 1)
-    jax.block_until_ready(copy(array))
-    begin = time.perf_counter()
-    for _ in range(10):
-        array = copy(array)
-    jax.block_until_ready(array)
-    return 10 * 2 * array.nbytes / (time.perf_counter() - begin)
+def _percent(least: float | None, seconds: float | None) -> str:
+    percent = percent_of_roofline(least, seconds)
+    return "-" if percent is None else f"{percent:.1f}"
 
 
 def _peak() -> float | None:

@@ -35,11 +35,11 @@ class TorchProduct(Way):
         """The product."""
         if self.out is not None:
             self.out.fill_(float("nan"))  # so that an earlier call's result cannot pass for this one's
-        return _to_jax(self.call())
+        return to_jax(self.call())
 
     def measure(self) -> Timing:
         """Times the product."""
-        seconds = _torch_seconds(self.call, flushes=timing.stays_in_l2(self.bytes_accessed))
+        seconds = torch_seconds(self.call, flushes=timing.stays_in_l2(self.bytes_accessed))
         return Timing(seconds, self.compute())
 
 
@@ -48,15 +48,15 @@ def _torch_operands(op, problem, arrays):
 
     The product is D[i] = A[i] @ B[e]^T for row i of expert e; dW is D[e] = A[:, rows] @ B[:, rows]^T.
     """
-    x, w, dy = (_to_torch(arrays[name]) for name in ("x", "w", "dy"))
+    x, w, dy = (to_torch(arrays[name]) for name in ("x", "w", "dy"))
     w_enk = w if problem.w_layout == "enk" else w.transpose(1, 2)
-    starts = _to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
+    starts = to_torch(jnp.pad(jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32), (1, 0)))
     if op == "dw":
         a, b = (dy, x) if problem.w_layout == "enk" else (x, dy)
         return a.t(), b.t(), starts, None
     if op == "dx":
         return dy, w_enk.transpose(1, 2), starts, None
-    return x, w_enk, starts, _to_torch(_tokens(problem, arrays)) if problem.permute_x else None
+    return x, w_enk, starts, to_torch(_tokens(problem, arrays)) if problem.permute_x else None
 
 
 def _grouped_mm(op, problem, arrays):
@@ -69,7 +69,7 @@ def _grouped_mm(op, problem, arrays):
         rows = a if tokens is None else a.index_select(0, tokens)
         return torch._grouped_mm(rows, b.transpose(-2, -1), offs=ends)
 
-    return [TorchProduct(call, problem.bytes_accessed)]
+    return [TorchProduct(call, problem.bytes_accessed(op))]
 
 
 _QUACK_TILES = ((128, 192, True), (128, 160, True), (128, 256, False), (256, 192, False))  # tile_m, tile_n, pingpong
@@ -94,7 +94,7 @@ def _quack(op, problem, arrays):
             return out
 
         variant = f"{tile_m}x{tile_n}{' pingpong' * pingpong}, cluster {cluster_m}x1"
-        return TorchProduct(call, problem.bytes_accessed, out, variant=variant)
+        return TorchProduct(call, problem.bytes_accessed(op), out, variant=variant)
 
     return [product(*tile, cluster_m) for tile in _QUACK_TILES for cluster_m in (2, 1)]
 
@@ -103,7 +103,7 @@ def _tokens(problem, arrays):
     return arrays["gather_indices"] // problem.topk
 
 
-def _why_not(*modules) -> str | None:
+def why_not(*modules: str) -> str | None:
     """Why modules cannot be imported, or torch, if it is one of them, cannot run on the GPU that JAX uses."""
     try:
         list(map(importlib.import_module, modules))
@@ -118,7 +118,7 @@ def _why_not(*modules) -> str | None:
     return None if importlib.import_module("torch").cuda.is_available() else "torch has no CUDA device"
 
 
-def _to_torch(array):
+def to_torch(array: jax.Array) -> Any:
     """The array as a tensor on the GPU, without a copy where DLPack allows."""
     torch = importlib.import_module("torch")
     array = jax.block_until_ready(array)
@@ -129,7 +129,7 @@ def _to_torch(array):
         return torch.from_numpy(integers).cuda().view(getattr(torch, array.dtype.name))
 
 
-def _to_jax(tensor):
+def to_jax(tensor: Any) -> jax.Array:
     """The tensor as an array, without a copy where DLPack allows."""
     torch = importlib.import_module("torch")
     tensor = tensor.contiguous()
@@ -141,7 +141,7 @@ def _to_jax(tensor):
         return jnp.asarray(integers.view(jnp.dtype(str(tensor.dtype).removeprefix("torch."))))
 
 
-def _torch_seconds(call, flushes) -> float:
+def torch_seconds(call: Callable[[], Any], flushes: bool) -> float:
     """Seconds of a call on the device, measured in the same way as by `timing.measure`."""
     torch = importlib.import_module("torch")
     filler = torch.zeros(timing.LARGER_THAN_L2 // 4 if flushes else 0, dtype=torch.int32, device="cuda")
@@ -172,8 +172,17 @@ def _event_seconds(call, calls):
     return start.elapsed_time(end) / 1e3
 
 
+def tokamax_functions() -> dict[str, Callable]:
+    """tokamax's grouped product, by the implementation that it chooses; on a GPU, beside it, the one in Triton."""
+    function = importlib.import_module("tokamax").ragged_dot
+    functions = {"by default": function}
+    if jax.default_backend() == "gpu":
+        functions["triton"] = functools.partial(function, implementation="triton")
+    return functions
+
+
 PEERS = peers.PEERS | {
-    "tokamax": Peer(functools.partial(peers.ragged_dot, "tokamax"), unavailable=lambda: _why_not("tokamax")),
-    "torch": Peer(_grouped_mm, ("bfloat16",), lambda: _why_not("torch")),
-    "quack": Peer(_quack, ("float16", "bfloat16"), lambda: _why_not("torch", "quack.gemm")),
+    "tokamax": Peer(functools.partial(peers.ragged_dot, tokamax_functions), unavailable=lambda: why_not("tokamax")),
+    "torch": Peer(_grouped_mm, ("bfloat16",), lambda: why_not("torch")),
+    "quack": Peer(_quack, ("float16", "bfloat16"), lambda: why_not("torch", "quack.gemm")),
 }

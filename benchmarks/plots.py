@@ -52,8 +52,17 @@ def _panels_of_layers(result):
         for which in layers[0]["flops"]
         for who, key in (("jgg", "tflops"), ("dense", "dense_tflops"))
     }
+    for who in dict.fromkeys(name for layer in layers for name in layer["peers"]):
+        for which in layers[0]["flops"]:
+            speeds[f"{who} {which}"] = [_tflops_of_peer(layer, who, which) for layer in layers]
     names = [layer["problem"]["layer"]["name"] for layer in layers]
     return [(3, _plot_bars, ("whole layer, router included", names, speeds))]
+
+
+def _tflops_of_peer(layer, who, which):
+    """TF/s of a peer's layer; None if it was not measured or not right."""
+    seconds = layer["peers"].get(who, {}).get(which, {}).get("seconds")
+    return seconds and layer["flops"][which] / seconds / 1e12
 
 
 def _tflops(row, name):

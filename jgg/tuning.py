@@ -246,7 +246,7 @@ def _try(
     max_calls = {"max_calls": 1} if implementation == "interpret" else {}
     function = product(op, problem, implementation, config)
     try:
-        timing = measure(function, arrays, problem.flops, problem.bytes_accessed, lock=lock, **max_calls)
+        timing = measure(function, arrays, problem.flops, problem.bytes_accessed(op), lock=lock, **max_calls)
     except Exception as error:  # whatever a compiler or a driver may raise
         return Trial(config, failure=f"{type(error).__name__}: {str(error).partition('\n')[0]}")
     with lock:

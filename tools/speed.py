@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tools import layers_picture
 from tools.speed_picture import BARS, BOUND, THEMES, draw
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,22 @@ def layer_speeds() -> dict[str, dict[str, float]]:
             for name in (*BARS, BOUND):
                 times[row["layer"]][name] += work / float(row[name])
     return {layer: {name: flops[layer] / time for name, time in each.items()} for layer, each in times.items()}
+
+
+def tokens_per_second() -> dict[str, dict[str, float]]:
+    """Tokens/s of forward + backward of whole layers, by layer and library; only layers beside which another stands.
+
+    SonicMoE is left out where it waited for the CPU.
+    """
+    found = {}
+    for row in measurements("layers"):
+        columns = {name: "both_ms" if name == "jgg" else f"{name}_both_ms" for name in layers_picture.BARS}
+        if row["sonic_waits_for_cpu"]:
+            del columns["sonic"]
+        speeds = {name: 1e3 * int(row["tokens"]) / float(row[at]) for name, at in columns.items() if row[at]}
+        if len(speeds) > 1:
+            found[row["layer"]] = speeds
+    return found
 
 
 def summary() -> str:
@@ -150,7 +167,12 @@ def outputs() -> dict[Path, str]:
     texts = {ROOT / page: _filled((ROOT / page).read_text()) for page in PAGES}
     speeds = {layer: {name: speed[name] for name in (*BARS, BOUND)} for layer, speed in layer_speeds().items()}
     pictures = ROOT / "docs/pictures"
-    return texts | {pictures / f"speed-{name}.svg": draw(speeds, theme) for name, theme in THEMES.items()}
+    gpus = sorted({row["gpu"] for row in measurements("layers")})
+    for name, theme in THEMES.items():
+        texts[pictures / f"speed-{name}.svg"] = draw(speeds, theme)
+        colors = layers_picture.COLORS[name]
+        texts[pictures / f"layers-{name}.svg"] = layers_picture.draw(tokens_per_second(), gpus, theme, colors)
+    return texts
 
 
 def _filled(page: str) -> str:

@@ -29,14 +29,19 @@ WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
 def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
     """Returns the picture as SVG in the colors of a theme; the background is transparent."""
     scale = (WIDTH - LEFT - RIGHT) / max(each[BOUND] for each in speeds.values())
-    parts = [_text(0, 22, TITLE, theme["text"], 20, "bold"), _text(0, 46, SUBTITLE, theme["faint"]), *_legend(theme)]
+    parts = [text(0, 22, TITLE, theme["text"], 20, "bold"), text(0, 46, SUBTITLE, theme["faint"]), *_legend(theme)]
     y = TOP
     for layer, each in speeds.items():
         parts += _layer(y, layer, each, scale, theme)
         y += BAR * len(BARS) + GAP
+    return svg(TITLE, y, parts)
+
+
+def svg(title: str, height: int, parts: list[str]) -> str:
+    """Returns a picture of WIDTH and this height that has these parts."""
     font = "font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\""
-    size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img"><title>{TITLE}</title>'
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img"><title>{title}</title>'
     return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
@@ -45,31 +50,34 @@ def _legend(theme):
     x = 0
     for name, label in BARS.items():
         yield f'<rect x="{x}" y="64" width="14" height="14" fill="{theme["bars"][name][0]}"/>'
-        yield _text(x + 20, 76, label, theme["text"])
+        yield text(x + 20, 76, label, theme["text"])
         x += 50 + 9 * len(label)
     yield _line(x, 62, 18, theme)
-    yield _text(x + 10, 76, "dense cuBLAS", theme["text"])
+    yield text(x + 10, 76, "dense cuBLAS", theme["text"])
 
 
 def _layer(y, layer, speeds, scale, theme):
     """The name of a layer, its bars and the line of its bound."""
     height = BAR * len(BARS)
-    yield _text(LEFT - 10, y + height / 2 + 5, layer, theme["text"], anchor="end")
+    yield text(LEFT - 10, y + height / 2 + 5, layer, theme["text"], anchor="end")
     for i, name in enumerate(BARS):
         color, ink = theme["bars"][name]
         end = LEFT + speeds[name] * scale
         yield f'<rect x="{LEFT}" y="{y + i * BAR}" width="{end - LEFT:.1f}" height="{BAR - 1}" fill="{color}"/>'
         weight = "bold" if name == "tflops" else "normal"
-        yield _text(end - 5, y + i * BAR + 12.5, f"{speeds[name]:.0f}", ink, 13, weight, "end")
+        yield text(end - 5, y + i * BAR + 12.5, f"{speeds[name]:.0f}", ink, 13, weight, "end")
     end = LEFT + speeds[BOUND] * scale
     yield _line(end, y, height, theme)
-    yield _text(end + 6, y + height / 2 + 4, f"{speeds[BOUND]:.0f}", theme["faint"], 13)
+    yield text(end + 6, y + height / 2 + 4, f"{speeds[BOUND]:.0f}", theme["faint"], 13)
 
 
 def _line(x, y, height, theme):
     return f'<path d="M{x:.1f} {y}v{height}" stroke="{theme["text"]}" stroke-width="2"/>'
 
 
-def _text(x, y, text, color, size=15, weight="normal", anchor="start"):
+def text(
+    x: float, y: float, words: str, color: str, size: int = 15, weight: str = "normal", anchor: str = "start"
+) -> str:  # fmt: skip
+    """Words whose start, middle or end (the anchor) is at x."""
     style = f'fill="{color}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
-    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{text}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{words}</text>'

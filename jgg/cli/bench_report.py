@@ -4,12 +4,16 @@ import dataclasses
 import json
 import statistics
 
+import numpy as np
+
 from jgg.cli import options
-from jgg.cli.bench_run import BOUNDS, JGG, Result, Row
+from jgg.cli.bench_run import BOUNDS, JGG, Result, Row, groups_of
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
 from jgg.measuring.peers import DENSE
+from jgg.measuring.roofline import least_seconds, percent_of_roofline
 from jgg.measuring.timing import RIGHT
+from jgg.measuring.workloads import group_sizes
 
 _TEXTS = ("GEMM", "M, K, N, E", "op", "peer", "smallest of")  # columns that are words
 _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
@@ -18,9 +22,11 @@ _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 def show(result: Result) -> None:
     """Prints conditions, tables, what was not right, and ratios."""
     print(header(result))
-    numbers = ("ms", "TF/s", "GB/s", "% of dense", "% of roofline")
-    headings = ("GEMM", "M, K, N, E", "op", *numbers, *BOUNDS.values(), *result.peers)
+    headings = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "GB/s", "% of\ndense", "% of\nroofline")
     print_table(headings, [_cells(result, row) for row in result.rows], _TEXTS)
+    others = (*BOUNDS.values(), *result.peers)
+    print("jgg's speed with other groups, and that of peers:")
+    print_table(("GEMM", "op", JGG, *others), [_speeds(row, (JGG, *others)) for row in result.rows], _TEXTS)
     for line in _not_right(result):
         print(line)
     compared = [
@@ -31,6 +37,8 @@ def show(result: Result) -> None:
     if compared:
         print("jgg's speed over each peer's:")
         print_table(("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs"), compared, _TEXTS)
+    if result.left_out:
+        print(f"Not all was measured, for lack of time, of {', '.join(result.left_out)}: name the layer with --layer")
     if result.interrupted:
         print("Interrupted: not everything was measured")
 
@@ -51,7 +59,7 @@ def header(result: Result) -> str:
 
 
 def _cells(result, row):
-    """The cells of a row: name, sizes and op; then jgg's numbers, and the speeds of bounds and peers."""
+    """The cells of a row: name, sizes and op; then jgg's numbers."""
     numbers = _numbers(result, row, JGG)
     percents = [numbers["percent_of_dense"], numbers["percent_of_roofline"]]
     return (
@@ -62,8 +70,11 @@ def _cells(result, row):
         number(numbers["tflops"]),
         number(numbers["gbytes_per_second"]),
         *("-" if percent is None else f"{percent:.1f}" for percent in percents),
-        *(_cell(row, name, row.tflops(name)) for name in (*BOUNDS.values(), *result.peers)),
     )
+
+
+def _speeds(row, names):
+    return row.name, row.op, *(_cell(row, name, row.tflops(name)) for name in names)
 
 
 def _cell(row, name, value):
@@ -112,6 +123,7 @@ def as_json(result: Result) -> str:
         "copy_bytes_per_second": result.copy_bandwidth,
         "peers": result.peers,
         "skipped": result.skipped,
+        "left_out": result.left_out,
         "interrupted": result.interrupted,
         "ratios": _ratios(result),
         "rows": [_row_as_json(result, row) for row in result.rows],
@@ -120,33 +132,37 @@ def as_json(result: Result) -> str:
 
 
 def _row_as_json(result, row):
-    problem = row.problem
+    problem, num_bytes = row.problem, _bytes(result, row, JGG)
     return {
         **{name: getattr(row, name) for name in ("layer", "gemm", "op")},
         **{name: getattr(problem, name) for name in _SIZES},
         "dtype": problem.dtype.name,
         "flops": problem.flops,
-        "bytes": problem.bytes_accessed,
-        "flops_per_byte": problem.flops / problem.bytes_accessed,
+        "bytes": num_bytes,
+        "flops_per_byte": problem.flops / num_bytes,
         "measurements": {
             name: measurement.as_json() | _numbers(result, row, name) for name, measurement in row.measurements.items()
         },
     }
 
 
-def _numbers(result, row, name):
-    """The numbers that follow from the seconds of a call; each is None if the times that it needs are missing.
+def _bytes(result, row, name):
+    """The bytes that a measurement must read and write, of the experts that have rows in it."""
+    settings, (op, problem) = result.settings, row.computed
+    kind = groups_of(name, settings.groups)
+    sizes = group_sizes(kind, problem.num_rows, problem.num_experts, settings.seed)
+    return problem.bytes_accessed(op, int(np.count_nonzero(sizes)))
 
-    The roofline is the time of the dense product or of a copy of as many bytes as x, w and y have, whichever is longer.
-    """
-    seconds, ratio = row.seconds(name), row.ratio(DENSE, name)
-    of_roofline = None
-    if ratio and seconds and result.copy_bandwidth:
-        of_roofline = 100 * max(ratio, row.problem.bytes_accessed / result.copy_bandwidth / seconds)
+
+def _numbers(result, row, name):
+    """The numbers that follow from the seconds of a call; each is None if the times that it needs are missing."""
+    seconds, num_bytes = row.seconds(name), _bytes(result, row, name)
+    ratio = row.ratio(DENSE, name)
+    least = least_seconds(num_bytes, result.copy_bandwidth, row.seconds(DENSE))
     return {
         "milliseconds": seconds and seconds * 1e3,
         "tflops": row.tflops(name),
-        "gbytes_per_second": seconds and row.problem.bytes_accessed / seconds / 1e9,
+        "gbytes_per_second": seconds and num_bytes / seconds / 1e9,
         "percent_of_dense": ratio and 100 * ratio,
-        "percent_of_roofline": of_roofline,
+        "percent_of_roofline": percent_of_roofline(least, seconds),
     }

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jgg.cli.bench_settings import Settings
 from jgg.cli.console import progress
 from jgg.core.problem import GroupedGemmProblem
 from jgg.measuring.peers import DENSE, PEERS, Peer
-from jgg.measuring.timing import FAILED, WRONG, Measurement, Reference, first_line, measure, product
+from jgg.measuring.roofline import copy_bandwidth
+from jgg.measuring.timing import FAILED, WRONG, Measurement, Reference, first_line, product
 from jgg.measuring.ways import JaxProduct, measure_best
 from jgg.measuring.workloads import computed_as, group_sizes, operands
 
@@ -34,6 +36,11 @@ class Row:
     def name(self) -> str:
         """The names of the layer and of its GEMM."""
         return f"{self.layer} {self.gemm}"
+
+    @property
+    def computed(self) -> tuple[str, GroupedGemmProblem]:
+        """The op and the problem that compute this one."""
+        return computed_as("forward" if self.op == "gather" else self.op, self.problem)
 
     def seconds(self, name: str) -> float | None:
         """Seconds of a call; None if `name` was not measured or not right."""
@@ -61,6 +68,7 @@ class Result:
       skipped: why each of the other peers could not run.
       copy_bandwidth: bytes a second, read and written, of a plain copy on the device.
       rows: in the order measured; the last may be incomplete after an interrupt.
+      left_out: GEMMs and ops for whose measurements there was no time; the last row may be one of them.
       interrupted: True while anything is left to measure, so also if the keyboard or a peer ended the run.
     """
 
@@ -69,6 +77,7 @@ class Result:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     copy_bandwidth: float | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
     interrupted: bool = True
 
     @property
@@ -85,7 +94,7 @@ def run(settings: Settings, keep: Callable[[Result], Any], peers: Mapping[str, P
 
     It calls keep(result) after each row, because a library that is measured might end the process.
     """
-    result = Result(settings)
+    result, start = Result(settings), time.monotonic()
     try:
         for name in settings.peers:
             if (reason := peers[name].unavailable()) is None:
@@ -93,7 +102,8 @@ def run(settings: Settings, keep: Callable[[Result], Any], peers: Mapping[str, P
             else:
                 result.skipped[name] = reason
         result.copy_bandwidth = copy_bandwidth()
-        _measure_all(result, keep, {**peers, JGG: _own(settings.implementation)})
+        end = start + (settings.time_limit or math.inf)
+        _measure_all(result, keep, {**peers, JGG: _own(settings.implementation)}, end)
         result.interrupted = False
     except KeyboardInterrupt:
         result.rows = [row for row in result.rows if row.measurements]
@@ -104,21 +114,18 @@ def _own(implementation):
     """Wraps jgg as a Peer, so that it is measured like the others."""
 
     def prepare(op, problem, arrays):
-        return [JaxProduct(product(op, problem, implementation), arrays, problem.flops, problem.bytes_accessed)]
+        return [JaxProduct(product(op, problem, implementation), arrays, problem.flops, problem.bytes_accessed(op))]
 
     return Peer(prepare)
 
 
-def copy_bandwidth() -> float:
-    """Measures a plain copy on the device; returns bytes a second, read and written."""
-    array = jnp.zeros(2**28 if jax.default_backend() == "gpu" else 2**23, jnp.int32)
-    arrays = {"array": array, "group_sizes": jnp.zeros(1, jnp.int32)}
-    num_bytes = 2 * array.nbytes
-    timed = measure(lambda arrays: arrays["array"] ^ arrays["group_sizes"][0], arrays, 0, num_bytes)
-    return num_bytes / timed.seconds
+def groups_of(name: str, asked: str) -> str:
+    """The kind of group sizes with which a measurement of a row was made, if `asked` was asked for."""
+    kinds = {label: kind for kind, label in BOUNDS.items()} | {DENSE: "one"}
+    return kinds.get(name, asked)
 
 
-def _measure_all(result, keep, peers):
+def _measure_all(result, keep, peers, end):
     settings = result.settings
     problems = {op: settings.problems(op) for op in settings.ops}
     plan = _plan(settings.groups, result.peers)
@@ -129,9 +136,13 @@ def _measure_all(result, keep, peers):
     ]
     with progress(len(rows) * sum(map(len, plan.values())), settings.quiet) as tell:
         for row in rows:
-            result.rows.append(row)
-            _measure_row(row, settings, plan, peers, tell)
-            keep(result)
+            if time.monotonic() < end:
+                result.rows.append(row)
+                is_complete = _measure_row(row, settings, plan, peers, tell, end)
+                keep(result)
+                if is_complete:
+                    continue
+            result.left_out.append(f"{row.name} {row.op}")
 
 
 def _plan(groups, peers) -> dict[str, list[str]]:
@@ -142,26 +153,30 @@ def _plan(groups, peers) -> dict[str, list[str]]:
     return plan
 
 
-def _measure_row(row, settings, plan, peers, tell):
-    """Fills in the measurements of a row; operands and references are freed before it returns."""
-    op, problem = computed_as("forward" if row.op == "gather" else row.op, row.problem)
+def _measure_row(row, settings, plan, peers, tell, end):
+    """Fills in the measurements of a row; returns whether none was left out because it would have begun after `end`.
+
+    Operands and references are freed before it returns.
+    """
+    op, problem = row.computed
     arrays = operands(problem, settings.groups, settings.seed)
     for groups, names in plan.items():
         sizes = group_sizes(groups, problem.num_rows, problem.num_experts, settings.seed)
         arrays["group_sizes"] = jnp.asarray(sizes)
-        reference, reason = None, ""
-        try:
-            reference = Reference.of(op, problem, arrays)
-        except Exception as error:  # such as too little memory: report it and go on
-            reason = f"no reference: {first_line(error)}"
+        reference = None
         for name in names:
+            if time.monotonic() > end and row.measurements:
+                return False
             what = f"{row.name} {row.op} {name}"
             tell(what)
-            measurement = Measurement(FAILED, reason=reason)
-            if reference is not None:
+            try:
+                reference = reference or Reference.of(op, problem, arrays)
                 measurement = measure_best(functools.partial(peers[name].prepare, op, problem, arrays), reference)
+            except Exception as error:  # such as too little memory: report it and go on
+                measurement = Measurement(FAILED, reason=f"no reference: {first_line(error)}")
             row.measurements.update(dict.fromkeys(_labels(name, groups, settings.groups), measurement))
             tell(what, 1)
+    return True
 
 
 def _labels(name, groups, asked):

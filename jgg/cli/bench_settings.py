@@ -11,6 +11,7 @@ from jgg.measuring.peers import PEERS, Peer
 from jgg.measuring.workloads import FP8, Layer, gemm
 
 OPS = ("forward", "dx", "dw", "gather")
+TIME_LIMIT = 75.0  # seconds; what is measured as they end takes less than as many more
 _ELSEWHERE = (
     "in a checkout of jgg, python -m benchmarks.layers measures whole layers, and python -m benchmarks.gemms other"
     " libraries too"
@@ -24,9 +25,10 @@ class Settings:
     Attributes:
       layers: the layers whose GEMMs are measured; empty if `sizes` are given.
       sizes: sizes of the one GEMM that is measured instead, with their names in `workloads.gemm`; otherwise None.
-      scaled_down: whether the layers were made smaller because there is no GPU.
+      scaled_down: whether the layer was made smaller because there is no GPU.
       ops: the ops that are measured, from OPS; "gather" is the forward product with x in token order.
       peers: names of the peers that are measured too.
+      time_limit: seconds after which no measurement begins, if no option names layers or sizes; else None.
     """
 
     layers: tuple[Layer, ...]
@@ -41,6 +43,7 @@ class Settings:
     seed: int
     out: str
     quiet: bool
+    time_limit: float | None
 
     @classmethod
     def from_args(cls, args, known: Mapping[str, Peer] = PEERS) -> Self:
@@ -50,18 +53,22 @@ class Settings:
         """
         sizes = options.sizes(args)
         layers = () if sizes else options.layers(args)
-        scaled_down = not sizes and options.are_scaled_down(args)
+        is_first_look = not (sizes or args.layer or args.shapes)
+        if is_first_look:
+            layers = layers[:1]
+        scaled_down = is_first_look and options.are_scaled_down(args)
         options.check_implementation(args.implementation)
         options.check_layout(args)
         dtype = args.dtype or options.default_dtype()
         ops = _names("--op", args.op.replace("fwd", "forward"), OPS)
         return cls(
-            layers=tuple(map(options.scaled_down, layers[:2])) if scaled_down else layers,
+            layers=tuple(map(options.scaled_down, layers)) if scaled_down else layers,
             sizes=sizes,
             scaled_down=scaled_down,
             ops=tuple(op for op in ops if not (op == "dw" and dtype == FP8)),  # dW's operands are not quantized
             peers=_peers(args.peers, known, dtype),
             dtype=dtype,
+            time_limit=TIME_LIMIT if is_first_look else None,
             **{name: getattr(args, name) for name in ("groups", "w_layout", "implementation", "seed", "out", "quiet")},
         )
 

@@ -51,14 +51,19 @@ def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def layers(args) -> tuple[Layer, ...]:
-    """Returns the layers that --layer names, by default all, from the file --shapes, by default jgg's own file."""
+    """Returns the layers that --layer names, by default all, from the file --shapes, by default jgg's own file.
+
+    The name "all" stands for all.
+    """
     try:
         known = load_layers(args.shapes)
     except (OSError, ValueError) as error:
         raise UsageError(f"--shapes must name a file of layers: {error}") from error
     if not known:
         raise UsageError(f"--shapes must name a file of layers, got none in {args.shapes}")
-    return tuple(known[name] for name in (names("--layer", ",".join(args.layer), known) if args.layer else known))
+    if not args.layer or "all" in args.layer:
+        return tuple(known.values())
+    return tuple(known[name] for name in names("--layer", ",".join(args.layer), known))
 
 
 def are_scaled_down(args) -> bool:

@@ -141,12 +141,18 @@ class GroupedGemmProblem:
         """Floating-point operations of each of forward, dX and dW when every row belongs to a group."""
         return 2 * self.num_rows * self.in_features * self.out_features
 
-    @property
-    def bytes_accessed(self) -> int:
-        """Bytes of x, y and the matrices of experts that can have rows, each counted once."""
-        experts = min(self.num_experts, self.num_rows)
-        weights = experts * self.in_features * self.out_features
-        return (math.prod(self.x_shape) + weights + math.prod(self.y_shape)) * self.dtype.itemsize
+    def bytes_accessed(self, op: str = "forward", experts: int | None = None) -> int:
+        """Bytes of x, y and w that "forward", "dx" or "dw" must read and write, once each; w of `experts` with rows."""
+        read = min(self.num_experts, self.num_rows) if experts is None else experts
+        x, y, matrix = math.prod(self.x_shape), math.prod(self.y_shape), self.in_features * self.out_features
+        if op == "dw":  # all of dW is written
+            dw_dtype = self.dtype if self.dw_dtype is None else self.dw_dtype
+            return (x + y) * self.dtype.itemsize + self.num_experts * matrix * dw_dtype.itemsize
+        y_dtype = self.out_dtype if op == "forward" else self.dtype
+        total = (x + read * matrix) * self.dtype.itemsize + y * y_dtype.itemsize
+        if self.is_quantized:  # scales
+            total += 4 * -(-self.in_features // BLOCK) * (self.x_shape[0] + read * -(-self.out_features // BLOCK))
+        return total
 
 
 def check_problem(

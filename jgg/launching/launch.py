@@ -137,7 +137,7 @@ def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: i
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "flops": problem.flops,
-        "bytes_accessed": problem.bytes_accessed,
+        "bytes_accessed": problem.bytes_accessed(),
     }
 
 

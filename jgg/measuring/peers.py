@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,12 +24,13 @@ class Peer:
 
     Attributes:
       prepare: function (op, problem, arrays) -> the ways in which the peer computes this product. `arrays` are made by
-        `workloads.operands`; the function converts them to the layout that the peer needs.
+        `workloads.operands`; the function converts them to the layout that the peer needs. For a whole layer, problem
+        is a `benchmarks.layer.LayerProblem` with its operands, and op one of `benchmarks.layer.PASSES`.
       dtypes: names of the dtypes for which the peer is measured.
       unavailable: function () -> why the peer cannot run here, in one line, or None if it can.
     """
 
-    prepare: Callable[[str, GroupedGemmProblem, dict[str, Any]], Iterable[Way]]
+    prepare: Callable[[str, Any, dict[str, Any]], Iterable[Way]]
     dtypes: tuple[str, ...] = FLOATS
     unavailable: Callable[[], str | None] = lambda: None
 
@@ -58,12 +58,26 @@ def _dense(op, problem, arrays):
 
     used = {name: operands[name] for name in (left, right, "group_sizes")}
     finish, is_checked = among_experts if op == "dw" else as_it_is, not isinstance(arrays["w"], QuantizedArray)
-    return [JaxProduct(run, used, problem.flops, problem.bytes_accessed, finish, is_checked=is_checked)]
+    return [JaxProduct(run, used, problem.flops, problem.bytes_accessed(op), finish, is_checked=is_checked)]
 
 
-def ragged_dot(module: str, op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> list[JaxProduct]:
-    """Prepares a module's `ragged_dot`, which must take what jax.lax.ragged_dot takes; dX and dW come from jax.vjp."""
-    function = importlib.import_module(module).ragged_dot
+def ragged_dot(
+    functions: Callable[[], dict[str, Callable]], op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]
+) -> list[JaxProduct]:
+    """Prepares functions that take what jax.lax.ragged_dot takes; dX and dW come from jax.vjp.
+
+    Args:
+      functions: function () -> functions by the names of the ways in which they compute the product.
+    """
+    return [_ragged_dot(name, function, op, problem, arrays) for name, function in functions().items()]
+
+
+def jax_functions() -> dict[str, Callable]:
+    """XLA's grouped product."""
+    return {"": jax.lax.ragged_dot}
+
+
+def _ragged_dot(variant, function, op, problem, arrays):
     precision = None if problem.precision == jax.lax.Precision.DEFAULT else problem.precision
     swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else as_it_is
 
@@ -79,18 +93,19 @@ def ragged_dot(module: str, op: str, problem: GroupedGemmProblem, arrays: dict[s
         return gradients[("dx", "dw").index(op)]
 
     operands = arrays | {"w": swap(arrays["w"])}
-    return [JaxProduct(run, operands, problem.flops, problem.bytes_accessed, swap if op == "dw" else as_it_is)]
+    finish, num_bytes = swap if op == "dw" else as_it_is, problem.bytes_accessed(op)
+    return JaxProduct(run, operands, problem.flops, num_bytes, finish, variant=variant)
 
 
 def _bfloat16(op, problem, arrays):
     """Prepares jgg's own product in bfloat16 of the dequantized operands, which bfloat16 can hold exactly."""
     plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
     floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}
-    return [JaxProduct(product(op, plain, None), arrays | floats, plain.flops, plain.bytes_accessed)]
+    return [JaxProduct(product(op, plain, None), arrays | floats, plain.flops, plain.bytes_accessed(op))]
 
 
 PEERS = {
     DENSE: Peer(_dense, (*FLOATS, FP8)),
-    "ragged_dot": Peer(functools.partial(ragged_dot, "jax.lax")),
+    "ragged_dot": Peer(functools.partial(ragged_dot, jax_functions)),
     "bfloat16": Peer(_bfloat16, (FP8,)),
 }

@@ -135,5 +135,5 @@ def cluster_options(target, problem: GroupedGemmProblem, tiles: int) -> dict[str
         "num_warps": 4,  # warps of the partition that Triton starts with; there are two more partitions
         "num_ctas": CTAS,
         "flops": problem.flops,
-        "bytes_accessed": problem.bytes_accessed,
+        "bytes_accessed": problem.bytes_accessed(),
     }

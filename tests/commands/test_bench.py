@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -67,16 +69,17 @@ def test_every_product_is_right_and_its_numbers_agree(run_bench):
         assert row["flops"] == 2 * 24 * 8 * 6
         assert row["bytes"] == 4 * (24 * 8 + 4 * 6 * 8 + 24 * 6)
         assert set(row["measurements"]) == {"jgg", "even", "one group", "dense"}
-        for measurement in row["measurements"].values():
+        for name, measurement in row["measurements"].items():
             seconds = measurement["seconds"]
+            num_bytes = 4 * (24 * 8 + 6 * 8 + 24 * 6) if name in ("one group", "dense") else row["bytes"]
+            least = max(row["measurements"]["dense"]["seconds"], num_bytes / result["copy_bytes_per_second"])
+            assert measurement["percent_of_roofline"] == pytest.approx(100 * least / seconds)
             assert measurement["status"] == "right"
             assert measurement["error"] <= measurement["allowed_error"] < 1e-3
             assert measurement["tflops"] == pytest.approx(row["flops"] / seconds / 1e12)
-            assert measurement["gbytes_per_second"] == pytest.approx(row["bytes"] / seconds / 1e9)
+            assert measurement["gbytes_per_second"] == pytest.approx(num_bytes / seconds / 1e9)
             dense = row["measurements"]["dense"]["seconds"]
             assert measurement["percent_of_dense"] == pytest.approx(100 * dense / seconds)
-            least = max(dense, row["bytes"] / result["copy_bytes_per_second"])
-            assert measurement["percent_of_roofline"] == pytest.approx(100 * least / seconds)
 
 
 def expected(op, problem, arrays):
@@ -135,14 +138,14 @@ def test_fp8_is_beside_bfloat16_and_a_dense_product_in_fp8(run_bench):
         assert result["ratios"][op]["bfloat16"]["gemms"] == 1
 
 
-def test_defaults_without_a_gpu_are_two_layers_scaled_down(monkeypatch):
+def test_defaults_without_a_gpu_are_one_layer_scaled_down(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     settings = settings_of()
     assert settings.scaled_down
-    assert (settings.dtype, settings.ops, settings.peers) == ("float32", bench_settings.OPS, ("dense", "ragged_dot"))
-    first, second = list(workloads.load_layers().values())[:2]
+    assert (settings.dtype, settings.ops, settings.peers) == ("float32", workloads.OPS, ("dense", "ragged_dot"))
+    first = next(iter(workloads.load_layers().values()))
     problems = settings.problems("forward")
-    assert list(problems) == [(layer.name, gemm) for layer in (first, second) for gemm in ("up", "down")]
+    assert list(problems) == [(first.name, gemm) for gemm in ("up", "down")]
     up = problems[first.name, "up"]
     assert (up.num_rows, up.in_features, up.out_features, up.num_experts) == (
         256 * first.topk, first.hidden // 16, 2 * first.expert_intermediate // 16, 16,
@@ -150,14 +153,44 @@ def test_defaults_without_a_gpu_are_two_layers_scaled_down(monkeypatch):
     assert settings.problems("gather")[first.name, "up"].permute_x
 
 
-def test_defaults_with_a_gpu_are_all_layers(monkeypatch):
+def test_defaults_with_a_gpu_are_one_layer_for_a_limited_time(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     settings = settings_of()
     assert not settings.scaled_down
     assert settings.dtype == "bfloat16"
-    assert settings.layers == tuple(workloads.load_layers().values())
-    (layer,) = settings_of("--layer=mixtral-8x7b").layers
-    assert layer == workloads.load_layers()["mixtral-8x7b"]
+    known = workloads.load_layers()
+    assert settings.layers == (known["qwen3-30b-a3b"],)
+    assert settings.time_limit < 120
+    named = settings_of("--layer=mixtral-8x7b")
+    assert (named.layers, named.time_limit) == ((known["mixtral-8x7b"],), None)
+    assert settings_of("--layer=all").layers == tuple(known.values())
+
+
+@pytest.mark.usefixtures("no_timing")
+def test_what_there_is_no_time_for_is_named(monkeypatch, capsys):
+    ticks = itertools.count()  # a look at the clock takes a second
+    monkeypatch.setattr(bench_run, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
+    settings = dataclasses.replace(settings_of(*OWN, "--quiet", "--op=forward,dx", "--peers=dense"), time_limit=3)
+    result = bench_run.run(settings, lambda _: None)
+    assert [(row.op, set(row.measurements)) for row in result.rows] == [("forward", {"jgg", "even"})]
+    assert (result.left_out, result.interrupted) == (["own gemm forward", "own gemm dx"], False)
+    bench_report.show(result)
+    assert "Not all was measured, for lack of time, of own gemm forward, own gemm dx: name" in capsys.readouterr().out
+
+
+def test_tables_of_all_layers_are_at_most_100_columns_wide(capsys):
+    settings = settings_of("--layer=all", "--op=forward,dx,dw,gather", "--dtype=bfloat16")
+    names = ["dense", "ragged_dot", "tokamax", "torch", "quack"]
+    right = timing.Measurement("right", seconds=12.3456e-3, error=0.0)
+    rows = [
+        bench_run.Row(layer, gemm, op, problem, dict.fromkeys(["jgg", "even", "one group", *names], right))
+        for op in settings.ops
+        for (layer, gemm), problem in settings.problems(op).items()
+    ]
+    bench_report.show(bench_run.Result(settings, names, {}, 2.5e12, rows, [], False))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("granite-3.1-3b-a800m down" in line for line in lines) >= 8
+    assert max(len(line) for line in lines[2:]) <= 100
 
 
 def test_a_run_that_is_scaled_down_says_so():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import jgg
-from benchmarks import gemms, layers, lora, models, peers, plots
+from benchmarks import gemms, layer_roofline, layers, lora, models, peers, plots
 from benchmarks import layer as measuring
 from jgg.cli.console import number
 from jgg.measuring import ways
@@ -46,7 +47,8 @@ def run_layers(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     dense = SimpleNamespace(measure=lambda: Timing(1e-4, None))
-    monkeypatch.setitem(layers.PEERS, "dense", peers.Peer(lambda *_: [dense]))
+    monkeypatch.setitem(layer_roofline.PEERS, "dense", peers.Peer(lambda *_: [dense]))
+    monkeypatch.setattr(layers, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(layers, "measure_memory", memory_of)
     monkeypatch.setattr(layers, "LayerReference", CachedReference)
 
@@ -73,6 +75,11 @@ def test_a_layer_is_right_and_its_numbers_agree(run_layers):
     # up and down forward; and their dX and dW
     assert row["dense_seconds"] == pytest.approx({"forward": 2e-4, "forward + backward": 6e-4})
     assert row["percent_of_dense"] == pytest.approx({"forward": 10, "forward + backward": 30})
+    assert row["used_experts"]["passes"] == 4
+    least = max(1e-4, 4 * (192 + 1024 + 192) / 1e9) + max(1e-4, 4 * (192 + 512 + 384) / 1e9)  # of up and of down
+    least += (4 * (192 + 64) + 8 * 24 + 4 * (384 + 192)) / 1e9  # of the router and the sum by token
+    assert row["percent_of_roofline"]["forward"] == pytest.approx(100 * least / 2e-3)
+    assert row["percent_of_roofline_in_flax"]["forward"] == pytest.approx(100 * least / 2e-3)
     assert row["route_seconds"] == 2e-3
     assert row["group_sizes"][0] <= row["group_sizes"][1] <= row["group_sizes"][2]
     for text in ("own", "12, 16, 8, 4, 2", "30.0", "routing and sorting 2,000 us", "aimed at"):
@@ -204,7 +211,7 @@ def test_other_libraries_are_beside_jgg(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(ways, "measure", measure)
-    monkeypatch.setattr("jgg.cli.bench_run.measure", measure)
+    monkeypatch.setattr("jgg.measuring.roofline.measure", measure)
     monkeypatch.setitem(peers.PEERS, "tokamax", dataclasses.replace(peers.PEERS["tokamax"], unavailable=lambda: "away"))
     out = tmp_path / "gemms"
     assert gemms.main(["--quiet", *OWN, "--op=forward", "--peers=dense,tokamax", f"--out={out}"]) == 0
@@ -249,12 +256,30 @@ def test_few_and_many_tokens(tokens):
     assert measurement.status == "right", measurement
 
 
+def no_dense_in_fp8(problem, seed, is_in_fp8):
+    if is_in_fp8:
+        raise RuntimeError("no FP8")
+    return dict.fromkeys(("up forward", "down forward", "up dx", "down dx"), 1e-9)
+
+
+def test_adapters_without_dense_products_have_a_reason(monkeypatch):
+    monkeypatch.setattr(lora, "dense_times", no_dense_in_fp8)
+    missing = []
+    times = lora.dense_times_of([lora.LoraProblem(TINY), lora.LoraProblem(TINY, in_fp8=True)], 0, missing)
+    assert (times[False]["up dx"], times[True]) == (1e-9, {})
+    assert missing == ["tiny dense in FP8: failed: RuntimeError: no FP8"]
+
+
 def test_lora(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     monkeypatch.setattr(lora, "problems_of", lambda _, ranks: [lora.LoraProblem(TINY), lora.LoraProblem(TINY, *ranks)])
+    monkeypatch.setattr(lora, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(lora, "dense_times", no_dense_in_fp8)
     assert lora.main(["--quiet", "--rank=2"]) == 0
-    assert "rank 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    least = sum(part.num_bytes for part in lora.LoraProblem(TINY, 2).parts()) / 1e9
+    assert re.search(rf"tiny +rank 2 +2.00 +1.000 +{100 * least / 2e-3:.1f} ", printed)
     compute = lora.moe_mlp
 
     def wrong_in_what_is_measured(*args, **options):
