@@ -1,7 +1,5 @@
 """A layer's experts for few tokens."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
@@ -14,8 +12,8 @@ Weights = tuple[Matrices, Matrices, jax.Array | None, jax.Array | None]
 
 
 def of_chosen(
-    weights: Weights, terms: Mapping[str, LowRank], routing: Routing
-) -> tuple[Weights, Mapping[str, LowRank], Routing]:  # fmt: skip
+    weights: Weights, terms: dict[str, LowRank], routing: Routing
+) -> tuple[Weights, dict[str, LowRank], Routing]:  # fmt: skip
     """The weights, biases and terms of low rank of each row's expert, if they are fewer than the experts and quantized.
 
     Else the arguments. Dequantizing all experts, to multiply few rows by few of them, would be most of the time.

@@ -83,6 +83,11 @@ class MoESharding:
         """PartitionSpec of x, y [T, H] and every other array with one row per token."""
         return P(self.token_axes or None)
 
+    @property
+    def gather_axis(self) -> str | None:
+        """The axis along which stored weights are gathered: `fsdp`, if it has several devices."""
+        return self.fsdp if self.size(self.fsdp) > 1 else None
+
     def size(self, *axes: str | None) -> int:
         """Number of devices along the axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes if axis is not None)

@@ -44,13 +44,13 @@ def compute_mlp_on_device(
     def compute(
         x: jax.Array, topk_weights: jax.Array, w_gate_up: Matrices, w_down: Matrices, terms: Mapping[str, LowRank]
     ) -> tuple[jax.Array, jax.Array]:
-        if sharding.fsdp is not None:
+        if (axis := sharding.gather_axis) is not None:
             specs = sharding.weight_specs(options.w_layout)
             w_gate_up, w_down = (  # in the dtype of x, so that wider weights take no longer to communicate
-                _gathered(w.astype(x.dtype) if isinstance(w, jax.Array) else w, specs[name], sharding.fsdp)
+                _gathered(w.astype(x.dtype) if isinstance(w, jax.Array) else w, specs[name], axis)
                 for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
             )
-            terms = {name: _gathered_term(term, name, specs, sharding.fsdp) for name, term in terms.items()}
+            terms = {name: _gathered_term(term, name, specs, axis) for name, term in terms.items()}
 
         def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
@@ -63,7 +63,7 @@ def compute_mlp_on_device(
         placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
         return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
 
-    if sharding.fsdp is not None:  # the gathered weights are not kept, but gathered again in the backward pass
+    if sharding.gather_axis is not None:  # the gathered weights are not kept, but gathered again in the backward pass
         names = options.names.x, options.names.pre_activation, "jgg_routing"
         compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names))
     y, overflow = compute(x, topk_weights, w_gate_up, w_down, terms)

@@ -247,7 +247,7 @@ class Decoder(nnx.Module):
 
     def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
         options = self.options
-        if options.remat == "none" and (options.sharding is None or options.sharding.fsdp is None):
+        if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
             return body
         names = SAVED_NAMES if options.remat == "names" else ()
         policy = jax.checkpoint_policies.save_only_these_names(*names)

@@ -92,7 +92,7 @@ def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
 
     Matrices are rounded to `dtype` before, which all products but the router's are computed in.
     """
-    if sharding is None or sharding.fsdp is None:
+    if sharding is None or sharding.gather_axis is None:
         return state
     experts = sharding.weight_specs("ekn")
 
