@@ -1,6 +1,7 @@
 """What the modules of a decoder share: options, parameters by name, products with LoRA, norms, the dense MLP."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -103,9 +104,14 @@ def merge_adapters(module: nnx.Module, lora: Lora) -> None:
 
 def norm(x: jax.Array, scale: nnx.Param[jax.Array], epsilon: float) -> jax.Array:
     """RMS norm of the last axis, computed in float32. Source: Zhang and Sennrich, 2019."""
+    return _norm(x, scale[...], epsilon)
+
+
+@functools.partial(jax.checkpoint, static_argnums=2)  # the backward pass keeps x alone, not float32 copies of it
+def _norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     y = x.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return (y * jnp.broadcast_to(scale[...].astype(jnp.float32), y.shape)).astype(x.dtype)
+    return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
 class Mlp(nnx.Module):

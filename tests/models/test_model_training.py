@@ -10,9 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
+import jgg
 import jgg.hf
 import jgg.models
 from jgg.models import loss
+from jgg.nnx import Frozen
 from tests.support.digests import digest
 from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, reference
 
@@ -198,3 +200,24 @@ def test_wrong_targets_are_named():
         model.losses(tokens, np.zeros((2, 4), int))
     with pytest.raises(TypeError, match="targets must be an integer array"):
         model.losses(tokens, np.zeros((2, 3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("experts", "layers_copied"), [("dense", 0.5), ("fp8", 1.5)])  # FP8: turned, a layer at a time
+def test_a_gpu_copies_no_experts_out_of_the_stack(experts, layers_copied):
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_local_experts": 64, "num_hidden_layers": 8}
+    config = jgg.models.model_config(config_of("qwen3_moe") | sizes)
+    quantization = jgg.Fp8() if experts == "fp8" else None
+    options = {"param_dtype": jnp.bfloat16, "lora_rank": 2, "remat": "all", "quantization": quantization}
+    model = jgg.models.Decoder(config, **options, rngs=nnx.Rngs(0))
+    if experts == "fp8":
+        for name in ("w_gate_up", "w_down"):
+            w = getattr(model.layers.moe, name)[...]
+            setattr(model.layers.moe, name, Frozen(jax.jit(functools.partial(jax.lax.map, jgg.quantize_weights))(w)))
+    weights = [model.layers.moe.w_gate_up.get_value(), model.layers.moe.w_down.get_value()]
+    of_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / config.num_layers
+    tokens = jnp.zeros((1, 64), jnp.int32)
+    graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    step = jax.jit(jax.grad(lambda own, frozen: nnx.merge(graphdef, own, frozen).losses(tokens, tokens).mean()))
+    temporaries = step.lower(adapters, frozen).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < layers_copied * of_layer
