@@ -219,5 +219,6 @@ def test_a_gpu_copies_no_experts_out_of_the_stack(experts, layers_copied):
     tokens = jnp.zeros((1, 64), jnp.int32)
     graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
     step = jax.jit(jax.grad(lambda own, frozen: nnx.merge(graphdef, own, frozen).losses(tokens, tokens).mean()))
-    temporaries = step.lower(adapters, frozen).compile().memory_analysis().temp_size_in_bytes
+    with jax.numpy_dtype_promotion("standard"):  # of the gradient of JAX's dot_product_attention
+        temporaries = step.lower(adapters, frozen).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < layers_copied * of_layer
