@@ -3,7 +3,7 @@
 Call `install` before a model is trained. `add_lora` gives experts LoRA adapters, which tunix's own LoRA does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ def install() -> None:
 def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
     """Computes `tunix.models.qwen3.model.MoELayer`, without copies of tokens for their experts.
 
-    In a mesh, experts and their features are split as `ShardingConfig.exp_weight_edf` says, on CPUs too.
+    In a mesh, experts and their features are split as `ShardingConfig.exp_weight_edf` says, on CPUs too. Tokens that
+    devices cannot share evenly are computed on each of them.
 
     Args:
       x: [batch, sequence, H], or other axes before H.
@@ -47,12 +48,11 @@ def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
     routing = route(self.router(rows), self.experts_per_tok)
     w_gate_up = jnp.concatenate([self.gate_proj[...], self.up_proj[...]], axis=-1)
     terms, sharding = adapters_of(self), _sharding(self)
+    if sharding is not None and len(rows) % sharding.size(*sharding.token_axes):
+        sharding = None  # as for the two tokens that qwix traces a model with
     log_experts("tunix", rows, w_gate_up, self.dtype, self.experts_per_tok, sharding)
     if sharding is None:
-        y = moe_mlp(
-            rows, w_gate_up, self.down_proj[...], routing, w_layout="ekn", low_rank_gate_up=terms.get("w_gate_up"),
-            low_rank_down=terms.get("w_down"),
-        )  # fmt: skip
+        y = moe_mlp(rows, w_gate_up, self.down_proj[...], routing, w_layout="ekn", **_options_of(terms))
         return y.reshape(x.shape).astype(x.dtype)
     if sharding.tensor is not None:  # so that a gate is on the same device as its up
         w_gate_up = interleave(w_gate_up)
@@ -60,8 +60,7 @@ def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
             terms["w_gate_up"] = LowRank(term.a, interleave(term.b), term.scale)
     y, _ = sharded_moe_mlp(
         rows, w_gate_up, self.down_proj[...], routing.topk_weights, routing.topk_indices, sharding=sharding,
-        interleaved=sharding.tensor is not None, w_layout="ekn", low_rank_gate_up=terms.get("w_gate_up"),
-        low_rank_down=terms.get("w_down"),
+        interleaved=sharding.tensor is not None, w_layout="ekn", **_options_of(terms),
     )  # fmt: skip
     return y.reshape(x.shape).astype(x.dtype)
 
@@ -85,7 +84,7 @@ def add_lora(
     """
     lora = Lora.checked(rank, alpha, targets)
     owner, _ = _TUNIX.find("tunix.models.qwen3.model", "MoELayer.__call__")
-    layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, owner)]
+    layers: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, owner)]
     check(len(layers) > 0, "model must have layers of tunix.models.qwen3.model.MoELayer, got none.")
     for layer in layers:
         sharding = _sharding(layer)
@@ -104,6 +103,11 @@ def adapters_of(layer: Any) -> dict[str, LowRank]:
     if lora is None:
         return {}
     return lora.terms({name: getattr(layer, name)[...] for target in lora.targets for name in adapter_names(target)})
+
+
+def _options_of(terms: Mapping[str, LowRank]) -> dict[str, Any]:
+    """The options of `jgg.moe_mlp` for terms by the matrices that they are beside."""
+    return {name.replace("w_", "low_rank_", 1): term for name, term in terms.items()}
 
 
 def _sharding(layer: Any) -> MoESharding | None:

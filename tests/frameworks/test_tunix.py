@@ -90,6 +90,30 @@ def test_values_and_gradients(mesh, installed):
         assert_close(gradients(layer, x), want, 2e-4)
 
 
+def test_tokens_that_devices_cannot_share_evenly(installed):
+    layer, x = make_layer()
+    want = gradients(layer, x[:1, :3])
+    installed()
+    with in_mesh(MESHES["both"]):
+        assert_close(gradients(layer, x[:1, :3]), want, 2e-4)
+
+
+def test_adapters_beside_those_of_qwix(installed):
+    import qwix
+    from tunix.models.qwen3 import model as qwen3
+
+    installed()
+    with in_mesh(MESHES["both"]):
+        model = qwen3.Qwen3(config(), rngs=nnx.Rngs(0))
+        provider = qwix.LoraProvider(module_path=".*(q|k|v|o|gate|up|down)_proj", rank=4, alpha=4.0)
+        model = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))
+        ours.add_lora(model, rank=4, targets=("w_down",), rngs=nnx.Rngs(2))
+    paths = {path[2:] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
+    assert {path for path in paths if path[0] == "mlp"} == {("mlp", "w_down_lora_a"), ("mlp", "w_down_lora_b")}
+    assert len({path[1] for path in paths if path[0] == "attn"}) == 4
+    assert model.layers[0].mlp.w_down_lora_a[...].sharding.spec == jax.P("fsdp", "tp", None)
+
+
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_adapters_of_experts(mesh, installed):
     layer, x = make_layer()
