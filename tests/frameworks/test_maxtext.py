@@ -210,7 +210,8 @@ def test_a_log_line_says_that_jgg_computes(monkeypatch, caplog):
 
 def train(module, *options, metrics_file, **settings):
     """Runs a program that trains by MaxText; returns its losses and what it writes to stderr."""
-    settings = SIZES | OPTIONS | TRAINING | settings | {"metrics_file": metrics_file}
+    settings = SIZES | OPTIONS | TRAINING | settings
+    settings |= {"base_output_directory": metrics_file.parent, "metrics_file": metrics_file}
     given = [f"{key}={value}" for key, value in settings.items()]
     process = processes.start("-m", module, *options, base_config(), *given, DECOUPLE_GCLOUD="TRUE")
     _, errors = process.communicate(timeout=300)
@@ -220,8 +221,8 @@ def train(module, *options, metrics_file, **settings):
 
 
 TRAINING = {
-    "model_name": "qwen3-30b-a3b", "base_output_directory": "/tmp", "hardware": "cpu", "steps": 4, "jax_cache_dir": "",
-    "attention": "dot_product", "dataset_type": "synthetic", "enable_tensorboard": False, "per_device_batch_size": 1,
+    "model_name": "qwen3-30b-a3b", "hardware": "cpu", "steps": 4, "jax_cache_dir": "", "attention": "dot_product",
+    "dataset_type": "synthetic", "enable_tensorboard": False, "per_device_batch_size": 1,
 }  # fmt: skip
 
 
@@ -238,8 +239,8 @@ def test_the_command_trains_as_maxtext_does(tmp_path):
         assert f"jgg computes the {'experts' if how == 'block' else 'grouped GEMMs'} of MaxText by plain JAX." in said
 
 
-def test_the_command_refuses_before_it_trains():
-    settings = OPTIONS | TRAINING | {"quantization": "int8"}
+def test_the_command_refuses_before_it_trains(tmp_path):
+    settings = OPTIONS | TRAINING | {"quantization": "int8", "base_output_directory": tmp_path}
     given = [f"{key}={value}" for key, value in settings.items()]
     process = processes.start("-m", "jgg.integrations.maxtext", base_config(), *given, DECOUPLE_GCLOUD="TRUE")
     _, errors = process.communicate(timeout=120)
