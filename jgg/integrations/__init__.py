@@ -1,1 +1,1 @@
-"""jgg inside training frameworks; docs/integrations.md has a recipe for each."""
+"""jgg inside training frameworks, by one call or command for each; docs/integrations.md says which."""

@@ -1,5 +1,10 @@
-"""Levanter's experts and haliax's grouped GEMM computed by jgg. Tested with marin-levanter and marin-haliax 0.2.227."""
+"""Levanter's experts and haliax's grouped GEMM computed by jgg. Tested with marin-levanter and marin-haliax 0.2.227.
 
+Call `install` before a model is traced.
+"""
+
+import importlib.util
+import sys
 from typing import Any
 
 import jax
@@ -8,25 +13,49 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.activations import ActivationLike
 from jgg.experts.moe import moe_mlp
+from jgg.integrations.plugs import Framework, log_experts, log_grouped_gemm
 from jgg.ragged_dot import ragged_dot as jgg_ragged_dot
 from jgg.router.routing import Routing, sort_by_expert
 
+_TESTED = ("0.2.227.dev40316220070",)
+_HALIAX = Framework("haliax", "marin-haliax", _TESTED)
+_LEVANTER = Framework("Levanter", "marin-levanter", _TESTED)
+
+
+def install() -> None:
+    """Makes haliax multiply by `jgg.ragged_dot`, and Levanter compute by jgg the experts of one device ("scatter").
+
+    Call it once, before a model is traced. haliax alone will do. A log line at INFO says for each size by which
+    kernels.
+
+    Raises: ImportError: haliax cannot be imported, or this version of one of them lacks what jgg replaces.
+    """
+    owner, name = _HALIAX.find("haliax.nn.ragged_dot", "ragged_dot")
+    theirs = getattr(owner, name)
+    if importlib.util.find_spec("levanter") is not None:
+        local, functions = _LEVANTER.find("levanter.grug._moe.local", "_MOE_LOCAL_FNS")
+        getattr(local, functions)["scatter"] = moe_mlp_local
+    for module in [name for name in sys.modules if name.startswith(("haliax.", "levanter."))]:
+        if vars(sys.modules[module]).get("ragged_dot") is theirs:  # where it was defined or imported
+            _HALIAX.replace(module, "ragged_dot", ragged_dot)
+
 
 def ragged_dot(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, ar: bool = False, implementation: str = "auto"
+    lhs_: jax.Array, rhs_: jax.Array, group_sizes_: jax.Array, ar: bool = False, implementation: str = "auto"
 ) -> jax.Array:
     """Computes `haliax.nn.ragged_dot` with `jgg.ragged_dot`, which needs no padding to 512 rows.
 
     Args:
-      lhs: [m, k].
-      rhs: [g, k, n].
-      group_sizes: integer [g].
+      lhs_: [m, k].
+      rhs_: [g, k, n].
+      group_sizes_: integer [g].
       ar: sum the result over the mesh axis "model".
       implementation: has no effect.
 
     Returns: [m, n].
     """
-    out = jgg_ragged_dot(lhs, rhs, group_sizes)
+    out = jgg_ragged_dot(lhs_, rhs_, group_sizes_)
+    log_grouped_gemm("haliax", lhs_, rhs_)
     return jax.lax.psum(out, "model") if ar else out
 
 
@@ -53,5 +82,6 @@ def moe_mlp_local(
     experts = jnp.where(token_valid[:, None], selected_experts, num_experts)
     routing = Routing(combine_weights, experts, *sort_by_expert(experts, num_experts))
     names = {"x": "grug_moe_dispatch_input", "pre_activation": "grug_moe_expert_hidden"}
+    log_experts("Levanter", x, w_gate_up, x.dtype, selected_experts.shape[1])
     y = moe_mlp(x, w_gate_up, w_down, routing, activation=activation_fn, w_layout="ekn", residual_names=names)
     return checkpoint_name(y, "grug_moe_output"), jnp.int32(0)

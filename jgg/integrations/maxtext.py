@@ -1,12 +1,16 @@
-"""MaxText's routed experts, computed by jgg: only the grouped GEMM, or the whole block. Tested with MaxText 0.2.5.
+"""MaxText's routed experts, computed by jgg: the whole block, or only the grouped GEMM. Tested with MaxText 0.2.5.
 
-from maxtext.kernels import megablox
-from maxtext.layers import moe
+    python -m jgg.integrations.maxtext [--experts block|gmm] CONFIG [KEY=VALUE ...]
 
-megablox.gmm = jgg.integrations.maxtext.gmm  # with megablox=True, or
-moe.RoutedMoE.sparse_matmul = jgg.integrations.maxtext.sparse_matmul
+runs MaxText's own pre-training with them; programs of your own call `install` first.
 """
 
+import argparse
+import functools
+import logging
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +19,78 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.activations import ActivationLike, clamped_swiglu
+from jgg.core.arguments import check_one_of
+from jgg.integrations.maxtext_settings import check_settings, pre_activation_name
+from jgg.integrations.plugs import Framework, log_experts, log_grouped_gemm
 from jgg.ragged_dot import ragged_dot
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
+
+_MAXTEXT = Framework("MaxText", "maxtext", tested=("0.2.5",))
+_TRAINING = "maxtext.trainers.pre_train.train"
 
 # options of TPU kernels, or of how they are compiled
 _WITHOUT_EFFECT = {
     "tiling", "interpret", "lhs_vma_axes", "rhs_vma_axes", "use_tokamax_backend", "use_gmm_v2",
     "use_gmm_v2_heuristic_tiling",
 }  # fmt: skip
+
+
+def install(experts: str = "block") -> None:
+    """Makes MaxText compute its routed experts by jgg. Call it once, before a model is made.
+
+    A log line at INFO says for each size by which kernels.
+
+    Args:
+      experts: "block" for the whole block of routed experts, or "gmm" for its grouped GEMM alone.
+
+    Raises:
+      ValueError: `experts` is neither. When MaxText makes a layer: a setting asks for what jgg does not compute.
+      ImportError: MaxText cannot be imported, or this version of it lacks what jgg replaces.
+    """
+    check_one_of("experts", experts, ("block", "gmm"))
+    if experts == "block":
+        _MAXTEXT.replace("maxtext.layers.moe", "RoutedMoE.sparse_matmul", sparse_matmul)
+    else:
+        _MAXTEXT.replace("maxtext.kernels.megablox", "gmm", gmm)
+    _check_settings_in("maxtext.layers.moe", "RoutedMoE.__init__", experts, lambda self, config, *_, **__: config)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs MaxText's pre-training with jgg's experts.
+
+    Args:
+      arguments: of the command; by default those of the process.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m jgg.integrations.maxtext",
+        usage="%(prog)s [-h] [--experts {block,gmm}] CONFIG [KEY=VALUE ...]",
+        description=f"Runs {_TRAINING} with routed experts that jgg computes. Its arguments follow the options.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--experts", choices=("block", "gmm"), default="block",
+        help="what jgg computes: the whole block of routed experts (default), or its grouped GEMM alone",
+    )  # fmt: skip
+    options, of_maxtext = parser.parse_known_args(arguments)
+    logging.getLogger("jgg").setLevel(logging.INFO)
+    install(options.experts)
+    # before the devices are set up, and for models without a layer of experts too
+    _check_settings_in("maxtext.utils.train_utils", "validate_train_config", options.experts, lambda config: config)
+    sys.argv[1:] = of_maxtext
+    runpy.run_module(_TRAINING, run_name="__main__", alter_sys=True)
+
+
+def _check_settings_in(module: str, path: str, experts: str, config_of: Callable[..., Any]) -> None:
+    """Makes a function of MaxText check its config first, which `config_of` finds among its arguments."""
+    owner, name = _MAXTEXT.find(module, path)
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        check_settings(config_of(*arguments, **options), experts)
+        return function(*arguments, **options)
+
+    setattr(owner, name, checked)
 
 
 def gmm(
@@ -47,6 +115,7 @@ def gmm(
         if name not in _WITHOUT_EFFECT and value:
             raise ValueError(f"{name} must not be set with jgg's gmm, got {value!r}.")
     out = ragged_dot(lhs, rhs, group_sizes, None, preferred_element_type, group_offset)
+    log_grouped_gemm("MaxText", lhs, rhs)
     return out if partial_sum is None else out + partial_sum
 
 
@@ -57,9 +126,9 @@ def sparse_matmul(
 ) -> tuple[jax.Array, jax.Array | None, None]:  # fmt: skip
     """Computes `RoutedMoE.sparse_matmul` with `jgg.moe_mlp`: gate and up in one product, and no copies of tokens.
 
-    Remat policies know the pre-activation as "mlpwi_0". Meshes may split the batch, the experts and, along one axis,
-    the experts' features. Experts on several devices get their tokens by all-gather with `use_ring_of_experts`, else by
-    ragged all-to-all, with buffers of `ragged_buffer_factor`.
+    Remat policies know the pre-activation as "mlpwi_0" or, where a custom policy keeps that, as "moe_mlpwi_0". Meshes
+    may split the batch, the experts and, along one axis, the experts' features. Experts on several devices get their
+    tokens by all-gather with `use_ring_of_experts`, else by ragged all-to-all, with buffers of `ragged_buffer_factor`.
 
     Args:
       inputs: [batch, sequence, H].
@@ -73,7 +142,7 @@ def sparse_matmul(
     Raises: ValueError: the config asks for something that this block cannot do.
     """
     config = self.config
-    _check(config)
+    check_settings(config, "block")
     weights, experts = self.get_topk(gate_logits, pre_bias_logits, self.rngs, input_ids, forced_routed_experts)
     w_gate_up = jnp.concatenate([w0_kernel, w1_kernel], axis=-1)
     b_gate_up = None
@@ -83,12 +152,14 @@ def sparse_matmul(
     if sharding.tensor is not None:  # so that a gate is on the same device as its up
         w_gate_up = interleave(w_gate_up)
         b_gate_up = None if b_gate_up is None else interleave(b_gate_up)
+    x = inputs.reshape(-1, inputs.shape[-1]).astype(self.dtype)
+    log_experts("MaxText", x, w_gate_up, self.dtype, weights.shape[-1], sharding)
     y, overflow = sharded_moe_mlp(
-        inputs.reshape(-1, inputs.shape[-1]).astype(self.dtype), w_gate_up.astype(self.dtype),
-        wo_kernel.astype(self.dtype), weights.reshape(-1, weights.shape[-1]), experts.reshape(-1, experts.shape[-1]),
-        sharding=sharding, activation=_activation(self), interleaved=sharding.tensor is not None, b_gate_up=b_gate_up,
-        b_down=wo_bias, w_layout="ekn",
-        precision=jax.lax.Precision(config.matmul_precision), residual_names={"pre_activation": "mlpwi_0"},
+        x, w_gate_up.astype(self.dtype), wo_kernel.astype(self.dtype), weights.reshape(-1, weights.shape[-1]),
+        experts.reshape(-1, experts.shape[-1]), sharding=sharding, activation=_activation(self),
+        interleaved=sharding.tensor is not None, b_gate_up=b_gate_up, b_down=wo_bias, w_layout="ekn",
+        precision=jax.lax.Precision(config.matmul_precision),
+        residual_names={"pre_activation": pre_activation_name(config)},
     )  # fmt: skip
     self.sow(nnx.Intermediate, "moe_has_overflow", overflow > 0)
     loss = None
@@ -96,21 +167,6 @@ def sparse_matmul(
         logits = gate_logits if pre_bias_logits is None else pre_bias_logits
         loss = self.load_balance_loss(experts, jax.nn.softmax(logits.astype(jnp.float32)).astype(self.dtype))
     return y.reshape(inputs.shape), loss, None
-
-
-def _check(config: Any) -> None:
-    """Raises ValueError if the config asks for something that the block cannot do."""
-    must_be_off = (
-        "quantization", "use_qwix_quantization", "routed_bias", "num_moe_emb_chunks", "moe_use_megatron_seq_aux_loss",
-    )  # fmt: skip
-    for name in must_be_off:
-        if value := getattr(config, name, None):
-            raise ValueError(f"{name} must be off with jgg's sparse_matmul, got {value!r}.")
-    kind = config.decoder_block.value
-    if kind in ("llama4", "deepseek4"):  # they scale x, or clip gates in another way
-        raise ValueError(f"decoder_block must be none of llama4 and deepseek4 with jgg's sparse_matmul, got {kind!r}.")
-    if kind == "deepseek" and config.mlp_activations_limit > 0:
-        raise ValueError(f"mlp_activations_limit must be off with deepseek, got {config.mlp_activations_limit}.")
 
 
 def _activation(block: Any) -> ActivationLike:
@@ -122,7 +178,7 @@ def _activation(block: Any) -> ActivationLike:
 
 def _sharding(block: Any) -> MoESharding:
     """Makes the sharding: MaxText's rules split the batch, the mesh axes "expert" and "tensor" split the weights."""
-    config, sizes = block.config, block.mesh.shape
+    config, sizes, buffer_factor = block.config, block.mesh.shape, block.get_ragged_buffer_factor()
     spec = block._logical_to_mesh_axes(("activation_batch", "activation_norm_length"))
     batch, sequence = (
         [name for name in ((part,) if isinstance(part, str) else part or ()) if sizes[name] > 1] for part in spec
@@ -136,5 +192,9 @@ def _sharding(block: Any) -> MoESharding:
         expert=expert,
         tensor=tensor,
         exchange="all_gather" if config.use_ring_of_experts else "ragged_all_to_all",
-        buffer_factor=config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
+        buffer_factor=buffer_factor if buffer_factor > 0 else None,
     )
+
+
+if __name__ == "__main__":
+    main()

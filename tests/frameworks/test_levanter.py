@@ -1,6 +1,7 @@
 """Levanter's experts and haliax's grouped GEMM by jgg: values and gradients against their own."""
 
 import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,18 @@ def gradients(function, arrays):
     return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(arrays)))))(*arrays)
 
 
-def replace_ragged_dot(monkeypatch):
-    """Puts jgg's ragged_dot into haliax, with the code of docs/integrations.md."""
-    for name in ("haliax.nn.ragged_dot", "haliax.nn.linear"):
-        module = importlib.import_module(name)
-        monkeypatch.setattr(module, "ragged_dot", module.ragged_dot)  # to be put back after the test
-    run_code(code_of("integrations.md", "Levanter and haliax")[0])
+def install(monkeypatch):
+    """Puts jgg into haliax and Levanter until the test ends, with the code of docs/integrations.md."""
+    from levanter.grug import grug_moe  # noqa: F401
+    from levanter.grug._moe import local
+
+    theirs = importlib.import_module("haliax.nn.ragged_dot").ragged_dot
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith(("haliax.", "levanter.")) and vars(module).get("ragged_dot") is theirs:
+            monkeypatch.setattr(module, "ragged_dot", theirs)  # to be put back after the test
+    monkeypatch.setitem(local._MOE_LOCAL_FNS, "scatter", local._MOE_LOCAL_FNS["scatter"])
+    (code,) = code_of("integrations.md", "Levanter and haliax")
+    run_code(code)
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 7, 2], [0, 0, 0, 0], [14, 0, 0, 0]])
@@ -72,7 +79,7 @@ def test_haliax_layer(monkeypatch):
             return layer(x, sizes).array
 
     want = result()
-    replace_ragged_dot(monkeypatch)
+    install(monkeypatch)
     monkeypatch.setattr(jax.lax, "ragged_dot_general", None)  # which would be theirs
     assert_close(result(), want, 2e-4)
 
@@ -92,8 +99,8 @@ def test_experts_of_one_device(activation, masked, monkeypatch):
         return grug_moe.moe_mlp(x, chosen, weights, *ws, token_valid=valid, **options)
 
     want = gradients(function, arrays)
-    monkeypatch.setitem(local._MOE_LOCAL_FNS, "scatter", None)  # to be put back after the test
-    run_code(code_of("integrations.md", "Levanter and haliax")[1])
+    install(monkeypatch)
+    assert local._MOE_LOCAL_FNS["scatter"] is ours.moe_mlp_local
     got = gradients(function, arrays)
     assert_close(got, want, 2e-4)
     if masked:
@@ -136,8 +143,7 @@ def test_a_ring_of_several_devices(monkeypatch):
     with jax.set_mesh(mesh):
         gradient = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
         want = jax.jit(gradient)(*arrays)
-        replace_ragged_dot(monkeypatch)
-        monkeypatch.setattr("levanter.grug._moe.ep_ring.ragged_dot", ours.ragged_dot)  # which was imported before
+        install(monkeypatch)
         jax.clear_caches()
         assert_close(jax.jit(gradient)(*arrays), want, 2e-4)
         with jgg.target(90):

@@ -1,5 +1,8 @@
 """What jgg puts into frameworks, without them: tests/frameworks has the same inside of them."""
 
+import contextlib
+import logging
+import sys
 import types
 
 import jax
@@ -10,6 +13,8 @@ import pytest
 import jgg
 import jgg.integrations.levanter
 import jgg.integrations.maxtext
+from jgg.integrations import plugs
+from jgg.integrations.maxtext_settings import check_settings
 
 E, T, H, HIDDEN, K = 4, 24, 16, 12, 2
 
@@ -41,7 +46,7 @@ class Block:
         kind = types.SimpleNamespace(value=config.pop("decoder_block", "mistral"))
         defaults = {
             "mlp_bias": False, "load_balance_loss_weight": 0.01, "matmul_precision": "highest", "quantization": "",
-            "use_ring_of_experts": False, "ragged_buffer_factor": -1.0, "mlp_activations_limit": 7.0,
+            "use_ring_of_experts": False, "mlp_activations_limit": 7.0,
         }  # fmt: skip
         self.config = types.SimpleNamespace(**defaults | config, decoder_block=kind)
         self.mesh = jax.make_mesh((1, 1), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -54,6 +59,9 @@ class Block:
     def get_topk(self, gate_logits, pre_bias_logits, rngs, input_ids, forced_routed_experts):
         weights, experts = jax.lax.top_k(gate_logits, K)
         return jax.nn.softmax(weights), experts
+
+    def get_ragged_buffer_factor(self):
+        return -1.0
 
     def sow(self, kind, name, value):
         self.sown[name] = value
@@ -96,9 +104,21 @@ def test_maxtext_block(decoder_block, activation, biased):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quantization": "int8"}, "quantization must be off with jgg's sparse_matmul, got 'int8'"),
+        ({"quantization": "int8"}, "quantization must be '' with jgg's block of experts, got 'int8'"),
+        ({"capacity_factor": 1.5}, r"capacity_factor must be -1\.0 with jgg's block of experts, got 1\.5"),
+        ({"attention": "vllm_rpa"}, "attention must not be of vLLM.*, got 'vllm_rpa'"),
+        ({"num_experts": 1}, "num_experts must be 2 or more with jgg's block of experts, got 1"),
         ({"decoder_block": "llama4"}, "decoder_block must be .* got 'llama4'"),
         ({"decoder_block": "deepseek"}, r"mlp_activations_limit must be off with deepseek, got 7\.0"),
+        ({"custom_mesh_and_rule": "cp-as-ep"}, "custom_mesh_and_rule must not .* got 'cp-as-ep'"),
+        (
+            {"remat_policy": "custom", "moe_routing_maps": "offload"},
+            "moe_routing_maps must be 'remat' .*, got 'offload'",
+        ),
+        (
+            {"remat_policy": "custom", "moe_mlpwi_0": "device"},
+            "moe_mlpwi_1 must be as moe_mlpwi_0, 'device', .*'remat'",
+        ),
     ],
 )
 def test_maxtext_block_refuses_what_it_does_not_do(config, message):
@@ -106,6 +126,60 @@ def test_maxtext_block_refuses_what_it_does_not_do(config, message):
     weights = [normal(2, E, H, HIDDEN)] * 2 + [normal(4, E, HIDDEN, H)]
     with pytest.raises(ValueError, match=message):
         Block(**config).sparse_matmul(x, logits, None, *weights, None, None, None)
+
+
+def test_maxtext_settings_of_other_policies_have_no_effect():
+    check_settings(Block(moe_routing_maps="device", moe_mlpwi_0="device", remat_policy="full").config, "block")
+
+
+@pytest.mark.parametrize(
+    ("path", "replacement", "message"),
+    [
+        (
+            "Layer.other",
+            len,
+            "jgg needs some_framework.Layer.other, which is not in Some 2.0. Versions known to work: 1.0",
+        ),
+        ("Missing.apply", len, "jgg needs some_framework.Missing.apply, which is not in Some 2.0"),
+        ("Layer.apply", lambda self, y: y, r"must have the parameters \(self, y\), got \(self, x\) in Some 2.0"),
+    ],
+)
+def test_other_versions_of_a_framework_are_named(path, replacement, message, monkeypatch, caplog):
+    layer = type("Layer", (), {"apply": lambda self, x: x})
+    monkeypatch.setitem(sys.modules, "some_framework", types.SimpleNamespace(Layer=layer))
+    monkeypatch.setattr(plugs.importlib.metadata, "version", lambda distribution: "2.0")
+    framework = plugs.Framework("Some", "some", tested=("1.0",))
+    plugs.warn_once.cache_clear()
+    framework.replace("some_framework", "Layer.apply", lambda self, x: x + 1)
+    assert layer().apply(1) == 2
+    assert caplog.messages == ["jgg was not tested with Some 2.0. Versions known to work: 1.0."]
+    with pytest.raises(ImportError, match=message):
+        framework.replace("some_framework", path, replacement)
+
+
+def test_a_framework_that_is_not_installed():
+    message = "no_framework.layers cannot be imported: .*docs/integrations.md says what to install for None"
+    with pytest.raises(ImportError, match=message):
+        plugs.Framework("None", "none", tested=("1.0",)).find("no_framework.layers", "Layer.apply")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernels"),
+    [
+        (None, "bfloat16", "plain JAX"), (80, "bfloat16", "plain Triton kernels"), (90, "bfloat16", "Hopper kernels"),
+        (90, "float32", "plain Triton kernels"),
+    ],
+)  # fmt: skip
+def test_the_log_names_the_kernels_once(capability, dtype, kernels, caplog):
+    plugs._log_once.cache_clear()
+    x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.float32), jax.ShapeDtypeStruct((64, 2048, 1536), jnp.float32)
+    with caplog.at_level(logging.INFO, "jgg"), jgg.target(capability) if capability else contextlib.nullcontext():
+        for _ in range(2):
+            plugs.log_experts("Some", x, w, dtype, 8)
+    assert [message for message in caplog.messages if message.startswith("jgg computes")] == [
+        f"jgg computes the experts of Some by {kernels}. On each device: x [4096, 2048] and "
+        f"w_gate_up [64, 2048, 1536] in {dtype}, 8 experts for each token."
+    ]
 
 
 def test_levanter_experts():
