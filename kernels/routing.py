@@ -1,4 +1,7 @@
-"""Routes rows to experts: top-k of each row's scores, and a stable counting sort by expert in three launches."""
+"""Routes rows to experts: top-k of each row's scores, and stable sorts by expert.
+
+Few rows are sorted by one program, which compares all with all, others by counting in three launches.
+"""
 
 import triton
 import triton.language as tl
@@ -46,6 +49,29 @@ def load_experts(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: 
     rows = row + tl.arange(0, BLOCK_ROWS)
     expert = tl.load(experts + rows, mask=rows < num_rows, other=-1)
     return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+
+
+@triton.jit
+def sort_few_kernel(
+    experts, group_sizes, gather_indices, num_rows,
+    NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The sort of BLOCK_ROWS rows or fewer by one program; rows without an expert come after all others.
+
+    Arrays: experts, gather_indices int32 [num_rows], group_sizes int32 [NUM_EXPERTS].
+    """
+    expert = load_experts(experts, 0, num_rows, NUM_EXPERTS, BLOCK_ROWS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    place = tl.full([BLOCK_ROWS], 0, tl.int32)
+    for first in tl.range(0, BLOCK_ROWS, STEP):
+        other = load_experts(experts, first, num_rows, NUM_EXPERTS, STEP)
+        is_earlier = (first + tl.arange(0, STEP))[None, :] < rows[:, None]
+        is_before = (other[None, :] < expert[:, None]) | ((other[None, :] == expert[:, None]) & is_earlier)
+        place += tl.reduce(is_before.to(tl.int32), 1, add)
+    tl.store(gather_indices + place, rows, mask=rows < num_rows)
+    sizes = tl.histogram(expert, BLOCK_EXPERTS, mask=expert < NUM_EXPERTS)
+    ids = tl.arange(0, BLOCK_EXPERTS)
+    tl.store(group_sizes + ids, sizes, mask=ids < NUM_EXPERTS)
 
 
 @triton.jit

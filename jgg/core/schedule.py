@@ -5,6 +5,7 @@ which XLA fuses into one kernel. Scans and binary searches take several kernels,
 serve for more groups, since their memory grows with the number of groups rather than with its square.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -109,11 +110,13 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
         through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]])
     else:
+        # both from one sum with one result, which XLA cuts off in the same kernel
         index = jnp.arange(len(terms))
-        before, through = (
-            _sum_up_to_most(jnp.where(counts, terms[None, :], 0))
-            for counts in (index[None, :] < index[:, None], index[None, :] <= index[:, None])
-        )
+        ends = jnp.concatenate([index, index + 1])
+        add_up = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
+        add_up = add_up if limit * len(terms) < 2**31 else _sum_up_to_most
+        sums = jnp.minimum(add_up(jnp.where(index[None, :] < ends[:, None], terms[None, :], 0)), limit)
+        return sums[: len(terms)], sums[len(terms) :]
     return jnp.minimum(before, limit), jnp.minimum(through, limit)
 
 

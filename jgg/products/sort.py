@@ -13,6 +13,8 @@ from jgg.primitives.partitioning import ROWS, WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
 _MAX_PROGRAMS = 512  # limited, as a single program adds up the counts of all
+_FEW_ROWS = 256  # rows that one program sorts by comparing all with all, _STEP_ROWS at once
+_STEP_ROWS = 32
 _BLOCK_ROWS = 64  # rows of a program's step, which compares each row with each other
 
 
@@ -49,9 +51,25 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
     (experts,) = operands
     if not 0 < num_experts <= MAX_EXPERTS:
         return _plain(operands, num_experts)
-    from jgg.kernels.routing import count_experts_kernel, place_rows_kernel, sum_counts_kernel
+    from jgg.kernels.routing import count_experts_kernel, place_rows_kernel, sort_few_kernel, sum_counts_kernel
 
     num_rows = len(experts)
+    per_expert = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+    per_row = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    if num_rows <= _FEW_ROWS:
+        sorted_at_once = Launch(
+            operands={"experts": experts, "num_rows": num_rows},
+            outputs={"group_sizes": per_expert, "gather_indices": per_row},
+            constants={
+                "NUM_EXPERTS": num_experts,
+                "BLOCK_ROWS": max(_STEP_ROWS, power_of_2(num_rows)),
+                "BLOCK_EXPERTS": power_of_2(num_experts),
+                "STEP": _STEP_ROWS,
+            },
+            grid=(1,),
+            bytes_accessed=8 * num_rows + 4 * num_experts,
+        )
+        return Sorted(**launcher.run(sort_few_kernel, sorted_at_once))
     steps = math.ceil(num_rows / (_MAX_PROGRAMS * _BLOCK_ROWS))
     programs = math.ceil(num_rows / (steps * _BLOCK_ROWS))
     blocks = {
@@ -61,7 +79,6 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
         "BLOCK_EXPERTS": power_of_2(num_experts),
     }
     per_program = jax.ShapeDtypeStruct((programs, num_experts), jnp.int32)
-    per_expert = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
     counted = Launch(
         operands={"experts": experts, "num_rows": num_rows},
         outputs={"counts": per_program},
@@ -81,7 +98,7 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int):
     sums = launcher.run(sum_counts_kernel, summed)
     placed = Launch(
         operands={"experts": experts, **sums, "num_rows": num_rows},
-        outputs={"gather_indices": jax.ShapeDtypeStruct((num_rows,), jnp.int32)},
+        outputs={"gather_indices": per_row},
         constants=blocks,
         grid=(programs,),
         bytes_accessed=4 * (2 * num_rows + per_program.size),

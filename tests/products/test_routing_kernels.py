@@ -58,6 +58,10 @@ def assert_sorted(experts, num_experts, implementation):
 SORTS = {
     "one row": (1, 1, 0, 1),
     "one block": (60, 7, 0, 7),
+    "few rows of no expert": (200, 20, -5, 40),
+    "as many rows as one program sorts": (256, 130, 0, 130),
+    "one row more": (257, 130, 0, 130),
+    "few rows, as many experts as fit": (40, MAX_EXPERTS, 0, MAX_EXPERTS),
     "several programs": (1500, 16, 0, 16),
     "several steps of each program": (40_001, 16, 0, 16),
     "experts that have no row": (500, 100, 40, 60),

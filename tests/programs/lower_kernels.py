@@ -51,7 +51,7 @@ SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
 SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
 LAYER_KERNELS = (
     "activate_kernel", "activate_backward_kernel",
-    "top_k_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
+    "top_k_kernel", "sort_few_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
 )  # fmt: skip
 FP8_KERNELS = (
     "quantize_rows_kernel", "quantize_weights_kernel", "activate_fp8_kernel", "activate_backward_fp8_kernel",
@@ -158,10 +158,11 @@ def lower_entry(compute_capability, entry):
 
 
 def lower_routing(compute_capability, num_experts):
-    logits = jax.ShapeDtypeStruct((8192, num_experts), "float32")
     with jgg.target(compute_capability):
         route = functools.partial(jgg.route, topk=8, implementation="triton")
-        jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
+        for num_tokens in (1, 32, 8192):
+            logits = jax.ShapeDtypeStruct((num_tokens, num_experts), "float32")
+            jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
 
 
 def lower_activation(compute_capability, name, interleaved, features, dtype):
