@@ -5,7 +5,6 @@ which XLA fuses into one kernel. Scans and binary searches take several kernels,
 serve for more groups, since their memory grows with the number of groups rather than with its square.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -113,9 +112,10 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
         # both from one sum with one result, which XLA cuts off in the same kernel
         index = jnp.arange(len(terms))
         ends = jnp.concatenate([index, index + 1])
-        add_up = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
-        add_up = add_up if limit * len(terms) < 2**31 else _sum_up_to_most
-        sums = jnp.minimum(add_up(jnp.where(index[None, :] < ends[:, None], terms[None, :], 0)), limit)
+        terms_before = jnp.where(index[None, :] < ends[:, None], terms[None, :], 0)
+        fits = limit * len(terms) < 2**31
+        sums = jnp.sum(terms_before, axis=1, dtype=jnp.int32) if fits else _sum_up_to_most(terms_before)
+        sums = jnp.minimum(sums, limit)
         return sums[: len(terms)], sums[len(terms) :]
     return jnp.minimum(before, limit), jnp.minimum(through, limit)
 
