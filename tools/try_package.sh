@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs a wheel or an sdist into an empty environment, and runs the quick start there, away from the checkout:
-#     tools/try_package.sh dist/jgg-0.1.0-py3-none-any.whl
+#     tools/try_package.sh dist/jgg-0.2.0-py3-none-any.whl
 # $PYTHON is the interpreter, by default python3.
 set -eu
 
