@@ -5,7 +5,7 @@
 
 FOLDER has config.json, safetensors files and tokenizer.json. The prompt is taken as it is: no chat template is applied.
 ADAPTER is a folder that `jgg.models.load_adapter` reads. Each speed is measured after compiling, by a second run.
-Needs `pip install 'jgg[flax,hf]' tokenizers`.
+Experts in MXFP4 or FP8 become bfloat16. Needs `pip install '.[flax,hf]' tokenizers`.
 """
 
 import argparse
