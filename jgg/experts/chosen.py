@@ -21,7 +21,8 @@ def of_chosen(
     Returns: also a routing in which each row is a group of its own.
     """
     num_experts, num_rows = len(routing.group_sizes), routing.topk_indices.size
-    if num_rows >= num_experts or not any(isinstance(w, QuantizedArray) for w in weights):
+    are_few = isinstance(num_rows, int) and num_rows < num_experts  # it may be symbolic, in exported programs
+    if not are_few or not any(isinstance(w, QuantizedArray) for w in weights):
         return weights, terms, routing
     of_choices = routing.topk_indices.reshape(-1)
     of_rows = of_choices if routing.gather_indices is None else of_choices[routing.gather_indices]
