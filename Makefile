@@ -93,7 +93,8 @@ venv: $(DEV_STAMP)
 
 # The plugin brings jax-cuda12-pjrt, which compiling does not need. It looks for CUDA's libraries and a GPU whenever JAX
 # starts, and writes a traceback if there are none.
-$(DEMO_STAMP) $(DEV_STAMP): pyproject.toml $(BIN)/python
+# versions.py has the version that `jgg --version` reads from what was installed.
+$(DEMO_STAMP) $(DEV_STAMP): pyproject.toml jgg/core/versions.py $(BIN)/python
 	@echo 'Installing jgg[$(EXTRAS)] into .venv, which takes a few minutes.'
 	@rm -f .venv/.installed-*
 	@$(BIN)/python -m pip uninstall -qq -y jax-$(OTHER_CUDA)-plugin jax-$(OTHER_CUDA)-pjrt

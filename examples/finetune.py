@@ -7,19 +7,20 @@ FOLDER has config.json, safetensors files and tokenizer.json. Each line of the d
 
     {"prompt": "...", "completion": "..."}    learns the completion and the token that ends a text
     {"text": "..."}                           learns all of it
-    {"messages": [{"role": ..., "content": ...}, ...]}    learns the last message, which is the assistant's
+    {"messages": [{"role": ..., "content": ...}, ...]}    learns the last message alone, which is the assistant's
 
 Messages are written by the folder's chat template, which needs `pip install jinja2`; all else is taken as it is. With
 --checkpoints, the same command run again goes on from the last checkpoint.
 
 Examples are packed into sequences and attend to themselves alone; the positions that are left at the end of a sequence
-are one more segment, which is in no loss but that of the routers. With --no-packing each sequence has one example, and
-attention computes half as much: better for long examples.
+are one more segment, which counts in the routers' balancing loss alone. Attention is then computed for all pairs of
+tokens, and masked. With --no-packing each sequence has one example and attention is causal, whose masked half cuDNN's
+kernel skips: better for long examples.
 
 MFU is the FLOPs that LoRA needs over what the GPU could do at most in bfloat16. For each token of an example, and each
 parameter of a matrix that acts on it (top-k of the experts), they are 2 for the forward pass and 2 for the gradient of
 x; adapters need 2 more for their own gradient; attention needs 12 for each feature of the heads and each token attended
-to. What rematerialization repeats does not count. Needs `pip install 'jgg[flax,hf]' optax tokenizers`.
+to. What rematerialization repeats does not count. Needs `pip install '.[flax,hf]' tokenizers`.
 """
 
 import argparse

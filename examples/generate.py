@@ -5,7 +5,8 @@
 
 FOLDER has config.json, safetensors files and tokenizer.json. The prompt is taken as it is: no chat template is applied.
 ADAPTER is a folder that `jgg.models.load_adapter` reads. Each speed is measured after compiling, by a second run.
-Needs `pip install 'jgg[flax,hf]' tokenizers`.
+With --experts as-stored, experts in MXFP4 or FP8 stay so; else they become bfloat16.
+Needs `pip install '.[flax,hf]' tokenizers`.
 """
 
 import argparse
@@ -17,9 +18,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import jgg
 import jgg.hf
 import jgg.models
 
+EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 # the modules of transformers by the parts of their names that say which matrix they are
 MATRICES = {f"self_attn.{name}_proj": f"w_{name}" for name in "qkvo"}
 
@@ -45,15 +48,15 @@ def stop_tokens(folder: Path) -> list[int]:
     return []
 
 
-def load(folder: Path, adapter: Path | None) -> jgg.models.Decoder:
+def load(folder: Path, adapter: Path | None, experts) -> jgg.models.Decoder:
     """The model, with the adapters of a folder, if one is given."""
     if adapter is None:
-        return jgg.models.load(folder)
+        return jgg.models.load(folder, experts=experts)
     read = jgg.hf.load_adapter(adapter, jgg.hf.read_config(folder))
     targets = {param for terms in read.layers.values() for param in terms}
     targets |= {matrix for part, matrix in MATRICES.items() if any(f".{part}." in name for name in read.others)}
     options = {"lora_rank": read.settings["r"], "lora_alpha": read.settings["lora_alpha"]}
-    model = jgg.models.load(folder, lora_targets=tuple(sorted(targets)), **options)
+    model = jgg.models.load(folder, experts=experts, lora_targets=tuple(sorted(targets)), **options)
     jgg.models.load_adapter(model, adapter)
     return model
 
@@ -70,13 +73,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("adapter", type=Path, nargs="?", help="the adapter's folder")
     parser.add_argument("--prompt", required=True)
+    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s: the likeliest token)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)
     tokenizer, stops = read_tokenizer(options.folder), stop_tokens(options.folder)
-    model = load(options.folder, options.adapter)
+    model = load(options.folder, options.adapter, EXPERTS[options.experts])
     prompt = np.asarray([tokenizer.encode(options.prompt).ids], np.int32)
     run = functools.partial(
         jgg.models.generate, model, prompt, temperature=options.temperature, top_p=options.top_p,

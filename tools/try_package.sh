@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs a wheel or an sdist into an empty environment, and runs the quick start there, away from the checkout:
-#     tools/try_package.sh dist/jgg-0.1.0-py3-none-any.whl
+# Installs a wheel or an sdist into an empty environment, first without extras, and runs the quick start and a short demo
+# there, away from the checkout:
+#     tools/try_package.sh dist/jgg-0.2.0-py3-none-any.whl
 # $PYTHON is the interpreter, by default python3.
 set -eu
 
@@ -11,10 +12,16 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 
 "${PYTHON:-python3}" -m venv environment
-environment/bin/python -m pip install -q "$package[flax]"
 export JAX_PLATFORMS=cpu
+environment/bin/python -m pip install -q "$package"
+environment/bin/python -W error -c 'import jgg'
+environment/bin/jgg
 environment/bin/jgg --version
 environment/bin/jgg info
+environment/bin/python -m pip install -q "$package[demo]"
+environment/bin/python -W error -c 'import jgg.hf, jgg.linen, jgg.models, jgg.nnx'
+environment/bin/jgg demo --steps 5 --save model
+environment/bin/python -c 'import jgg.models; jgg.models.load("model")'
 sed -n '/^```python$/,/^```$/p' "$checkout/README.md" | sed '/^```/d' >readme.py
 sed -n '/^```python$/,/^```$/p' "$checkout/docs/index.md" | sed '/^```/d' >quick_start.py
 for program in readme.py quick_start.py; do

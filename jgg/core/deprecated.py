@@ -1,4 +1,4 @@
-"""Ways to call a function that still work for one release, with a warning that says how to write it."""
+"""Ways to call a function that still work in 0.2, with a warning that says how to write it."""
 
 import functools
 import warnings

@@ -113,7 +113,7 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = jnp.arange(len(terms))
         ends = jnp.concatenate([index, index + 1])
         terms_before = jnp.where(index[None, :] < ends[:, None], terms[None, :], 0)
-        fits = limit * len(terms) < 2**31
+        fits = isinstance(limit, int) and limit * len(terms) < 2**31  # it may be symbolic, in exported programs
         sums = jnp.sum(terms_before, axis=1, dtype=jnp.int32) if fits else _sum_up_to_most(terms_before)
         sums = jnp.minimum(sums, limit)
         return sums[: len(terms)], sums[len(terms) :]

@@ -24,6 +24,7 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
     new = [key for key in launch.outputs if key not in refs]
+    _check_order(kernel, launch, new)
     operands, descriptions = launch.operands | refs, _descriptions(kernel, launch)
     for key in descriptions.keys() - new:
         operands[key] = jax_triton.TensorDescriptor(operands[key], *descriptions[key])
@@ -45,6 +46,13 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
     axes = varying_axes(*launch.arrays.values())
     results = dict(zip(new, outputs, strict=True)) | {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
     return {key: vary_over(axes, result) for key, result in results.items()}
+
+
+def _check_order(kernel, launch, new):
+    """Raises unless new results are the last arrays among the kernel's parameters, as jax-triton hands them over."""
+    arrays = [name for name in kernel.arg_names if name in launch.arrays or name in new]
+    if new and arrays[-len(new) :] != new:
+        raise ValueError(f"{kernel.__name__} must have its new results {new} after all other arrays, got {arrays}.")
 
 
 def _jax_triton():

@@ -85,16 +85,19 @@ def test_expert_parallelism():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("experts", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("adapter", [[], [str(ROOT / "tests/data/model_adapters/glm4_moe")]], ids=["base", "adapter"])
-def test_generate(adapter, main, tmp_path):
+def test_generate(adapter, experts, main, tmp_path):
     folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
-    model = jgg.models.load(folder, **({"lora_rank": 2, "lora_alpha": 3.0} if adapter else {}))
+    options = {"experts": jgg.Fp8()} if experts == "fp8" else {}
+    model = jgg.models.load(folder, **options, **({"lora_rank": 2, "lora_alpha": 3.0} if adapter else {}))
     if adapter:
         jgg.models.load_adapter(model, adapter[0])
     new = jgg.models.generate(model, [[5, 6, 7]], 5)[0].tolist()
     stop = new[3]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
-    printed = main("generate", [str(folder), *adapter, "--prompt", "t5 t6 t7", "--max-new-tokens", "5"])
+    arguments = ["--prompt", "t5 t6 t7", "--max-new-tokens", "5", "--experts", experts]
+    printed = main("generate", [str(folder), *adapter, *arguments])
     wanted = " ".join(f"t{token}" for token in new[: new.index(stop)])
     assert printed.splitlines()[0] == "t5 t6 t7" + wanted
     assert "prefill: " in printed

@@ -18,9 +18,10 @@ jax_triton = pytest.importorskip("jax_triton")
 from jax_triton import triton_lib  # noqa: E402
 
 from jgg.core.versions import WARP_SPECIALIZED, unlike  # noqa: E402
-from jgg.launching import compile_ahead  # noqa: E402
+from jgg.launching import compile_ahead, triton  # noqa: E402
 from jgg.launching.compile_ahead import AheadCompiler, Noted  # noqa: E402
 from jgg.launching.interpret import InterpreterLock  # noqa: E402
+from jgg.launching.launch import Launch  # noqa: E402
 from jgg.primitives.product import Product  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
@@ -259,3 +260,12 @@ def test_several_compile_or_one_interprets():
     events.clear()
     during("interprets", ["compiles", "compiles"])
     assert events == ["end", "compiles", "compiles"]
+
+
+def test_a_new_result_before_another_array_is_refused():
+    count_experts_kernel = importlib.import_module("jgg.kernels.routing").count_experts_kernel
+    launch = Launch({"counts": jnp.zeros(4, jnp.int32)}, {"experts": jax.ShapeDtypeStruct((4,), jnp.int32)}, {}, (1,))
+    with pytest.raises(
+        ValueError, match=r"new results \['experts'\] after all other arrays, got \['experts', 'counts'\]"
+    ):
+        triton.call(90, count_experts_kernel, launch)

@@ -25,8 +25,8 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
     shutil.copytree(DATA / "gpt_oss", tmp_path / "model")
     names = run_code("\n".join(code_of("models.md", "Load") + code_of("models.md", "Train")))
     assert names["losses"][-1] < names["losses"][0]
-    tuned, tokens = jgg.models.load(tmp_path / "tuned"), names["tokens"]
-    np.testing.assert_array_equal(tuned(tokens), names["model"](tokens))
+    trained, tokens = jgg.models.load(tmp_path / "trained"), names["tokens"]
+    np.testing.assert_array_equal(trained(tokens), names["model"](tokens))
 
 
 @pytest.mark.thorough
@@ -39,6 +39,19 @@ def test_text_is_generated(tmp_path, capsys):
     alone = jgg.models.generate(names["model"], [names["prompts"][1][:1]], 16, stop_tokens=[2])
     np.testing.assert_array_equal(names["new"][1:], alone)
     assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary
+
+
+@pytest.mark.thorough
+def test_text_is_generated_with_an_adapter(tmp_path):
+    folder_with_tokenizer("gpt_oss", tmp_path / "model")
+    model = jgg.models.load("model", lora_rank=16, lora_alpha=32)
+    nnx.update(model, jax.tree.map(lambda array: array + 0.1, nnx.state(model, nnx.LoRAParam)))
+    jgg.models.save_adapter(model, "adapter")
+    names = run_code("\n".join(code_of("generate.md", "In code") + code_of("generate.md", "With an adapter")))
+    prompts, lengths = names["prompts"], names["lengths"]
+    np.testing.assert_array_equal(names["new"], jgg.models.generate(model, prompts, 16, lengths=lengths))
+    without = jgg.models.generate(jgg.models.load("model"), prompts, 16, lengths=lengths)
+    assert np.any(names["new"] != without)
 
 
 def test_a_run_is_saved_and_restored():
@@ -70,3 +83,6 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
+    own = names["adapters"], nnx.state(names["model"], nnx.LoRAParam)
+    trained, loaded = map(nnx.to_pure_dict, own)
+    jax.tree.map(np.testing.assert_array_equal, loaded, trained)

