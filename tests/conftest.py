@@ -71,3 +71,11 @@ def optax_promotion():
     """Optax mixes dtypes in its own arithmetic."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def as_a_reader_runs_it(tmp_path, monkeypatch):
+    """The code of a page runs in a folder of its own, and may promote dtypes and ranks."""
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -8,6 +8,7 @@ from flax import nnx
 import jgg.nnx
 from tests.support.documents import code_of, run_code
 
+pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
 SECTIONS = "Train", "Many layers", "Freeze the experts"
 
 
@@ -15,14 +16,6 @@ SECTIONS = "Train", "Many layers", "Freeze the experts"
 def blocks():
     """The blocks of code of each section."""
     return {section: code_of("in-your-model.md", section) for section in SECTIONS}
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # documents are of programs that do not forbid promotion
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def test_it_trains_and_scans(blocks):

@@ -12,13 +12,7 @@ import jgg.models
 from tests.support.documents import code_of, run_code
 from tests.support.models import DATA, folder_with_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # documents are of programs that do not forbid promotion
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
 
 
 def test_a_model_is_loaded_trained_and_saved(tmp_path):
