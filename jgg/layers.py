@@ -14,7 +14,6 @@ from jgg.core.arguments import as_array, as_flag, as_int, check_floats
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
-from jgg.experts.chosen import of_chosen
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
 from jgg.experts.lora import Lora
 from jgg.experts.mesh import map_tokens
@@ -279,7 +278,6 @@ class MoELayer(LayerOptions, InFeatures):
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
         terms = self.adapters(arrays._asdict())
         if sharding is None:
-            weights, terms, routing = of_chosen(weights, terms, routing)
             quantized = in_quantization(tokens, *weights, options.quantization)
             return compute_mlp(tokens, with_terms(quantized, terms), routing, options), jnp.int32(0)
         choices = routing.topk_weights, routing.topk_indices

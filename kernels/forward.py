@@ -2,7 +2,8 @@
 
 In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
-product, which is scaled and added in float32.
+product, which is scaled and added in float32. If only w has scales, it is converted to the dtype of x as it is read,
+and a step covers no more features than a scale does.
 """
 
 import triton
@@ -37,19 +38,18 @@ def load_weight(
 
 
 @triton.jit
-def load_scales(
-    x_scales, w_scales, group, k, rows, exists, column,
-    REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+def load_weight_scales(
+    w_scales, group, k, column, REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr, SCALED_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The scales for BLOCK features from k on: x's [rows, 1] and w's [1, BLOCK_COLUMNS]; zero past the edges."""
-    SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
-    W_BLOCKS: tl.constexpr = (W_COLUMNS + BLOCK - 1) // BLOCK
-    of_rows = tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)
+    """The group's scales [1, BLOCK_COLUMNS] for the features from k on that share one; zero past the edges."""
+    STEPS: tl.constexpr = (REDUCED + SCALED_REDUCED - 1) // SCALED_REDUCED
+    W_BLOCKS: tl.constexpr = (W_COLUMNS + SCALED_COLUMNS - 1) // SCALED_COLUMNS
     columns = column + tl.arange(0, BLOCK_COLUMNS)
-    of_group = w_scales + group.to(tl.int64) * (W_BLOCKS * SCALES)
-    pointers = of_group + columns // BLOCK * SCALES + k // BLOCK
-    of_columns = tl.load(pointers, mask=columns < W_COLUMNS, other=0.0)
-    return of_rows[:, None], of_columns[None, :]
+    block, step = columns // SCALED_COLUMNS, k // SCALED_REDUCED
+    offsets = block * STEPS + step if REDUCED_IS_MINOR else step * W_BLOCKS + block
+    pointers = w_scales + group.to(tl.int64) * (W_BLOCKS * STEPS) + offsets
+    return tl.load(pointers, mask=columns < W_COLUMNS, other=0.0)[None, :]
 
 
 @triton.jit
@@ -58,12 +58,14 @@ def multiply_rows(
     REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr = 0, SCALED_COLUMNS: tl.constexpr = 0,
 ):  # fmt: skip
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
     Without TMA_X they are `rows`, and a row that does not exist is zero. With num_terms [1], x is the sum of that many
-    matrices of num_rows rows, stored one after the other. x_scales and w_scales are None except in FP8.
+    matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x and w are quantized;
+    a scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
@@ -79,14 +81,21 @@ def multiply_rows(
         w_block = load_weight(
             w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )
-        if x_scales is None:
+        if w_scales is None:
             acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
         else:
-            tl.static_assert(BLOCK_REDUCED == BLOCK)
-            of_rows, of_columns = load_scales(
-                x_scales, w_scales, group, k, rows, exists, column, REDUCED, W_COLUMNS, BLOCK_COLUMNS
-            )
-            acc += tl.dot(x_block, w_block) * (of_rows * of_columns)
+            tl.static_assert(SCALED_REDUCED % BLOCK_REDUCED == 0)
+            of_columns = load_weight_scales(
+                w_scales, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, SCALED_REDUCED, SCALED_COLUMNS,
+                BLOCK_COLUMNS,
+            )  # fmt: skip
+            if x_scales is None:
+                acc += tl.dot(x_block, w_block.to(x_block.dtype), input_precision=PRECISION) * of_columns
+            else:
+                tl.static_assert(BLOCK_REDUCED == BLOCK)
+                SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
+                of_rows = tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)
+                acc += tl.dot(x_block, w_block) * (of_rows[:, None] * of_columns)
     return acc
 
 
@@ -117,6 +126,7 @@ def forward_kernel(
     REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
     TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr, SCALED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i]; a tile has rows of one group.
 
@@ -124,8 +134,9 @@ def forward_kernel(
     [groups, COLUMNS]; topk_weights [num_positions]; gather_indices [num_rows], bad outside [0, num_positions); y
     [num_rows, COLUMNS]; group_starts and group_ends [groups]; the tile schedule's tile_group, tile_start, tile_end and
     tiles_through. Only COLUMNS columns of w are multiplied, from first_column on, a multiple of 16. bias, topk_weights
-    and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. FP8 operands have x_scales [rows
-    of x, REDUCED / BLOCK] and w_scales [groups, W_COLUMNS / BLOCK, REDUCED / BLOCK], rounded up; others have None.
+    and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. A quantized x has
+    x_scales [rows of x, REDUCED / BLOCK], a quantized w w_scales [groups, W_COLUMNS / SCALED_COLUMNS, REDUCED /
+    SCALED_REDUCED], laid out as w is, rounded up; others have None.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     low_rows [num_rows, RANK], in expert order, times low_matrices, laid out as w is, are added unless they are None.
     Rows of y without a group become zeros; after the last group, only those before zeros_end.
@@ -145,7 +156,7 @@ def forward_kernel(
             x, x_scales, None, num_rows, w, w_scales, group, start,
             positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
             tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
-            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
+            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS, SCALED_REDUCED, SCALED_COLUMNS,
         )  # fmt: skip
         if low_rows is not None:
             acc = add_low_rank(

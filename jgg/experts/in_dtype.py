@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jgg.core.quantized import WeightForms
 from jgg.core.schedule import between_groups
 from jgg.experts.mlp import Mlp, Operands
 from jgg.launching.choice import is_plain_jax
@@ -48,7 +49,8 @@ class InDtype(Mlp):
 
     def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""
-        x, w, bounds = operands.x, operands.w_gate_up, self.bounds(operands.group_sizes)
+        x, bounds = operands.x, self.bounds(operands.group_sizes)
+        w = _weights(operands.w_gate_up, operands.quantized_gate_up)
         return UP(
             self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up, low_rank=term),
             problem=self.of_up, activation=self.activation, interleaved=self.interleaved, keeps=keeps,
@@ -56,7 +58,7 @@ class InDtype(Mlp):
 
     def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
-        w, bounds = operands.w_down, self.bounds(operands.group_sizes)
+        w, bounds = _weights(operands.w_down, operands.quantized_down), self.bounds(operands.group_sizes)
         weights = operands.topk_weights
         of_down = Forward(hidden, w, bounds, operands.gather_indices, weights, operands.b_down, term)
         return FORWARD(self.how, of_down, problem=self.combined_down)
@@ -81,3 +83,8 @@ class InDtype(Mlp):
         indices = operands.gather_indices
         of_dx = Dx(d_pre_activation, operands.w_gate_up, bounds, gather_indices=indices, low_rank=term)
         return DX(self.how, of_dx, problem=self.of_up).dx
+
+
+def _weights(dense: jax.Array, forms: WeightForms | None) -> Any:
+    """Weights for the forward pass: quantized if they are stored so, since the product may read them as they are."""
+    return dense if forms is None else forms.straight

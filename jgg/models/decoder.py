@@ -227,6 +227,7 @@ class Decoder(nnx.Module):
         options = self.options
         graphdef, state = nnx.split(layers)
         count, *_ = layers.attention_norm.shape
+        decodes = cache is not None and x.shape[1] == 1
         own_windows = self.config.windows[first : first + count]
         window = next(filter(None, own_windows), None)
         is_local = None if len(set(own_windows)) == 1 else jnp.asarray([each is not None for each in own_windows])
@@ -234,6 +235,8 @@ class Decoder(nnx.Module):
         def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
             own, number, is_local = inputs
             layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
+            if decodes and hasattr(layer, "moe"):
+                layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
             place = Place(positions, rotation, number, window, is_local, segments)
             (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
             return (split_batch(x, options.sharding), cache), {

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.requirements import why_not_quantized
+from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import BLOCK, ToQuantize, values_and_scales
+from jgg.core.quantized import BLOCK, ToQuantize, block_of, is_quantized, values_and_scales
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import flat, x_by_tma
@@ -30,12 +30,17 @@ from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.terms import Terms
 
+_FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
+_MOST_STAGES = 8
+_LEAST_STEP = 32  # features that share a scale, at least
+
 
 class Forward(NamedTuple):
     """The arrays as `grouped_gemm` takes them, and bounds, the rows of each group.
 
     x and w may both be QuantizedArrays, with a scale for 128 features of a row of x and for each 128 x 128 block of w
     [E, N, K]; the problem's dtype is then the dtype of their values. With a quantized x, w may also be ToQuantize.
+    Beside an x that is not quantized, a QuantizedArray w of any blocks stands for what it dequantizes to.
     """
 
     x: Any
@@ -48,6 +53,7 @@ class Forward(NamedTuple):
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
+    operands = _with_dense_weights(operands, problem)
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
     return plain.grouped_gemm(problem, *operands)
@@ -61,8 +67,37 @@ def _dequantized(
     return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
 
 
+def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:
+    """The operands with a quantized w beside an x that is not dequantized."""
+    is_alone = is_quantized(operands.w) and not problem.is_quantized
+    return operands._replace(w=operands.w.dequantize(problem.dtype)) if is_alone else operands
+
+
+def with_readable_weights(
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
+) -> tuple[Launcher, Forward]:  # fmt: skip
+    """The operands with a quantized w beside an x that is not dequantized, unless the kernel converts it as it reads.
+
+    It does where groups have few rows, so that the product takes the time in which weights are read; otherwise each row
+    tile would convert them. The launcher's configuration then has steps of no more features than a scale has.
+    """
+    if not is_quantized(operands.w) or problem.is_quantized:
+        return launcher, operands
+    config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
+    scaled_features = block_of(operands.w)[1 if problem.w_layout == "enk" else 0]
+    is_read = config.kernel == "plain" and launcher.target.compute_capability >= FP8_COMPUTE_CAPABILITY
+    is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= _FEW_ROWS * problem.num_experts
+    if not is_read:
+        return launcher, _with_dense_weights(operands, problem)
+    block_k = min(config.block_k, scaled_features)
+    stages = min(_MOST_STAGES, config.num_stages * config.block_k // block_k)  # as many features on their way
+    config = dataclasses.replace(config, block_k=block_k, num_stages=stages)
+    return launcher._replace(config=config), operands
+
+
 def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
     """Launches the product; with combine_y one range of columns after the other, each range added up by token."""
+    launcher, operands = with_readable_weights(launcher, operands, problem)
     if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
         operands, problem = _dequantized(operands, problem, problem.out_dtype)
         launcher = launcher._replace(config=None)
@@ -140,11 +175,14 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
         "topk_weights": topk_weights,
         "gather_indices": gather_indices,
     }
+    scaled = (0, 0) if w_scales is None else block_of(operands.w)
+    scaled_columns, scaled_reduced = scaled if problem.w_layout == "enk" else scaled[::-1]
     rows = row_tiles.Rows("x", x, config.use_tma_load_x and x_by_tma(target, problem))
     outputs = {"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)}
     return row_tiles.multiply(
         launcher, forward_kernel, problem, part, rows, w, bounds, own, outputs, low_rank=low_rank,
-        GATHER=problem.permute_x, SCATTER=problem.permute_y,
+        GATHER=problem.permute_x, SCATTER=problem.permute_y, SCALED_REDUCED=scaled_reduced,
+        SCALED_COLUMNS=scaled_columns,
     )["y"]  # fmt: skip
 
 
@@ -153,6 +191,8 @@ def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
     if operands.low_rank is not None:
         compute = lambda operands, problem: FORWARD(how._replace(config=None), operands, problem=problem)  # noqa: E731
         return _add_term(compute, operands, problem)
+    if not problem.is_quantized:
+        return FORWARD(how._replace(config=None), _with_dense_weights(operands, problem), problem=problem)
     operands, problem = _dequantized(operands, problem, problem.out_dtype)
     return FORWARD(how._replace(config=None), operands, problem=problem)
 
@@ -185,6 +225,8 @@ def merge_shared_weights(product: Product, how: How, operands: Forward, batched:
 def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
     if problem.is_quantized:
         return merge_shared_weights(FORWARD, how, operands, batched, problem=problem)
+    if is_quantized(operands.w):
+        return None
     batch = vmap.Batch.of(problem, operands, batched, "x")
     if batch is None or (batched.bias and not batched.w) or operands.low_rank is not None:
         return None
@@ -223,7 +265,7 @@ def _more_rows(how, batch, operands, batched):
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):
-    if problem.is_quantized or operands.low_rank is not None:
+    if problem.is_quantized or is_quantized(operands.w) or operands.low_rank is not None:
         return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))

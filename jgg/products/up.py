@@ -50,6 +50,7 @@ def _launch(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
     keeps: bool, stored_as: Format | None = None,
 ):  # fmt: skip
+    launcher, operands = forward.with_readable_weights(launcher, operands, problem)
     config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
     hidden = Hidden(activation, interleaved, keeps, stored_as)
     if not _is_one_kernel(config, problem, launcher.target, hidden):

@@ -1,4 +1,4 @@
-"""Few tokens' rows are multiplied by the experts that they choose, and quantized experts are not all dequantized."""
+"""Layers of quantized experts give for few tokens what they give for many."""
 
 import dataclasses
 
@@ -55,13 +55,6 @@ def test_choices_from_outside_and_gradients():
         return jax.value_and_grad(total, (0, 1))(x, params["w_gate_up_lora_a"])
 
     assert_close(run(params), run(dense), 1e-5)
-
-
-@pytest.mark.parametrize(("count", "is_few"), [(3, True), (4, False)])
-def test_only_few_tokens_choose(count, is_few):
-    traced = jax.make_jaxpr(lambda params, x: LAYER.apply(params, x)[0])(make_params(LAYER), tokens(count))
-    dequantized = f"f32[{E},{H},{2 * HIDDEN}]" in str(traced)
-    assert dequantized != is_few
 
 
 def test_rows_of_no_expert_add_nothing():
