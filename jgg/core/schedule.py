@@ -151,11 +151,12 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
         group = jnp.minimum(jnp.searchsorted(tiles_through, tile, side="right"), num_groups - 1).astype(jnp.int32)
         return TileSchedule(group, origin[group] + tile * block_rows, bounds.ends[group], tiles_through)
     is_own = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < tiles_through[None, :])
+    starts = origin[None, :] + tile[:, None] * block_rows
     group, start, end = (
-        jnp.sum(jnp.where(is_own, values[None, :], 0), axis=1, dtype=jnp.int32)
-        for values in (jnp.arange(num_groups, dtype=jnp.int32), origin, bounds.ends)
+        jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
+        for values in (jnp.arange(num_groups, dtype=jnp.int32)[None, :], starts, bounds.ends[None, :])
     )
-    return TileSchedule(group, start + tile * block_rows, end, tiles_through)
+    return TileSchedule(group, start, end, tiles_through)
 
 
 def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:
@@ -230,6 +231,9 @@ def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = N
     in_range = (gather_indices >= 0) & (gather_indices < num_positions)
     targets = jnp.where(in_range, gather_indices, num_positions)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if isinstance(num_rows, int) and isinstance(num_positions, int) and num_rows * num_positions <= _MAX_COMPARED**2:
+        names = targets[None, :] == jnp.arange(num_positions, dtype=jnp.int32)[:, None]
+        return jax.lax.reduce(jnp.where(names, rows[None, :], -1), jnp.int32(-1), jax.lax.max, (1,))
     return jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")
 
 
