@@ -58,9 +58,11 @@ the rest:
 No register of a loading warp that gathers may spill: to read it back would wait for all rows that were asked for.
 
 Shared memory. With the default tiles, of 256 columns in steps of 64, a stage has 16 KB of left and 32 KB of right: 192
-KB in 4 stages, and as much in 6 stages with 128 columns. Each warpgroup also has a block of 8 KB to store a part from,
-and one of at most 8 KB for that part's hidden features, or a second for parts that are stored at once. With the
-barriers that is 213,288 bytes, or up to 229,672 with those, of the 232,448 that a multiprocessor lets a CTA have.
+KB in 4 stages, and as much in 6 stages with 128 columns. dW takes 8 stages of steps of 32 where it can: as two products
+at a time hold their stages, that leaves six half stages for loads that are under way instead of two whole ones. Each
+warpgroup also has a block of 8 KB to store a part from, and one of at most 8 KB for that part's hidden features, or a
+second for parts that are stored at once. With the barriers that is 213,288 bytes (112 more with 8 stages), or up to
+229,672 with those, of the 232,448 that a multiprocessor lets a CTA have.
 
 Gluon sees a cluster as one program: a tensor of 128 rows has 64 in each CTA. Scalars that follow from Work.cta differ
 between the two. What was tried with this kernel, and how fast each was, is in kernels/trials.md.

@@ -21,6 +21,9 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK
 
+_SHORT_STEP = 32  # rows of a step of the hopper kernel's dW; 64 is the other choice
+_ROWS_FOR_SHORT_STEPS = 224  # of a group, on average
+
 
 def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """A configuration of the type `kind` for a problem on a device.
@@ -43,13 +46,13 @@ def trial_configs(kind: type[KernelConfig], problem: GroupedGemmProblem, target:
 
 def hopper_config(kind: type[KernelConfig], w_layout: str, columns: int = 256, step: int = 64) -> KernelConfig:
     """A configuration of the hopper kernel, with output tiles of `columns` columns."""
-    tile = Tile(256, columns, step)
-    return kind.of_tile(tile, w_layout, kernel="hopper", num_stages={256: 4, 128: 6}[columns])
+    stages = {256: 4, 128: 6}[columns] * (2 if step == _SHORT_STEP else 1)
+    return kind.of_tile(Tile(256, columns, step), w_layout, kernel="hopper", num_stages=stages)
 
 
 def _hopper_configs(kind, problem):
-    """A configuration for each tile of the hopper kernel, the widest first."""
-    tiles = tiles_of("hopper", kind, problem)
+    """A configuration for each tile of the hopper kernel: those of 256 columns before those of 128."""
+    tiles = sorted(tiles_of("hopper", kind, problem), key=lambda tile: tile.columns, reverse=True)
     return [hopper_config(kind, problem.w_layout, tile.columns, tile.step) for tile in tiles]
 
 
@@ -59,6 +62,8 @@ def _choose_hopper(kind, problem):
     - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
       does if rows of the other operand are short. Otherwise it is faster to copy the rows into expert order first.
     - Where forward and dX gather, the band is narrow: the next column of tiles gathers the same rows soon after.
+    - dW takes steps of 32 rows, so that more steps are loaded ahead and less of a group's last step is empty, unless it
+      gathers, or groups are so small that stores take the time.
     - FP8 products run in this kernel at all sizes, with a wide band, and gather if there are few columns of tiles.
     """
     rows, columns, _ = kind.sizes(problem)
@@ -67,16 +72,21 @@ def _choose_hopper(kind, problem):
         return None
     gathers = _gathers_in_hopper(kind, problem)
     band = 2 if gathers and not problem.is_quantized and kind is not KernelConfigDW else 8
-    return dataclasses.replace(_hopper_configs(kind, problem)[0], fuse_gather=gathers, band=band)
+    config, *_ = _hopper_configs(kind, problem)
+    has_rows = problem.rows_of_groups >= _ROWS_FOR_SHORT_STEPS * problem.num_experts
+    if kind is KernelConfigDW and has_rows and not gathers:
+        config = hopper_config(kind, problem.w_layout, step=_SHORT_STEP)
+    return dataclasses.replace(config, fuse_gather=gathers, band=band)
 
 
 def _hopper_trials(kind, problem):
     """Configurations with the widest tile and, for few columns or a number that 256 does not divide, narrower ones."""
     if not _has_rows_for_hopper(problem):
         return []
-    num_columns = kind.sizes(problem).columns
-    widest, *narrower = _hopper_configs(kind, problem)
-    return [widest, *(narrower if num_columns % 256 or num_columns <= 512 else [])]
+    num_columns, configs = kind.sizes(problem).columns, _hopper_configs(kind, problem)
+    widest = configs[0].tile(problem.w_layout).columns
+    takes_narrow = num_columns % 256 or num_columns <= 512
+    return [config for config in configs if takes_narrow or config.tile(problem.w_layout).columns == widest]
 
 
 def _has_rows_for_hopper(problem):
@@ -110,7 +120,8 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
     - Rows that are no multiple of 16 bytes are loaded element by element, and the pointers fill the registers.
     - float32 takes twice the shared memory, so steps are half as long. Less shared memory means fewer stages.
     - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. Tiles of 16
-      rows spend their time on loading weights; where TMA loads them, longer steps keep more loads in flight.
+      rows spend their time on loading weights; where TMA loads them, longer steps keep more loads in flight, and in the
+      forward pass two programs share each multiprocessor, so that there is work for all when there are few tiles.
     - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
       few columns.
     - Where a product has few columns, loading its rows takes the time: more programs of smaller tiles keep more loads
@@ -148,12 +159,12 @@ def _choose_by_rows(kind, problem, target):
         columns = 256
     if _is_slim(problem, target, num_columns) and not has_heavy_epilogue:
         return _choose_slim(kind, problem, target, rows, num_columns, fusing)
+    options = {"num_warps": 8 if rows == 128 else 4, "num_stages": _stages(problem, target)}
     if (rows, columns) == (16, 128) and _has_wide_tiles(problem, target):
         step = 128
-    num_warps = 8 if rows == 128 else 4
-    return kind.of_tile(
-        Tile(rows, columns, step), problem.w_layout, num_warps=num_warps, num_stages=_stages(problem, target), **fusing
-    )  # fmt: skip
+        if kind is KernelConfigForward:
+            options |= {"num_stages": 3, "programs_per_sm": 2}
+    return kind.of_tile(Tile(rows, columns, step), problem.w_layout, **options, **fusing)
 
 
 def _choose_dw(problem, target):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDX, KernelConfigForward, Tile
+from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
@@ -41,13 +41,16 @@ class Requirements:
 
 
 def _hopper_tiles(kind, problem):
-    """Tiles of 256 rows, which two multiprocessors share, in steps of 128 bytes."""
+    """Tiles of 256 rows, which two multiprocessors share, in steps of 128 bytes; for dW, steps of 32 rows too."""
     widths: tuple[int, ...] = (256, 128)
     if problem.is_quantized:
         widths = (256,)
     elif kind is KernelConfigForward and problem.out_dtype.itemsize == 4:
         widths = (128,)  # a warpgroup holds a finished tile beside the next one
-    return tuple(Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths)
+    tiles = [Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths]
+    if kind is KernelConfigDW:
+        tiles.append(Tile(256, 256, 32))
+    return tuple(tiles)
 
 
 def _hopper_shared_memory(problem, target, config):

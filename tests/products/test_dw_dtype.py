@@ -63,10 +63,10 @@ def test_case_on_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("columns", "fuse_gather"), [(256, True), (128, False)])
+@pytest.mark.parametrize(("columns", "step", "fuse_gather"), [(256, 64, True), (256, 32, False), (128, 64, False)])
 @pytest.mark.parametrize("case", LARGE_CASES, ids=ids)
-def test_large_case_on_hopper(case, columns, fuse_gather):
-    assert_right(case, "bfloat16", "triton", specialized_configs(case.w_layout, columns, fuse_gather=fuse_gather))
+def test_large_case_on_hopper(case, columns, step, fuse_gather):
+    assert_right(case, "bfloat16", "triton", specialized_configs(case.w_layout, columns, step, fuse_gather=fuse_gather))
 
 
 def test_unknown_dtype():

@@ -34,12 +34,24 @@ def test_case(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("columns", "band", "dtype", "fuse_gather"), [(256, 8, "float16", True), (128, 1, "bfloat16", False)]
+    ("columns", "dw_step", "band", "dtype", "fuse_gather"),
+    [(256, 64, 8, "float16", True), (128, 64, 1, "bfloat16", False), (256, 32, 2, "bfloat16", False)],
 )
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
-def test_large_case(case, columns, band, dtype, fuse_gather):
-    configs = specialized_configs(case.w_layout, min(columns, columns_of(case)), band=band, fuse_gather=fuse_gather)
+def test_large_case(case, columns, dw_step, band, dtype, fuse_gather):
+    options = {"band": band, "fuse_gather": fuse_gather}
+    configs = specialized_configs(case.w_layout, min(columns, columns_of(case)), dw_step, **options)
     assert_right(case, dtype, "triton", configs=configs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "step"), [(224, {}, 32), (223, {}, 64), (512, {"permute_x": True, "out_features": 768}, 64)]
+)
+def test_steps_of_dw(rows, changes, step):
+    """They are short unless groups are small or the kernel gathers."""
+    problem = gemm(**GEMM | {"num_rows": 8 * rows, "in_features": 2048} | changes)
+    config = heuristic_config(jgg.KernelConfigDW, problem, HOPPER)
+    assert (config.kernel, config.block_m) == ("hopper", step)
 
 
 @pytest.mark.skipif(versions.unlike(versions.WARP_SPECIALIZED) is not None, reason="other versions")

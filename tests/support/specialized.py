@@ -9,9 +9,9 @@ from tests.support.cases import EVERYTHING, Case
 ARGUMENTS = {"forward": "kernel_config_fwd", "dx": "kernel_config_bwd_dx", "dw": "kernel_config_bwd_dw"}
 
 
-def specialized_configs(w_layout, columns=256, **options):
+def specialized_configs(w_layout, columns=256, dw_step=64, **options):
     for op, name in ARGUMENTS.items():
-        config = hopper_config(CONFIG_TYPES[op], w_layout, columns)
+        config = hopper_config(CONFIG_TYPES[op], w_layout, columns, dw_step if op == "dw" and columns == 256 else 64)
         yield name, dataclasses.replace(config, **options)
 
 
