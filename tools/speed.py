@@ -19,6 +19,7 @@ from tools.speed_picture import BARS, BOUND, THEMES, draw
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md", "docs/fp8.md", "docs/scaling.md")
 DIRECTIONS = ("forward", "dX", "dW")  # the ops of a training step; "gather" is not counted
+PICTURED = "Qwen3-30B"  # the layer of the picture of JAX libraries
 Row = dict[str, str]
 
 
@@ -44,19 +45,17 @@ def layer_speeds() -> dict[str, dict[str, float]]:
     return {layer: {name: flops[layer] / time for name, time in each.items()} for layer, each in times.items()}
 
 
-def tokens_per_second() -> dict[str, dict[str, float]]:
-    """Tokens/s of forward + backward of whole layers, by layer and library; only layers beside which another stands.
-
-    SonicMoE is left out where it waited for the CPU.
-    """
-    found = {}
+def tokens_per_second() -> dict[str, dict[str, float | str]]:
+    """Tokens/s of JAX libraries, or why there are none, by what was measured and library; also SonicMoE beside jgg."""
+    found: dict[str, dict[str, float | str]] = collections.defaultdict(dict)
+    for row in measurements("jax_libraries"):
+        speed = 1e3 * int(row["tokens"]) / float(row["ms"]) if row["ms"] else row["failure"]
+        found[f"{row['what']}, {row['gpu']}"][row["library"]] = speed
     for row in measurements("layers"):
-        columns = {name: "both_ms" if name == "jgg" else f"{name}_both_ms" for name in layers_picture.BARS}
-        if row["sonic_waits_for_cpu"]:
-            del columns["sonic"]
-        speeds = {name: 1e3 * int(row["tokens"]) / float(row[at]) for name, at in columns.items() if row[at]}
-        if len(speeds) > 1:
-            found[row["layer"]] = speeds
+        if row["layer"] == PICTURED:
+            times = {"jgg": row["both_ms"], "sonic": row["sonic_both_ms"]}
+            speeds = {name: 1e3 * int(row["tokens"]) / float(ms) for name, ms in times.items()}
+            found[f"one layer, forward and backward, {row['gpu']}"] |= speeds
     return found
 
 
@@ -172,11 +171,10 @@ def outputs() -> dict[Path, str]:
     texts = {ROOT / page: _filled((ROOT / page).read_text()) for page in PAGES}
     speeds = {layer: {name: speed[name] for name in (*BARS, BOUND)} for layer, speed in layer_speeds().items()}
     pictures = ROOT / "docs/pictures"
-    gpus = sorted({row["gpu"] for row in measurements("layers")})
     for name, theme in THEMES.items():
         texts[pictures / f"speed-{name}.svg"] = draw(speeds, theme)
         colors = layers_picture.COLORS[name]
-        texts[pictures / f"layers-{name}.svg"] = layers_picture.draw(tokens_per_second(), gpus, theme, colors)
+        texts[pictures / f"layers-{name}.svg"] = layers_picture.draw(tokens_per_second(), theme, colors)
     return texts
 
 

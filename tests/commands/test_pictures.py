@@ -8,46 +8,39 @@ import pytest
 from tools import layers_picture, speed
 from tools.speed_picture import LEFT, RIGHT, THEMES, WIDTH
 
-SPEEDS = {
-    "small": {"ragged_dot": 20_500.0, "tokamax": 1.05e6, "jgg": 2.1e6, "sonic": 1.999e6},
-    "large": {"jgg": 307_400.0, "sonic": 153_700.0},
+GROUPS = {
+    "one layer, H100": {"ragged_dot": 20_500.0, "tokamax": "out of memory", "jgg": 2.1e6, "sonic": 1.999e6},
+    "a model, H100": {"jgg": 307_400.0, "tokamax": 153_700.0},
 }
 
 
-def layer(**cells):
-    names = ("layer", "gpu", "tokens", "both_ms", "sonic_both_ms", "sonic_waits_for_cpu", "ragged_dot_both_ms")
-    return dict.fromkeys((*names, "tokamax_both_ms"), "") | {"gpu": "H100", "tokens": "8192"} | cells
-
-
 def test_tokens_per_second_are_of_the_numbers_there_are(monkeypatch):
-    rows = [
-        layer(layer="a", both_ms="4.00", sonic_both_ms="8.00", ragged_dot_both_ms="400"),
-        layer(layer="b", both_ms="4.00", sonic_both_ms="8.00", sonic_waits_for_cpu="yes"),
-        layer(layer="c", both_ms="2.00", sonic_both_ms="8.00", sonic_waits_for_cpu="yes", tokamax_both_ms="20"),
-    ]
-    monkeypatch.setattr(speed, "measurements", lambda _: rows)
-    found = speed.tokens_per_second()
-    assert found["a"] == pytest.approx({"jgg": 2_048_000, "sonic": 1_024_000, "ragged_dot": 20_480})
-    assert found["c"] == pytest.approx({"jgg": 4_096_000, "tokamax": 409_600})
-    assert found.keys() == {"a", "c"}
+    measured = {"what": "one layer", "gpu": "H100", "tokens": "8192", "ms": "", "failure": ""}
+    layer = {"gpu": "H200", "tokens": "4096", "both_ms": "4.00", "sonic_both_ms": "8.00"}
+    files = {
+        "jax_libraries": [
+            measured | {"library": "ragged_dot", "failure": "out of memory"},
+            measured | {"library": "jgg", "ms": "2.00"},
+        ],
+        "layers": [layer | {"layer": "Qwen3-30B"}, layer | {"layer": "Mixtral"}],
+    }
+    monkeypatch.setattr(speed, "measurements", files.__getitem__)
+    assert speed.tokens_per_second() == {
+        "one layer, H100": {"ragged_dot": "out of memory", "jgg": 4_096_000},
+        "one layer, forward and backward, H200": {"jgg": 1_024_000, "sonic": 512_000},
+    }
 
 
 @pytest.mark.parametrize("name", THEMES)
-def test_each_layer_has_a_bar_for_each_number(name):
+def test_each_number_has_a_bar(name):
     theme, colors = THEMES[name], layers_picture.COLORS[name]
-    picture = layers_picture.draw(SPEEDS, ["H100"], theme, colors)
+    picture = layers_picture.draw(GROUPS, theme, colors)
     ElementTree.fromstring(picture)
     bars = re.findall(rf'<rect x="{LEFT}" y="\d+" width="([\d.]+)" height="\d+" fill="(#\w+)"/>', picture)
     full = WIDTH - LEFT - RIGHT
-    widths = [full * share for share in (20.5e3 / 2.1e6, 0.5, 1, 1.999 / 2.1, 1, 0.5)]
+    widths = [full * share for share in (20.5e3 / 2.1e6, 1, 1.999 / 2.1, 0.5, 1)]
     assert [float(width) for width, _ in bars] == pytest.approx(widths, abs=0.1)
-    drawn = ["ragged_dot", "tokamax", "jgg", "sonic", "jgg", "sonic"]
-    assert [color for _, color in bars] == [colors[who][0] for who in drawn]
-    for words in ("20.5 k", "1.05 M", "2.10 M", "2.00 M", "307 k", "154 k", "one H100,", "jax.lax.ragged_dot"):
-        assert words in picture
-
-
-def test_a_library_without_numbers_is_not_in_the_legend():
-    picture = layers_picture.draw({"large": SPEEDS["large"]}, ["H100"], THEMES["light"], layers_picture.COLORS["light"])
-    assert "SonicMoE (PyTorch)" in picture
-    assert "tokamax" not in picture
+    assert [color for _, color in bars] == [colors[who][0] for who in ("ragged_dot", "jgg", "sonic", "tokamax", "jgg")]
+    for words in ("20.5 k", "2.10 M", "2.00 M", "307 k", "154 k", "jax.lax.ragged_dot", "One layer, H100"):
+        assert f">{words}</text>" in picture
+    assert picture.count(">out of memory</text>") == 1
