@@ -78,7 +78,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
+from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, make_ring, scale_rows, skip_tile
+from .hopper_loads import load_blocks
 from .hopper_results import (
     PARTS,
     TILE_ROWS,

@@ -1,7 +1,7 @@
 """The kernel of x @ w in FP8 with block scales for sm_90, in Gluon; with turned weights it is dX.
 
 Clusters, roles, ring and barriers are as in `hopper` with RAGGED_M, whose docstring explains them. The loading warps
-run the same code (`hopper_blocks`). The differences:
+run the same code (`hopper_loads`). The differences:
 
 Steps. A step covers 128 features: within it, a row of left and a 128 x 128 block of right have one scale each. A tile
 is 128 rows by 256 columns; each warpgroup multiplies 64 rows of it as two blocks of 64 x 128. FP8 products keep few
@@ -39,8 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, load_blocks, make_ring, scale_rows, skip_tile
+from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, make_ring, scale_rows, skip_tile
 from .hopper_fp8_results import BLOCK, Activated, Quantized, Stored
+from .hopper_loads import load_blocks
 from .hopper_results import TILE_ROWS, make_result
 
 
