@@ -27,9 +27,13 @@ class Cache(NamedTuple):
     def write(self, layer: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """Puts a layer's k and v [B, S, kv heads, D] at their positions [B, S]."""
         rows = jnp.arange(k.shape[0])[:, None]
-        return self._replace(
-            k=self.k.at[layer, rows, positions].set(k), v=self.v.at[layer, rows, positions].set(v)
-        )  # fmt: skip
+
+        def put(array: jax.Array, own: jax.Array) -> jax.Array:
+            if positions.size == 1:  # a scatter of one row would take three kernels more
+                return jax.lax.dynamic_update_slice(array, own[None], (layer, 0, positions[0, 0], 0, 0))
+            return array.at[layer, rows, positions].set(own)
+
+        return self._replace(k=put(self.k, k), v=put(self.v, v))
 
 
 class Place(NamedTuple):

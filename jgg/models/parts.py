@@ -92,7 +92,7 @@ def linear(module: nnx.Module, x: jax.Array, name: str, lora: Lora) -> jax.Array
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w`. One row is multiplied as two: XLA would write all its products with w to memory, and then add them up."""
+    """`x @ w`. One row is multiplied as two: XLA would write its products with w to memory, and then add them up."""
     if any(size != 1 for size in x.shape[:-1]):
         return x @ w
     rows = jnp.pad(x.reshape(1, x.shape[-1]), ((0, 1), (0, 0)))
