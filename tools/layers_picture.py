@@ -22,8 +22,8 @@ COLORS = {  # of a theme: of each bar with the number in it
         "sonic": ("#46525a", "#ffffff"),
     },
 }
-TITLE = "The experts of Qwen3-30B-A3B by JAX libraries, tokens/s"
-SUBTITLE = "bfloat16, 8,192 tokens, one GPU; the fastest of each group has full length; higher is better"
+TITLE = "The experts of Qwen3-30B-A3B by library, tokens/s"
+SUBTITLE = "bfloat16, 8,192 tokens, one GPU; each group's fastest bar has full length; higher is better"
 TOP, HEADING, BAR = 82, 24, 20  # pixels
 _WIDE = 60  # pixels of a bar that has room for its number
 
