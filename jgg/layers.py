@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_flag, as_int, check_floats
+from jgg.core.dense import dense_product
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
@@ -289,7 +290,7 @@ class MoELayer(LayerOptions, InFeatures):
         activation, tokens = find_activation(self.activation), arrays.x
 
         def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-            return jnp.dot(x, w.astype(x.dtype), precision=precision)
+            return dense_product(x, w.astype(x.dtype), precision)
 
         y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
+from jgg.core.dense import dense_product
 from jgg.core.problem import DTYPES
 from jgg.experts.lora import TARGETS as OF_EXPERTS
 from jgg.experts.lora import Lora
@@ -84,19 +85,11 @@ def linear(module: nnx.Module, x: jax.Array, name: str, lora: Lora) -> jax.Array
     def param(name: str) -> jax.Array:
         return getattr(module, name)[...].astype(x.dtype)
 
-    y = _product(x, param(f"w_{name}"))
+    y = dense_product(x, param(f"w_{name}"))
     if hasattr(module, f"w_{name}_lora_a"):
         assert lora.alpha is not None and lora.rank is not None
         y += (x @ param(f"w_{name}_lora_a")) @ param(f"w_{name}_lora_b") * (lora.alpha / lora.rank)
     return y + jnp.broadcast_to(param(f"b_{name}"), y.shape) if hasattr(module, f"b_{name}") else y
-
-
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w`. One row is multiplied as two: XLA would write its products with w to memory, and then add them up."""
-    if any(size != 1 for size in x.shape[:-1]):
-        return x @ w
-    rows = jnp.pad(x.reshape(1, x.shape[-1]), ((0, 1), (0, 0)))
-    return (rows @ w)[:1].reshape(*x.shape[:-1], w.shape[1])
 
 
 def merge_adapters(module: nnx.Module, lora: Lora) -> None:
