@@ -33,7 +33,7 @@ help:
 	@echo 'make demo      train a small MoE model and write jgg-demo.png'
 	@echo 'make test      run the tests that every change needs, with GPU=... those that need a GPU too'
 	@echo 'make test-ci   run the thorough tests too, as CI does'
-	@echo 'make test-all  run the sweeps over more kinds of GPU too'
+	@echo 'make test-all  run the sweeps too: more kinds of GPU and models, plain JAX'
 	@echo 'make test-gpu  run only the tests that need a GPU'
 	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'

@@ -67,6 +67,14 @@ def launched(monkeypatch):
 
 
 @pytest.fixture
+def keyed_by_names():
+    """A program is not taken for one that was kept and differs in the names of its operations alone."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
+@pytest.fixture
 def optax_promotion():
     """Optax mixes dtypes in its own arithmetic."""
     with jax.numpy_dtype_promotion("standard"):

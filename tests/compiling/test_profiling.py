@@ -70,7 +70,7 @@ def test_a_batch_is_named_by_what_runs():
     assert any(f"jgg.forward[M={3 * M},K={K},N={N},E={E},bfloat16]" in place for place, _ in calls)
 
 
-def test_names_on_a_cpu():
+def test_names_on_a_cpu(keyed_by_names):
     program = jax.jit(forward_and_backward(product)).lower(DY, *SHAPES).compile()
     names = set(re.findall(r'op_name="[^"]*?jgg\.(\w+)\[', program.as_text()))
     assert names == set(PASSES)

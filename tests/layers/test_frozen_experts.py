@@ -199,7 +199,7 @@ def test_errors_name_shapes_and_print_no_array():
 
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @RECIPES
-def test_frozen_experts_leave_no_dw_in_the_compiled_program(recipe, platform):
+def test_frozen_experts_leave_no_dw_in_the_compiled_program(recipe, platform, keyed_by_names):
     """Neither if a filter leaves them out, nor if they are in FP8."""
 
     def kernels_of_dw(layer, trained):

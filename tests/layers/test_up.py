@@ -107,17 +107,18 @@ def test_both_layouts_of_w_give_the_same_bits(columns):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_one_kernel_where_it_spills_no_registers():
+def test_one_kernel_where_it_spills_no_registers(launched):
     """And where TMA can store rows of hidden features."""
 
     def is_one(name, keeps, w_layout="enk", interleaved=False, hidden=1024, compute_capability=90):
         activation = ACTIVATIONS[name]
         arrays = jax.eval_shape(lambda: operands(activation, w_layout, hidden, features=2048))
         options = {"w_layout": w_layout, "interleaved": interleaved, "keeps": keeps}
+        launched.clear()
         with jgg.target(compute_capability):
             function = jax.jit(lambda arrays: compute(arrays, activation, "triton", **options))
-            program = function.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
-        return program.count("stablehlo.custom_call @triton_kernel_call") == 1
+            function.trace(arrays).lower(lowering_platforms=("cuda",))
+        return len(launched) == 1
 
     assert is_one("swiglu", keeps=True)
     assert not is_one("ungated_gelu", keeps=False)

@@ -73,9 +73,18 @@ def test_as_merged(case, implementation):
     )  # fmt: skip
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", [case for case in OF_CASES if case.name not in QUICK], ids=lambda case: case.name)
+OTHER_CASES = [case for case in OF_CASES if case.name not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.sweep if index % 6 else pytest.mark.thorough)
+        for index, case in enumerate(OTHER_CASES)
+    ],
+)
 def test_as_merged_in_other_cases(case):
+    """The term is as in the quick cases; what is beside it, test_contract.py tests in all of them."""
     assert_as_merged(case)
 
 

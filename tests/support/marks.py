@@ -2,8 +2,8 @@
 
 import pytest
 
-# JAX transforms its own operations here, which few changes can break
-PLAIN_JAX = pytest.param("xla", marks=pytest.mark.thorough)
+# JAX transforms its own operations here, which few changes can break; tests/products/test_contract.py has it in CI too
+PLAIN_JAX = pytest.param("xla", marks=pytest.mark.sweep)
 INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 

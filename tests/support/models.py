@@ -15,7 +15,7 @@ DATA = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 # for tests of what hardly differs between families
 FEW_FAMILIES = tuple(
-    family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.thorough)
+    family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.sweep)
     for family in FAMILIES
 )
 

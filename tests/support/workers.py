@@ -69,15 +69,23 @@ def compile_quickly() -> None:
 
 
 def share_programs() -> None:
-    """Has the workers of a run on a CPU share what XLA compiles, in a folder that the first process removes."""
+    """Has the processes of a run on a CPU share what XLA compiles, in a folder that the first of them removes.
+
+    A folder that JGG_TEST_PROGRAMS names is kept for later runs.
+    """
     if jax.config.jax_platforms != "cpu":
         return
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if "JGG_TEST_PROGRAMS" not in os.environ:
         folder = tempfile.mkdtemp(prefix="jgg-test-programs-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["JGG_TEST_PROGRAMS"] = folder
-    jax.config.update("jax_compilation_cache_dir", os.environ["JGG_TEST_PROGRAMS"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    options = {
+        "jax_compilation_cache_dir": os.path.abspath(os.environ["JGG_TEST_PROGRAMS"]),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for the programs that tests run
 
 
 def share_gpus() -> None:
