@@ -16,6 +16,7 @@ from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
 from jgg.core.quantized import is_quantized
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
+_FEW_ROWS = 256  # rows and positions that are, too
 _MOST = 2**30  # rows or tiles, more than there ever are
 NO_ROW = 2**31 - 1  # an index past the end of any array
 
@@ -231,7 +232,7 @@ def inverse_permutation(gather_indices: jax.Array, num_positions: int | None = N
     in_range = (gather_indices >= 0) & (gather_indices < num_positions)
     targets = jnp.where(in_range, gather_indices, num_positions)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    if isinstance(num_rows, int) and isinstance(num_positions, int) and num_rows * num_positions <= _MAX_COMPARED**2:
+    if isinstance(num_rows, int) and isinstance(num_positions, int) and max(num_rows, num_positions) <= _FEW_ROWS:
         names = targets[None, :] == jnp.arange(num_positions, dtype=jnp.int32)[:, None]
         return jax.lax.reduce(jnp.where(names, rows[None, :], -1), jnp.int32(-1), jax.lax.max, (1,))
     return jnp.full((num_positions,), -1, jnp.int32).at[targets].max(rows, mode="drop")

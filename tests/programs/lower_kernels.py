@@ -108,7 +108,7 @@ def configs_of_problems(target, dtype, precision):
     """The configurations chosen for small problems, which together have all there are; most options come first."""
     narrow = ((64, 64), (128, 128), (64, 512), (512, 64))
     features = ((512, 512), (1024, 1024), (513, 513), *narrow, (512, 8192), (513, 8192))
-    problems = itertools.product((128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
+    problems = itertools.product((256, 128, 64, 32, 16), features, ("enk", "ekn"), reversed(OPTIONS))
     problems = [(rows, *sizes, layout, options) for rows, sizes, layout, options in problems]
     return {problem: chosen_configs(target, problem, dtype, precision) for problem in problems}
 
