@@ -40,10 +40,14 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
-from tokenizers import Tokenizer
 
 import jgg
 import jgg.models
+
+try:
+    from tokenizers import Tokenizer
+except ImportError as error:
+    raise SystemExit("examples/finetune.py needs tokenizers: pip install tokenizers") from error
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
