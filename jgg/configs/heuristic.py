@@ -51,8 +51,8 @@ def hopper_config(kind: type[KernelConfig], w_layout: str, columns: int = 256, s
 
 
 def _hopper_configs(kind, problem):
-    """A configuration for each tile of the hopper kernel: those of 256 columns before those of 128."""
-    tiles = sorted(tiles_of("hopper", kind, problem), key=lambda tile: tile.columns, reverse=True)
+    """A configuration for each tile of the hopper kernel, the widest first."""
+    tiles = tiles_of("hopper", kind, problem)
     return [hopper_config(kind, problem.w_layout, tile.columns, tile.step) for tile in tiles]
 
 

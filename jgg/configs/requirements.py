@@ -49,7 +49,7 @@ def _hopper_tiles(kind, problem):
         widths = (128,)  # a warpgroup holds a finished tile beside the next one
     tiles = [Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths]
     if kind is KernelConfigDW:
-        tiles.append(Tile(256, 256, 32))
+        tiles.insert(1, Tile(256, 256, 32))  # the widest come first
     return tuple(tiles)
 
 
