@@ -16,7 +16,7 @@ from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
 from jgg.core.quantized import is_quantized
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
-_FEW_ROWS = 256  # rows and positions that are, too
+_FEW_ROWS = 256  # rows and positions that are compared all with all
 _MOST = 2**30  # rows or tiles, more than there ever are
 NO_ROW = 2**31 - 1  # an index past the end of any array
 
@@ -110,7 +110,7 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
         through = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, _MOST - a), terms)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), through[:-1]])
     else:
-        # both from one sum with one result, which XLA cuts off in the same kernel
+        # both from one sum with one result, which XLA cuts off in one kernel more
         index = jnp.arange(len(terms))
         ends = jnp.concatenate([index, index + 1])
         terms_before = jnp.where(index[None, :] < ends[:, None], terms[None, :], 0)

@@ -68,7 +68,7 @@ def _dequantized(
 
 
 def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:
-    """The operands with a quantized w beside an x that is not dequantized."""
+    """The operands, with w dequantized if it is quantized and x is not."""
     is_alone = is_quantized(operands.w) and not problem.is_quantized
     return operands._replace(w=operands.w.dequantize(problem.dtype)) if is_alone else operands
 
@@ -76,7 +76,7 @@ def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forwa
 def with_readable_weights(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
 ) -> tuple[Launcher, Forward]:  # fmt: skip
-    """The operands with a quantized w beside an x that is not dequantized, unless the kernel converts it as it reads.
+    """The operands, with w dequantized if it is quantized and x is not, unless the kernel converts it as it reads.
 
     It does where groups have few rows, so that the product takes the time in which weights are read; otherwise each row
     tile would convert them. The launcher's configuration then has steps of no more features than a scale has.
