@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models.attend import attend
+from jgg.models.attend import attend, dot_product_attention
 from jgg.models.config import ModelConfig
 from jgg.models.parts import Options, linear, norm, set_params
 from jgg.models.rotary import rotate
@@ -110,5 +110,4 @@ class Attention(nnx.Module):
             sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
             bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
             mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
-        with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
-            return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=self.config.attention_scale)
+        return dot_product_attention(q, k, v, bias=bias, mask=mask, scale=self.config.attention_scale)

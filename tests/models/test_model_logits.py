@@ -18,9 +18,10 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_bfloat16_gives_nearly_the_same_logits(family):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
+def test_16_bits_give_nearly_the_same_logits(family, dtype):
     expected = reference(family)
-    model = loaded(family, dtype=jnp.bfloat16)
+    model = loaded(family, dtype=dtype)
     logits = jax.jit(lambda model, tokens: model(tokens))(model, expected["tokens"])
     assert logits.dtype == jnp.float32
     error, size = (np.linalg.norm(array) for array in (logits - expected["logits"], expected["logits"]))
