@@ -81,7 +81,8 @@ class Attention(nnx.Module):
                 q, k, v, scale=self.config.attention_scale, window=place.window, is_local=place.is_local,
                 segments=place.segments, sinks=self.sinks[...] if self.config.use_sinks else None,
             )  # fmt: skip
-        return linear(self, attended.reshape(*x.shape[:2], -1), "o", self.options.lora), cache
+        attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
+        return linear(self, attended, "o", self.options.lora), cache
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values [B, S, heads, D]."""
@@ -91,7 +92,7 @@ class Attention(nnx.Module):
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
         if config.clip_qkv is not None:
             y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
-        y = y.reshape(*y.shape[:-1], -1, config.head_features)
+        y = y.reshape(*y.shape[:-1], y.shape[-1] // config.head_features, config.head_features)
         if has_norm and config.qk_norm == "head":
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
         return y

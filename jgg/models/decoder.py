@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
-from jgg.core.arguments import as_array, check, check_instance, check_integers, check_rank
+from jgg.core.arguments import check, check_instance
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
@@ -19,6 +19,7 @@ from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
+from jgg.models.tokens import as_tokens, embedded, runs_of
 from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
@@ -134,7 +135,10 @@ class Decoder(nnx.Module):
         set_params(self, shapes, config.init_scale, options, rngs)
 
     def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
-        """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S].
+        """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
+
+        Other ids raise ValueError where their values are known. A traced program has none to check: there, the logits
+        of such a token and of those that attend to it are NaN, and those of others in its row may be.
 
         With a sharding, B must be a multiple of the number of devices that split sequences.
 
@@ -151,7 +155,7 @@ class Decoder(nnx.Module):
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
         """
-        return self.logits(self._features(as_tokens("tokens", tokens), segments))
+        return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments))
 
     def losses(self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
@@ -162,12 +166,14 @@ class Decoder(nnx.Module):
 
         Args:
           tokens, segments: as in a call.
-          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`.
+          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, also the -100 of
+            PyTorch, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them any id,
+            and their losses the weight 0.
         """
-        tokens, targets = as_tokens("tokens", tokens), as_tokens("targets", targets)
+        vocabulary = self.config.vocabulary
+        tokens, targets = as_tokens("tokens", tokens, vocabulary), as_tokens("targets", targets, vocabulary)
         _check_shape("targets", targets, tokens)
         x = self._features(tokens, segments)
-        targets = targets.astype(jnp.int32)
         return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
 
     def _features(self, tokens: jax.Array, segments: ArrayLike | None) -> jax.Array:
@@ -176,7 +182,7 @@ class Decoder(nnx.Module):
             return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
         segments = as_tokens("segments", segments)
         _check_shape("segments", segments, tokens)
-        runs, positions = _runs(segments)
+        runs, positions = runs_of(segments)
         return self.run_layers(tokens, positions, segments=runs)[0]
 
     def run_layers(
@@ -186,7 +192,7 @@ class Decoder(nnx.Module):
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
-        x = split_batch(table[split_batch(tokens, sharding)] * config.embedding_scale, sharding)
+        x = split_batch(embedded(table, split_batch(tokens, sharding)) * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
         if self.dense_layers is not None:
@@ -279,22 +285,6 @@ def _stacked(
     return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
 
 
-def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each token the number of its run of equal segments, and its position in the run: int32 [B, S]."""
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
-    return jnp.cumsum(is_first, axis=1, dtype=jnp.int32), columns - first
-
-
 def _check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:
     shape = list(tokens.shape)
     check(list(array.shape) == shape, f"{name} must be [B, S], {shape}, got {list(array.shape)}.")
-
-
-def as_tokens(name: str, tokens: ArrayLike) -> jax.Array:
-    """The tokens as an integer array [B, S]; raises if they are none."""
-    tokens = as_array(name, tokens)
-    check_integers(name, tokens)
-    check_rank(name, tokens, "[B, S]")
-    return tokens

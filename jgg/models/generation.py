@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, as_finite, as_int, check, check_instance, check_integers
 from jgg.models.attention import Cache
-from jgg.models.decoder import Decoder, as_tokens
+from jgg.models.decoder import Decoder
 from jgg.models.placement import split_batch
+from jgg.models.tokens import as_tokens
 
 
 def generate(
@@ -57,7 +58,7 @@ def generate(
       TypeError: an argument has the wrong type.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
-    tokens = as_tokens("tokens", tokens)
+    tokens = as_tokens("tokens", tokens, model.config.vocabulary)
     new_tokens = as_int("max_new_tokens", max_new_tokens, 1)
     temperature, top_p = as_finite("temperature", temperature), as_finite("top_p", top_p)
     check(temperature >= 0, f"temperature must be 0 or more, got {temperature}.")

@@ -30,3 +30,5 @@ def test_wrong_segments_are_named():
         model(tokens, segments=np.zeros((2, 4), int))
     with pytest.raises(TypeError, match="segments must be an integer array"):
         model(tokens, segments=np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=re.escape("segments must be within int32, got 4294967296 at [0, 2]")):
+        model(tokens, segments=np.array([[0, 0, 2**32], [0, 0, 0]]))

@@ -200,6 +200,27 @@ def test_wrong_targets_are_named():
         model.losses(tokens, np.zeros((2, 4), int))
     with pytest.raises(TypeError, match="targets must be an integer array"):
         model.losses(tokens, np.zeros((2, 3)))
+    for unknown in (-100, -1, 64):
+        message = f"targets must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 2]."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model.losses(tokens, [[0, 0, 0], [0, 0, unknown]])
+
+
+def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 64))
+    targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)
+
+    @jax.jit
+    def run(targets, weights):
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, 1.0, None), x, w)
+        return pull_back(weights), losses
+
+    weights = is_known.astype(jnp.float32)
+    (gradients, losses), (want_gradients, want) = run(targets, weights), run(jnp.where(is_known, targets, 0), weights)
+    np.testing.assert_array_equal(losses, np.where(is_known, want, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)  # what has no weight has no part in them
+    dx, _ = run(targets, jnp.ones((2, 3)))[0]
+    np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
 
 
 @pytest.mark.gpu
