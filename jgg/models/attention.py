@@ -46,6 +46,8 @@ class Place(NamedTuple):
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
+      mask: bool [B, S], False for padding, whose keys and values are zero: a NaN would reach tokens that ignore it, as
+        0 * NaN is NaN. None for none.
     """
 
     positions: jax.Array
@@ -54,6 +56,7 @@ class Place(NamedTuple):
     window: int | None
     is_local: jax.Array | None
     segments: jax.Array | None = None
+    mask: jax.Array | None = None
 
 
 class Attention(nnx.Module):
@@ -72,6 +75,8 @@ class Attention(nnx.Module):
         """
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
+        if place.mask is not None:
+            k, v = (jnp.where(place.mask[..., None, None], each, jnp.zeros((), each.dtype)) for each in (k, v))
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
         if cache is not None and x.shape[1] == 1:
