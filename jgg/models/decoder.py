@@ -19,7 +19,7 @@ from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
-from jgg.models.tokens import as_tokens, embedded, runs_of
+from jgg.models.tokens import as_segments, as_tokens, embedded, runs_of
 from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
         """The last features [B, S, H] of whole sequences."""
         if segments is None:
             return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
-        segments = as_tokens("segments", segments)
+        segments = as_segments("segments", segments)
         _check_shape("segments", segments, tokens)
         runs, positions = runs_of(segments)
         return self.run_layers(tokens, positions, segments=runs)[0]

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
+from jgg.core.schedule import saturated_int32
 from jgg.models.attention import Cache
 from jgg.models.decoder import Decoder
 from jgg.models.placement import split_batch
@@ -125,7 +126,7 @@ def _prompts(tokens: ArrayLike, lengths: ArrayLike | None, vocabulary: int) -> t
         check(within, f"lengths must be between 1 and the {longest} columns of tokens, got {known.tolist()}.")
         if ids_known is not None:
             check_ids("tokens", ids_known, vocabulary, np.arange(longest) < known[:, None])
-    return ids, jnp.clip(sizes, 1, longest)
+    return saturated_int32(ids), jnp.clip(saturated_int32(sizes), 1, longest)
 
 
 class _Loop(NamedTuple):

@@ -17,9 +17,9 @@ _INT32 = jnp.iinfo(jnp.int32)
 
 
 def as_integers(name: str, value: ArrayLike, axes: str) -> tuple[jax.Array, np.ndarray | None]:
-    """The value as an int32 array and, unless it is traced, its numbers as they came.
+    """The value as an integer array and, unless it is traced, its numbers as they came.
 
-    Numbers outside int32 are clipped to it in the array: a dtype's conversion would wrap them to valid ones.
+    What is no JAX array yet becomes int32, clipped to its range, as JAX would wrap larger numbers to valid ones.
 
     Raises: TypeError: it is no integer array. ValueError: it has not as many axes as `axes` lists, such as "[B, S]".
     """
@@ -28,7 +28,7 @@ def as_integers(name: str, value: ArrayLike, axes: str) -> tuple[jax.Array, np.n
     check_rank(name, array, axes)
     if isinstance(array, np.ndarray):
         return jnp.asarray(np.clip(array.astype(np.int64), _INT32.min, _INT32.max).astype(np.int32)), array
-    return saturated_int32(array), None if isinstance(array, jax.core.Tracer) else on_host(array)
+    return array, None if isinstance(array, jax.core.Tracer) else on_host(array)
 
 
 def _as_numpy(name: str, value: ArrayLike) -> np.ndarray | jax.Array:
@@ -43,20 +43,24 @@ def _as_numpy(name: str, value: ArrayLike) -> np.ndarray | jax.Array:
     return array.astype(np.int32) if is_empty_list else array
 
 
-def as_tokens(name: str, value: ArrayLike, vocabulary: int | None = None) -> jax.Array:
-    """Tokens, or other numbers of tokens, as an int32 array [B, S].
+def as_tokens(name: str, value: ArrayLike, vocabulary: int) -> jax.Array:
+    """Ids of a vocabulary of so many tokens as an int32 array [B, S].
 
-    Args:
-      vocabulary: how many ids there are; None for numbers that are no ids.
-
-    Raises: TypeError, ValueError: as `as_integers`; or, unless it is traced, a number is no id or not within int32.
+    Raises: TypeError, ValueError: as `as_integers`; or, unless it is traced, a number is no id.
     """
+    array, ids = as_integers(name, value, "[B, S]")
+    if ids is not None:
+        check_ids(name, ids, vocabulary)
+    return saturated_int32(array)
+
+
+def as_segments(name: str, value: ArrayLike) -> jax.Array:
+    """The numbers of segments as an integer array [B, S], in which different numbers stay different."""
     array, numbers = as_integers(name, value, "[B, S]")
-    if numbers is not None and vocabulary is None:
-        is_known = (numbers >= _INT32.min) & (numbers <= _INT32.max)
-        check(is_known.all(), f"{name} must be within int32, got {_first(numbers, ~is_known)}.")
-    elif numbers is not None and vocabulary is not None:
-        check_ids(name, numbers, vocabulary)
+    if numbers is not None:
+        info = jnp.iinfo(array.dtype)
+        is_wrong = (numbers < info.min) | (numbers > info.max)
+        check(not is_wrong.any(), f"{name} must be within {info.dtype}, got {_first(numbers, is_wrong)}.")
     return array
 
 

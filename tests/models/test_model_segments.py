@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgg.models.tokens import as_segments, runs_of
 from tests.support.models import FEW_FAMILIES, loaded, reference
 
 
@@ -22,6 +23,14 @@ def test_sequences_that_share_a_row_give_what_each_gives_alone(family):
     wanted = jnp.stack([jnp.concatenate([alone[0, :4], alone[1, :8], alone[2, :1]]), alone[3]])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
     assert np.abs(got[0, 4:] - reference(family)["logits"][0, 4:]).max() > 1e-2
+
+
+def test_large_numbers_stay_different():
+    numbers = jnp.array([[2**31, 2**32 - 1, 2**31 + 1]], jnp.uint32)
+    for segments in (numbers, np.array([[-(2**31), 2**31 - 1, 0]])):
+        runs, positions = runs_of(as_segments("segments", segments))
+        np.testing.assert_array_equal(runs, [[1, 2, 3]])
+        np.testing.assert_array_equal(positions, [[0, 0, 0]])
 
 
 def test_wrong_segments_are_named():
