@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
     Args:
       config: what to build, from `jgg.models.model_config`.
       dtype: dtype of the computation: float32, bfloat16 or float16. Norms and routers compute in float32.
-      param_dtype: dtype of the parameters.
+      param_dtype: dtype of the parameters, one of the same.
       remat: what the backward pass computes again: "none"; "names", all of a layer but what jgg names, x and the
         pre-activation of the experts, and what follows attention; or "all", each layer but its x.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
       lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
         those of the experts get no gradient then.
-      lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
+      lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
@@ -119,6 +119,7 @@ class Decoder(nnx.Module):
         sharding: MoESharding | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
+        check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         options = Options.checked(
             dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat, unroll=unroll,
             quantization=quantization, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets,
