@@ -46,8 +46,8 @@ class Place(NamedTuple):
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
-      mask: bool [B, S], False for padding, whose keys and values are zero: a NaN would reach tokens that ignore it, as
-        0 * NaN is NaN. None for none.
+      lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
+        NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
     """
 
     positions: jax.Array
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     window: int | None
     is_local: jax.Array | None
     segments: jax.Array | None = None
-    mask: jax.Array | None = None
+    lengths: jax.Array | None = None
 
 
 class Attention(nnx.Module):
@@ -75,8 +75,9 @@ class Attention(nnx.Module):
         """
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
-        if place.mask is not None:
-            k, v = (jnp.where(place.mask[..., None, None], each, jnp.zeros((), each.dtype)) for each in (k, v))
+        if place.lengths is not None:
+            is_token = (jnp.arange(x.shape[1])[None] < place.lengths[:, None])[..., None, None]
+            k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
         if cache is not None and x.shape[1] == 1:

@@ -188,19 +188,19 @@ class Decoder(nnx.Module):
 
     def run_layers(
         self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache.
 
         Args:
-          mask: bool [B, S], False for padding that follows all tokens of its sequence; nothing of it reaches them.
+          lengths: int32 [B], of the sequences: what follows is padding, and nothing of it reaches them. None without.
         """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
         x = split_batch(embedded(table, split_batch(tokens, sharding)) * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments, mask=mask)
+        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments, lengths=lengths)
         if self.dense_layers is not None:
             x, cache, _ = run(self.dense_layers, x, cache, first=0)
         x, cache, sown = run(self.layers, x, cache, first=config.num_dense_layers)
@@ -233,7 +233,7 @@ class Decoder(nnx.Module):
 
     def _scan(
         self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
-        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None, mask: jax.Array | None,
+        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None, lengths: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
             if decodes and hasattr(layer, "moe"):
                 layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
-            place = Place(positions, rotation, number, window, is_local, segments, mask)
+            place = Place(positions, rotation, number, window, is_local, segments, lengths)
             (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
             return (split_batch(x, options.sharding), cache), {
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()

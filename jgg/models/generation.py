@@ -147,8 +147,7 @@ def _generate(
     batch, longest = tokens.shape
     empty = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
     cache: Cache | None = Cache(*(split_batch(part, model.options.sharding, axis=1) for part in empty))
-    columns = jnp.arange(longest)[None]
-    x, cache = model.run_layers(tokens, columns, cache, mask=columns < lengths[:, None])
+    x, cache = model.run_layers(tokens, jnp.arange(longest)[None], cache, lengths=lengths)
     assert cache is not None
     first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))
     new = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(first)

@@ -177,6 +177,23 @@ def test_losses_by_parts_are_those_of_all_logits(family, num_parts, monkeypatch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
 
 
+def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 64))
+    targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)
+
+    @jax.jit
+    def run(targets, weights):
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, 1.0, None), x, w)
+        return pull_back(weights), losses
+
+    weights = is_known.astype(jnp.float32)
+    (gradients, losses), (want_gradients, want) = run(targets, weights), run(jnp.where(is_known, targets, 0), weights)
+    np.testing.assert_array_equal(losses, np.where(is_known, want, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)  # what has no weight has no part in them
+    dx, _ = run(targets, jnp.ones((2, 3)))[0]
+    np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
+
+
 def test_losses_never_have_all_logits():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
     graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -204,23 +221,6 @@ def test_wrong_targets_are_named():
         message = f"targets must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 2]."
         with pytest.raises(ValueError, match=re.escape(message)):
             model.losses(tokens, [[0, 0, 0], [0, 0, unknown]])
-
-
-def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
-    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 64))
-    targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)
-
-    @jax.jit
-    def run(targets, weights):
-        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, 1.0, None), x, w)
-        return pull_back(weights), losses
-
-    weights = is_known.astype(jnp.float32)
-    (gradients, losses), (want_gradients, want) = run(targets, weights), run(jnp.where(is_known, targets, 0), weights)
-    np.testing.assert_array_equal(losses, np.where(is_known, want, np.nan))
-    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)  # what has no weight has no part in them
-    dx, _ = run(targets, jnp.ones((2, 3)))[0]
-    np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
 
 
 @pytest.mark.gpu
