@@ -7,6 +7,7 @@ gives NaN, in `embedded` here and in the losses.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check, check_integers, check_rank
@@ -28,7 +29,7 @@ def as_integers(name: str, value: ArrayLike, axes: str) -> tuple[jax.Array, np.n
     check_rank(name, array, axes)
     if isinstance(array, np.ndarray):
         return jnp.asarray(np.clip(array.astype(np.int64), _INT32.min, _INT32.max).astype(np.int32)), array
-    return array, None if isinstance(array, jax.core.Tracer) else on_host(array)
+    return array, None if isinstance(array, Tracer) else on_host(array)
 
 
 def _as_numpy(name: str, value: ArrayLike) -> np.ndarray | jax.Array:
