@@ -127,21 +127,24 @@ def arrays(program: Program, seed: int):
     return jax.tree.map(jnp.asarray, (x, [params for params, _ in layers], [chosen for _, chosen in layers]))
 
 
-def results_and_gradients(program: Program, implementation: str | None, seed: int):
-    """The last features, and the gradients of what is trained or stopped; with "plain" by plain JAX, without jgg."""
+def results_and_gradients(program: Program, implementation: str | None, seed: int, place=lambda name, array: array):
+    """The last features, and the gradients of what is trained or stopped; with "plain" by plain JAX, without jgg.
+
+    `place` (name of a parameter, array) -> the array, split over devices as it says.
+    """
     x, params, chosen = arrays(program, seed)
     some, others = {}, {}
     for number, states in enumerate(program.states[: len(params)]):
         for name, state in states:
             (others if state == "frozen" else some)[f"{number}.{name}"] = params[number][name]
     (some if program.x else others)["x"] = x
-    both = jax.value_and_grad(functools.partial(_loss, program, implementation, chosen), has_aux=True)
+    both = jax.value_and_grad(functools.partial(_loss, program, implementation, chosen, place), has_aux=True)
     (_, y), gradients = (jax.jit(both) if program.jitted else both)(some, others)
     return y, gradients
 
 
-def _loss(program, implementation, chosen, some, others):
-    everything = some | others
+def _loss(program, implementation, chosen, place, some, others):
+    everything = {name: place(name.split(".")[-1], array) for name, array in (some | others).items()}
 
     def params_of(number):
         own = {name: (state, everything[f"{number}.{name}"]) for name, state in program.states[number]}
