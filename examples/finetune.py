@@ -13,9 +13,8 @@ Messages are written by the folder's chat template, which needs `pip install jin
 --checkpoints, the same command run again goes on from the last checkpoint.
 
 Examples are packed into sequences and attend to themselves alone; the positions that are left at the end of a sequence
-are one more segment, which counts in the routers' balancing loss alone. Attention is then computed for all pairs of
-tokens, and masked. With --no-packing each sequence has one example and attention is causal, whose masked half cuDNN's
-kernel skips: better for long examples.
+count in no loss. Attention is then computed for all pairs of tokens, and masked. With --no-packing each sequence has
+one example and attention is causal, whose masked half cuDNN's kernel skips: better for long examples.
 
 MFU is the FLOPs that LoRA needs over what the GPU could do at most in bfloat16. For each token of an example, and each
 parameter of a matrix that acts on it (top-k of the experts), they are 2 for the forward pass and 2 for the gradient of
@@ -164,7 +163,8 @@ def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
     def loss_of(adapters, frozen, part, num_learned, num_parts):
         model = nnx.merge(graphdef, adapters, frozen)
         segments = part["segments"] if is_packed else None  # causal attention never sees what follows an example
-        losses, sown = nnx.capture(model.losses, nnx.Intermediate)(part["tokens"], part["targets"], segments)
+        call = nnx.capture(model.losses, nnx.Intermediate)
+        losses, sown = call(part["tokens"], part["targets"], segments, mask=part["segments"] > 0)
         loss = jnp.sum(losses * part["learned"]) / num_learned
         (balance,) = sown["load_balancing_loss"]
         return loss + balance_weight * jnp.mean(balance) / num_parts, loss
