@@ -55,7 +55,10 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
 
     Args:
       is_rendered: whether the chat template wrote the text, which has all special tokens then.
+
+    Raises: ValueError: the text has half of a pair of surrogates, which is no character.
     """
+    text.encode()
     found = tokenizer(
         text, add_special_tokens=not is_rendered, return_offsets_mapping=True, return_special_tokens_mask=True,
         verbose=False,

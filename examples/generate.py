@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     config, tokenizer = read_config(options.folder), load_tokenizer(options.folder)
     stops = stop_tokens(options.folder, options.adapter)
     stops += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids, _ = encode(tokenizer, options.prompt)
+    with one_line():
+        ids, _ = encode(tokenizer, options.prompt)
     check_vocabulary(tokenizer, ids, config, "--prompt")
     with one_line():
         model = load(options.folder, options.adapter, EXPERTS[options.experts])

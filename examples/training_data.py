@@ -28,7 +28,6 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # half a pair of surrogates is no character
             except (ValueError, RecursionError) as error:
                 raise SystemExit(f"{path}:{number} must be a JSON object, got {line[:80].strip()}: {error}") from error
             yield f"{path}:{number}", row
@@ -46,7 +45,10 @@ def read_examples(options: argparse.Namespace, tokenizer: Any = None) -> list[tu
     end = (stop_tokens(options.folder) or own_end)[:1]
     examples, num_cut = [], 0
     for name, row in read_rows(options.data):
-        ids, first = _tokens_of(row, tokenizer, end, name)
+        try:
+            ids, first = _tokens_of(row, tokenizer, end)
+        except ValueError as error:
+            raise SystemExit(f"{name}: {error}") from error
         num_cut += len(ids) > options.sequence_length + 1
         ids = ids[: options.sequence_length + 1]
         if len(ids) > max(first, 1):  # else nothing to learn is left of it
@@ -57,8 +59,11 @@ def read_examples(options: argparse.Namespace, tokenizer: Any = None) -> list[tu
     return examples
 
 
-def _tokens_of(row: Any, tokenizer: Any, end: list[int], name: str) -> tuple[list[int], int]:
-    """A row's tokens, and the number of the first that is learned: a piece of text is tokenized as a whole."""
+def _tokens_of(row: Any, tokenizer: Any, end: list[int]) -> tuple[list[int], int]:
+    """A row's tokens, and the number of the first that is learned: what is learned is tokenized with what is before it.
+
+    Raises: ValueError: the row or its text is wrong, or the chat template fails.
+    """
     is_rendered = False
     match row:
         case {"prompt": str(prompt), "completion": str(completion)}:
@@ -67,13 +72,10 @@ def _tokens_of(row: Any, tokenizer: Any, end: list[int], name: str) -> tuple[lis
             start = 0
         case {"messages": [*_, {"role": "assistant"}] as messages}:
             is_rendered = True
-            try:
-                text, start = render(tokenizer, messages, row.get("tools"))
-            except ValueError as error:
-                raise SystemExit(f"{name}: {error}") from error
+            text, start = render(tokenizer, messages, row.get("tools"))
         case _:
             keys = '"prompt" and "completion", "text", or "messages" that end with the assistant\'s'
-            raise SystemExit(f"{name} must have {keys}, got {json.dumps(row)[:80]}")
+            raise ValueError(f"a row must have {keys}, got {json.dumps(row)[:80]}")
     ids, ends = encode(tokenizer, text, is_rendered=is_rendered)
     first = next((number for number, past in enumerate(ends) if past > start), len(ids))
     return ids if is_rendered or ids[-1:] == end else ids + end, first

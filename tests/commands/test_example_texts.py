@@ -159,6 +159,11 @@ def test_named_templates_and_tools(tmp_path):
     folder = folder_of(tmp_path, chat_template=named)
     rows = [{"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT], "tools": [{"name": "find"}]}]
     assert texts_of(folder, *rows) == [WHOLE, ("find" + WHOLE[0], WHOLE[1])]
+    # the same in files, which come before
+    (folder / "chat_template.jinja").write_text("default" + LOOP)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}s" + LOOP)
+    assert texts_of(folder, *rows) == [("default" + WHOLE[0], WHOLE[1]), ("finds" + WHOLE[0], WHOLE[1])]
 
 
 def test_messages_of_llama_s_kind_are_one_text(tmp_path):
@@ -217,18 +222,18 @@ def test_blank_lines_and_a_mark_of_utf_8_are_taken(tmp_path):
 WRONG_ROWS = {
     "latin-1": (b'{"text": "one"}\n{"text": "\xe9"}', "data.jsonl:2 must be UTF-8, got the byte 0xe9"),
     "utf-16": ('{"text": "one"}'.encode("utf-16"), "data.jsonl:1 must be UTF-8, got the byte 0xff"),
-    "surrogate": (b'\n{"text": "\\ud83d"}', "data.jsonl:2 must be a JSON object, got"),
+    "surrogate": (b'\n{"text": "\\ud83d"}', "data.jsonl:2: 'utf-8' codec can't encode"),
     "surrogate-in-messages": (
         json.dumps({"messages": [USER, ASSISTANT | {"content": "\udc80"}]}).encode(),
-        "data.jsonl:1 must be a JSON object",
+        "data.jsonl:1: 'utf-8' codec can't encode character '\\udc80'",
     ),
     "half": (b'{"text": ', "data.jsonl:1 must be a JSON object"),
     "deep": (b"[" * 100_000, "data.jsonl:1 must be a JSON object"),
     "digits": (b'{"text": ' + b"1" * 5000 + b"}", "data.jsonl:1 must be a JSON object"),
-    "list": (b'["one"]', 'data.jsonl:1 must have "prompt" and "completion"'),
-    "numbers": (b'{"text": 5}', 'data.jsonl:1 must have "prompt" and "completion"'),
-    "user's": (json.dumps({"messages": [USER]}).encode(), 'data.jsonl:1 must have "prompt" and "completion"'),
-    "no-message": (b'{"messages": []}', 'data.jsonl:1 must have "prompt" and "completion"'),
+    "list": (b'["one"]', 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "numbers": (b'{"text": 5}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "user's": (json.dumps({"messages": [USER]}).encode(), 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "no-message": (b'{"messages": []}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "nothing": (b"\n \n", "data.jsonl must have an example with tokens to learn, got none"),
 }  # fmt: skip
 
@@ -237,7 +242,7 @@ WRONG_ROWS = {
 def test_a_wrong_row_is_named(name, tmp_path):
     rows, message = WRONG_ROWS[name]
     with pytest.raises(SystemExit, match=re.escape(message)) as raised:
-        read(folder_of(tmp_path), rows)
+        read(folder_of(tmp_path, template=LOOP), rows)
     assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
 
 

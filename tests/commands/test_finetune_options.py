@@ -104,6 +104,7 @@ def test_a_prompt_beyond_the_vocabulary_is_named(folder, error):
     assert "--prompt must have tokens below the model's vocab_size, 9, got 11, 't11'" in error(
         generate, "model", "--prompt", "t1 t11"
     )
+    assert "'utf-8' codec can't encode character '\\udc80'" in error(generate, "model", "--prompt", "t1 \udc80")
 
 
 @pytest.mark.parametrize(("coefficient", "weight"), [(None, 0), (0.5, 1.0), (1, 2)])

@@ -183,7 +183,7 @@ def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
         "{{ bos_token }}{% for message in messages %} {{ 't2' if message.role == 'user' else 't3' }} "
         "{{ message.content }} t1{% endfor %}{% if add_generation_prompt %} t3 {% endif %}"
     )
-    settings = {"chat_template": template, "bos_token": {"content": "t4"}}
+    settings = {"chat_template": template, "bos_token": "t4"}
     (tmp_path / "glm4_moe" / "tokenizer_config.json").write_text(json.dumps(settings))
     losses = list(map(float, losses_by_step(main("finetune", arguments)).values()))
     assert losses[-1] < losses[0] / 2
