@@ -234,7 +234,9 @@ def train(options: argparse.Namespace) -> None:
     state = run_steps(step_of, state, frozen, data, options, Meter(model), steps)
     nnx.update(model, state[0])
     jgg.models.save_adapter(model, options.output)
-    (options.output / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8")
+    if ends:
+        note = json.dumps({"eos_token_id": ends}, indent=2) + "\n"
+        (options.output / "generation_config.json").write_text(note, encoding="utf-8")
     print(f"wrote {options.output}")
 
 

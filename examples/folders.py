@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import jgg.hf
 import jgg.models
 
@@ -129,7 +131,7 @@ def end_of(tokenizer: Any, ids: Sequence[int]) -> int | None:
 
 def check_vocabulary(tokenizer: Any, ids: Sequence[int], config: jgg.models.ModelConfig, where: object) -> None:
     """Ends the program if the model has no embedding for a token."""
-    largest = int(max(ids, default=0))
+    largest = int(np.max(ids, initial=0))
     if largest >= config.vocabulary:
         raise SystemExit(
             f"{where} must have tokens below the model's vocab_size, {config.vocabulary}, got {largest}, "

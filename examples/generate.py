@@ -74,7 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
         jgg.models.generate, model, prompt, temperature=options.temperature, top_p=options.top_p,
         key=jax.random.key(options.seed), stop_tokens=stops,
     )  # fmt: skip
-    new = np.asarray(run(options.max_new_tokens))[0].tolist()
+    with one_line():
+        new = np.asarray(run(options.max_new_tokens))[0].tolist()
     ends = [index for index, token in enumerate(new) if token in stops]
     new = new[: ends[0]] if ends else new
     print(options.prompt + continuation(tokenizer, ids, new), flush=True)
