@@ -64,7 +64,7 @@ def balance_weight(config: jgg.models.ModelConfig) -> float:
 def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
     """The jitted step: ((adapters, opt_state), frozen, batch) -> ((adapters, opt_state), loss).
 
-    The loss is NaN where a gradient is not finite.
+    The loss is NaN where an adapter is not finite after the step.
     """
 
     def loss_of(adapters, frozen, part, num_learned, num_parts):
@@ -87,10 +87,10 @@ def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
 
         zeros = jax.tree.map(jnp.zeros_like, adapters), jnp.float32(0)
         (gradients, loss), _ = jax.lax.scan(add, zeros, batch)
-        is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradients)]
-        loss = jnp.where(jnp.stack(is_finite).all(), loss, jnp.nan)
         updates, opt_state = optimizer.update(gradients, opt_state, adapters)
-        return (optax.apply_updates(adapters, updates), opt_state), loss
+        adapters = optax.apply_updates(adapters, updates)
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(adapters)]).all()
+        return (adapters, opt_state), jnp.where(is_finite, loss, jnp.nan)
 
     return step
 
@@ -213,7 +213,7 @@ def check_losses(losses: list[jax.Array], step: int, manager: Any) -> None:
         if not np.isfinite(loss):
             saved = None if manager is None else manager.latest_step()
             kept = f"; the last checkpoint is of step {saved}" if saved else ""
-            raise SystemExit(f"step {number}: the loss or a gradient is {loss}, so nothing more is written{kept}")
+            raise SystemExit(f"step {number}: the loss or an adapter is {loss}, so nothing more is written{kept}")
 
 
 def train(options: argparse.Namespace) -> None:

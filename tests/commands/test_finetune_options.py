@@ -139,10 +139,12 @@ def test_padding_does_not_count_in_the_balancing_loss(optax_promotion):
     np.testing.assert_allclose(adapters["w"].get_value(), 3 - 1 - 0.1 * (8 + 3), rtol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_loss(optax_promotion):
-    data = finetune.pack([(np.arange(9, dtype=np.int32), 0)], 16, True)
-    step, state, frozen = step_of_model(jnp.inf)
-    _, loss = step(state, frozen, {name: array[None] for name, array in data.items()})
+@pytest.mark.parametrize("weight", [jnp.inf, 3e38])  # the gradient is infinite, or only what it leads to
+def test_an_adapter_that_is_not_finite_shows_in_the_loss(weight, optax_promotion):
+    data = finetune.pack([(np.arange(2, dtype=np.int32), 0)], 16, True)
+    step, (adapters, opt_state), frozen = step_of_model(weight)
+    adapters = jax.tree.map(lambda w: jnp.full_like(w, -1e38), adapters)
+    _, loss = step((adapters, opt_state), frozen, {name: array[None] for name, array in data.items()})
     assert np.isnan(loss)
 
 
@@ -168,7 +170,7 @@ class Meter:
 def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
         run_steps([1.0, 2.0, jnp.inf, 4.0], tmp_path)
-    assert str(raised.value).startswith("step 3: the loss or a gradient is inf, so nothing more is written; the last")
+    assert str(raised.value).startswith("step 3: the loss or an adapter is inf, so nothing more is written; the last")
     assert str(raised.value).endswith("checkpoint is of step 2")
     assert run_steps([1.0, 2.0, 3.0], tmp_path)["n"] == 3  # goes on from there
     assert re.findall(r"step (\d): loss (\S+),", capsys.readouterr().out) == [

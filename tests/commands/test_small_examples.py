@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(main, tmp_path):
     rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
     options = "--steps", 24, "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 1e38
     options += "--checkpoints", tmp_path / "checkpoints", "--save-every", 1, "--output", tmp_path / "adapter"
-    with pytest.raises(SystemExit, match=r"step \d+: the loss or a gradient is nan, so nothing more is written"):
+    with pytest.raises(SystemExit, match=r"step \d+: the loss or an adapter is nan, so nothing more is written"):
         main("finetune", tuning_arguments("qwen3_moe", tmp_path, rows, *options))
     assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_model.safetensors"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "as it was"
