@@ -19,6 +19,7 @@ from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
+from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
@@ -43,10 +44,12 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
-        config, mlp = self.config, getattr(self, "mlp", None) or self.moe
+        config = self.config
         attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
         x = checkpoint_name(x + attended * config.residual_scale, "attention")
-        return x + mlp(norm(x, self.mlp_norm, config.norm_epsilon)) * config.residual_scale, cache
+        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
+        y = self.moe(normalized, mask=place.mask) if hasattr(self, "moe") else self.mlp(normalized)
+        return x + y * config.residual_scale, cache
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""
@@ -133,7 +136,9 @@ class Decoder(nnx.Module):
             shapes["w_head"] = (config.features, config.vocabulary)
         set_params(self, shapes, config.init_scale, options, rngs)
 
-    def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+    def __call__(
+        self, tokens: ArrayLike, segments: ArrayLike | None = None, *, mask: ArrayLike | None = None
+    ) -> jax.Array:  # fmt: skip
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S].
 
         With a sharding, B must be a multiple of the number of devices that split sequences.
@@ -150,10 +155,15 @@ class Decoder(nnx.Module):
         Args:
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
+          mask: bool or number [B, S], False or 0 for tokens that do not count in the routers' losses, such as padding;
+            by default all count. The logits do not depend on it, and "group_sizes" has the rows of all tokens.
         """
-        return self.logits(self._features(as_tokens("tokens", tokens), segments))
+        return self.logits(self._features(as_tokens("tokens", tokens), segments, mask))
 
-    def losses(self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+    def losses(
+        self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None, *,
+        mask: ArrayLike | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
         The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
@@ -161,34 +171,36 @@ class Decoder(nnx.Module):
         again for their gradient. A mean over all of them is the loss of a language model. Sows what a call sows.
 
         Args:
-          tokens, segments: as in a call.
+          tokens, segments, mask: as in a call. The losses of targets do not depend on the mask.
           targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`.
         """
         tokens, targets = as_tokens("tokens", tokens), as_tokens("targets", targets)
         _check_shape("targets", targets, tokens)
-        x = self._features(tokens, segments)
+        x = self._features(tokens, segments, mask)
         targets = targets.astype(jnp.int32)
         return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
 
-    def _features(self, tokens: jax.Array, segments: ArrayLike | None) -> jax.Array:
+    def _features(self, tokens: jax.Array, segments: ArrayLike | None, mask: ArrayLike | None) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
+        mask = as_mask(mask, "[B, S]", tokens.shape)
         if segments is None:
-            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
+            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None], mask=mask)[0]
         segments = as_tokens("segments", segments)
         _check_shape("segments", segments, tokens)
         runs, positions = _runs(segments)
-        return self.run_layers(tokens, positions, segments=runs)[0]
+        return self.run_layers(tokens, positions, segments=runs, mask=mask)[0]
 
     def run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache."""
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
         x = split_batch(table[split_batch(tokens, sharding)] * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
+        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments, mask=mask)
         if self.dense_layers is not None:
             x, cache, _ = run(self.dense_layers, x, cache, first=0)
         x, cache, sown = run(self.layers, x, cache, first=config.num_dense_layers)
@@ -221,7 +233,7 @@ class Decoder(nnx.Module):
 
     def _scan(
         self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
-        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None,
+        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None, mask: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
@@ -237,7 +249,7 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
             if decodes and hasattr(layer, "moe"):
                 layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
-            place = Place(positions, rotation, number, window, is_local, segments)
+            place = Place(positions, rotation, number, window, is_local, segments, mask)
             (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
             return (split_batch(x, options.sharding), cache), {
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()

@@ -15,6 +15,7 @@ import jgg.hf
 import jgg.models
 from jgg.models import loss
 from jgg.nnx import Frozen
+from tests.support.closeness import assert_close
 from tests.support.digests import digest
 from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, reference
 
@@ -124,6 +125,33 @@ def test_what_the_experts_sow_is_stacked_over_their_layers():
     assert "load_balancing_loss" not in vars(model)
 
 
+def losses_of_routers(model, tokens, targets, segments, mask=None):
+    """(the sum of all routers' losses, the losses of the targets), and the gradient of the sum."""
+    graphdef, state = nnx.split(model)
+
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        losses, sown = nnx.capture(model.losses, nnx.Intermediate)(tokens, targets, segments, mask=mask)
+        return sown["load_balancing_loss"][0].sum() + sown["router_z_loss"][0].sum(), losses
+
+    return jax.jit(jax.value_and_grad(run, has_aux=True))(state)
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.thorough)])
+def test_masked_tokens_count_in_no_loss_of_the_routers(remat):
+    model, tokens = loaded("glm4_moe", remat=remat), reference("glm4_moe")["tokens"]
+    # the second row has 4 tokens and 9 of padding, which are a segment of their own; a row has both without padding
+    segments, mask = np.array([[1] * 13, [1] * 4 + [0] * 9]), np.array([[1] * 13, [1] * 4 + [0] * 9])
+    packed = np.concatenate([tokens[0], tokens[1, :4]])[None]
+    of_packed = np.array([[1] * 13 + [2] * 4])
+    (got, losses), gradients = losses_of_routers(model, tokens, tokens, segments, mask)
+    (want, of_targets), wanted = losses_of_routers(model, packed, packed, of_packed)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(losses[mask > 0], of_targets[0], rtol=1e-4)
+    assert_close(gradients, wanted, 1e-4)
+    assert abs(losses_of_routers(model, tokens, tokens, segments)[0][0] - want) > 1e-2 * want
+
+
 def test_adapters_of_attention_and_experts_learn_and_merge(tmp_path):
     model, tokens = loaded("glm4_moe", lora_rank=2, lora_alpha=3.0), reference("glm4_moe")["tokens"]
     np.testing.assert_allclose(model(tokens), reference("glm4_moe")["logits"], rtol=0, atol=1e-4)
@@ -205,6 +233,8 @@ def test_wrong_targets_are_named():
         model.losses(tokens, np.zeros((2, 4), int))
     with pytest.raises(TypeError, match="targets must be an integer array"):
         model.losses(tokens, np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=re.escape("mask must be [B, S] = [2, 3], got [3]")):
+        model.losses(tokens, tokens, mask=np.ones(3))
 
 
 @pytest.mark.gpu
