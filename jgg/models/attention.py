@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where tokens and a layer are.
+    """Where tokens and a layer are, and which tokens count.
 
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
@@ -46,6 +46,7 @@ class Place(NamedTuple):
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
+      mask: bool [B, S], the tokens that count in the routers' losses; None for all. Attention does not look at it.
       lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
         NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
     """
@@ -56,6 +57,7 @@ class Place(NamedTuple):
     window: int | None
     is_local: jax.Array | None
     segments: jax.Array | None = None
+    mask: jax.Array | None = None
     lengths: jax.Array | None = None
 
 

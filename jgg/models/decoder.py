@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
-from jgg.core.arguments import check, check_instance
+from jgg.core.arguments import check_instance
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
@@ -19,7 +19,8 @@ from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
-from jgg.models.tokens import as_segments, as_tokens, embedded, runs_of
+from jgg.models.tokens import as_segments, as_tokens, check_shape, embedded, runs_of
+from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
@@ -44,10 +45,12 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
-        config, mlp = self.config, getattr(self, "mlp", None) or self.moe
+        config = self.config
         attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
         x = checkpoint_name(x + attended * config.residual_scale, "attention")
-        return x + mlp(norm(x, self.mlp_norm, config.norm_epsilon)) * config.residual_scale, cache
+        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
+        y = self.moe(normalized, mask=place.mask) if hasattr(self, "moe") else self.mlp(normalized)
+        return x + y * config.residual_scale, cache
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""
@@ -135,7 +138,9 @@ class Decoder(nnx.Module):
             shapes["w_head"] = (config.features, config.vocabulary)
         set_params(self, shapes, config.init_scale, options, rngs)
 
-    def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+    def __call__(
+        self, tokens: ArrayLike, segments: ArrayLike | None = None, *, mask: ArrayLike | None = None
+    ) -> jax.Array:  # fmt: skip
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
 
         Other ids raise ValueError where their values are known. A traced program has none to check: there, the logits
@@ -155,10 +160,15 @@ class Decoder(nnx.Module):
         Args:
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
+          mask: bool or number [B, S], False or 0 for tokens that do not count in the routers' losses, such as padding;
+            by default all count. The logits do not depend on it, and "group_sizes" has the rows of all tokens.
         """
-        return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments))
+        return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments, mask))
 
-    def losses(self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+    def losses(
+        self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None, *,
+        mask: ArrayLike | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
         The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
@@ -166,44 +176,45 @@ class Decoder(nnx.Module):
         again for their gradient. A mean over all of them is the loss of a language model. Sows what a call sows.
 
         Args:
-          tokens, segments: as in a call.
+          tokens, segments, mask: as in a call. The losses of targets do not depend on the mask.
           targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, also the -100 of
             PyTorch, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them any id,
             and their losses the weight 0.
         """
         vocabulary = self.config.vocabulary
         tokens, targets = as_tokens("tokens", tokens, vocabulary), as_tokens("targets", targets, vocabulary)
-        _check_shape("targets", targets, tokens)
-        x = self._features(tokens, segments)
+        check_shape("targets", targets, tokens)
+        x = self._features(tokens, segments, mask)
         return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
 
-    def _features(self, tokens: jax.Array, segments: ArrayLike | None) -> jax.Array:
+    def _features(self, tokens: jax.Array, segments: ArrayLike | None, mask: ArrayLike | None) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
+        mask = as_mask(mask, "[B, S]", tokens.shape)
         if segments is None:
-            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
+            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None], mask=mask)[0]
         segments = as_segments("segments", segments)
-        _check_shape("segments", segments, tokens)
+        check_shape("segments", segments, tokens)
         runs, positions = runs_of(segments)
-        return self.run_layers(tokens, positions, segments=runs)[0]
+        return self.run_layers(tokens, positions, segments=runs, mask=mask)[0]
 
     def run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None,
-        lengths: jax.Array | None = None,
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, *, segments: jax.Array | None = None,
+        mask: jax.Array | None = None, lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
-        """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache.
+        """The last layer's normalized features [B, S, H] of tokens [B, S], and the cache.
 
         Args:
-          lengths: int32 [B], of the sequences: what follows is padding, and nothing of it reaches them. None without.
+          positions, segments, mask, lengths: as in `Place`.
         """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
         x = split_batch(embedded(table, split_batch(tokens, sharding)) * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments, lengths=lengths)
+        place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
         if self.dense_layers is not None:
-            x, cache, _ = run(self.dense_layers, x, cache, first=0)
-        x, cache, sown = run(self.layers, x, cache, first=config.num_dense_layers)
+            x, cache, _ = self._scan(self.dense_layers, x, cache, place, first=0)
+        x, cache, sown = self._scan(self.layers, x, cache, place, first=config.num_dense_layers)
         for name, value in sown.items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)
         return norm(x, self.norm, config.norm_epsilon), cache
@@ -232,8 +243,7 @@ class Decoder(nnx.Module):
                 nnx.update(layers, split(merged, self.options.sharding))
 
     def _scan(
-        self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
-        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None, lengths: jax.Array | None,
+        self, layers: Layer, x: jax.Array, cache: Cache | None, place: Callable[..., Place], *, first: int
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
@@ -249,8 +259,8 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
             if decodes and hasattr(layer, "moe"):
                 layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
-            place = Place(positions, rotation, number, window, is_local, segments, lengths)
-            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
+            own_place = place(layer=number, window=window, is_local=is_local)
+            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], own_place, carry[1])
             return (split_batch(x, options.sharding), cache), {
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
             }
@@ -289,8 +299,3 @@ def _stacked(
         return stacked(keys)
     graphdef, _ = nnx.split(nnx.eval_shape(stacked, keys))
     return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
-
-
-def _check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:
-    shape = list(tokens.shape)
-    check(list(array.shape) == shape, f"{name} must be [B, S], {shape}, got {list(array.shape)}.")

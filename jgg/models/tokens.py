@@ -72,6 +72,12 @@ def check_ids(name: str, ids: np.ndarray, vocabulary: int, is_read: np.ndarray |
     check(not is_wrong.any(), f"{name} must be {expected}, got {_first(ids, is_wrong)}.")
 
 
+def check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:
+    """Raises ValueError unless an array has the shape of the tokens."""
+    shape = list(tokens.shape)
+    check(list(array.shape) == shape, f"{name} must be [B, S], {shape}, got {list(array.shape)}.")
+
+
 def _first(numbers: np.ndarray, where: np.ndarray) -> str:
     """The first number of an array where a mask is True, and its place."""
     place = np.argwhere(where)[0].tolist() if where.any() else []
