@@ -78,6 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
         new = np.asarray(run(options.max_new_tokens))[0].tolist()
     ends = [index for index, token in enumerate(new) if token in stops]
     new = new[: ends[0]] if ends else new
+    if -1 in new:
+        raise SystemExit(f"the model's logits are NaN after {new.index(-1)} new tokens")
     print(options.prompt + continuation(tokenizer, ids, new), flush=True)
     run(1)  # compiles
     prefill, both = seconds_of(lambda: run(1)), seconds_of(lambda: run(options.max_new_tokens))
