@@ -1,6 +1,7 @@
 """Folders that jgg.models writes are those that it read, bit for bit, and wrong ones are named."""
 
 import json
+import os
 import re
 import tracemalloc
 
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.models
+from jgg.hf.families import FAMILIES as HF_FAMILIES
 from tests.support.models import DATA, FAMILIES, config_of, copied
 
 
@@ -97,6 +99,116 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     model = jgg.models.load(changed(tmp_path / "more", "glm4_moe", **further))
     jgg.models.save(model, tmp_path / "saved")
     assert_same_tensors(tmp_path / "saved", DATA / "glm4_moe")
+
+
+def fused(family, tensors):
+    """The tensors of a folder as transformers 5 writes them with save_original_format=False."""
+    own, new = HF_FAMILIES[family], {}
+    for name, tensor in tensors.items():
+        if family == "granitemoe":
+            for old, now in (("router.layer", "router"), ("input_linear.weight", "experts.gate_up_proj")):
+                name = name.replace(old, now)
+            name = name.replace("output_linear.weight", "experts.down_proj")
+        name = name.replace("block_sparse_moe", own.fused_block or own.block)
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(?:(w1|w3|gate_proj|up_proj)|.*)\.weight", name)
+        if found is None:
+            new[name] = tensor
+            continue
+        part = "down_proj" if found[3] is None else "gate_up_proj"
+        new.setdefault(f"{found[1]}.{part}", {})[int(found[2]), found[3] in ("w3", "up_proj")] = tensor
+    for name, parts in new.items():
+        if isinstance(parts, dict):
+            experts = [[parts[key] for key in sorted(parts) if key[0] == e] for e in sorted({e for e, _ in parts})]
+            new[name] = np.stack([np.concatenate(own) for own in experts])
+    return new
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if HF_FAMILIES[family].fused])
+def test_experts_in_the_format_of_transformers_5_are_read(family, tmp_path):
+    folder = copied(family, tmp_path / "fused")
+    tensors = fused(family, jgg.hf.Checkpoint(DATA / family))
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    save_file(tensors, folder / "model.safetensors")
+    assert jgg.hf.Checkpoint(folder).moe_layers(config_of(family)) == jgg.hf.Checkpoint(DATA / family).moe_layers(
+        config_of(family)
+    )
+    jgg.models.save(jgg.models.load(folder), tmp_path / "saved")
+    assert_same_tensors(tmp_path / "saved", DATA / family)
+
+
+def test_what_transformers_ignores_is_ignored(tmp_path):
+    rotary = {"model__layers__1__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32)}
+    jgg.models.save(jgg.models.load(changed(tmp_path / "rotary", **rotary)), tmp_path / "qwen3")
+    assert_same_tensors(tmp_path / "qwen3", DATA / "qwen3_moe")
+    further = {f"model__layers__{layer}__eh_proj__weight": np.zeros((2, 2), np.float32) for layer in (46, 92)}
+    jgg.models.save(jgg.models.load(changed(tmp_path / "further", "glm4_moe", **further)), tmp_path / "glm")
+    assert_same_tensors(tmp_path / "glm", DATA / "glm4_moe")
+
+
+def test_a_tied_head_may_be_stored(tmp_path):
+    """As transformers does: the head that is stored counts if it differs, or if it is all there is."""
+    embedding = jgg.hf.Checkpoint(DATA / "granitemoe")["model.embed_tokens.weight"]
+    both = jgg.models.load(changed(tmp_path / "both", "granitemoe", lm_head__weight=embedding))
+    jgg.models.save(both, tmp_path / "one")
+    assert_same_tensors(tmp_path / "one", DATA / "granitemoe")
+    drop = ["model.embed_tokens.weight"]
+    head = jgg.models.load(changed(tmp_path / "head", "granitemoe", drop=drop, lm_head__weight=embedding))
+    np.testing.assert_array_equal(head.w_embedding[...], embedding)
+    other = changed(tmp_path / "other", "granitemoe", lm_head__weight=-embedding)
+    model = jgg.models.load(other)
+    np.testing.assert_array_equal(model.w_head[...], -embedding.T)
+    jgg.models.save(model, tmp_path / "two")
+    assert_same_tensors(tmp_path / "two", other)
+
+
+def test_a_single_file_counts_beside_an_index(tmp_path):
+    folder = copied("qwen3_moe", tmp_path / "both")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"old": "gone.safetensors"}}))
+    jgg.models.save(jgg.models.load(folder), tmp_path / "saved")
+    assert_same_tensors(tmp_path / "saved", DATA / "qwen3_moe")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64, jnp.float8_e4m3fn])
+def test_weights_of_another_kind_are_named(dtype, tmp_path):
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights = jgg.hf.Checkpoint(DATA / "qwen3_moe")[name].astype(np.float32).astype(dtype)
+    folder = changed(tmp_path / "wrong", **{name.replace(".", "__"): weights})
+    with pytest.raises(ValueError, match=rf"{name} of .*/model\.safetensors must have one of the dtypes .*, got"):
+        jgg.models.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_named_and_not_read(kind, tmp_path):
+    make = {
+        "folder": lambda path: path.mkdir(),
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+    }
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "model-1.safetensors"):
+        folder = copied("qwen3_moe", tmp_path / name)
+        if name in ("model.safetensors.index.json", "model-1.safetensors"):
+            (folder / "model.safetensors").unlink()
+            weight_map = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+        (folder / name).unlink(missing_ok=True)
+        make[kind](folder / name)
+        with pytest.raises(ValueError, match=rf"/{name} must be a regular file, got a (folder|pipe or a device)\."):
+            jgg.models.load(folder)
+
+
+def test_huge_counts_are_refused_at_once(tmp_path):
+    for number, (key, value, message) in enumerate([
+        ("num_hidden_layers", 10_000, r"model\.layers\.2\.input_layernorm\.weight is missing"),
+        ("num_local_experts", 65_536, r"model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight is missing"),
+        ("num_local_experts", 10**9, r"/config\.json: num_local_experts must be at most 65536, got 1000000000"),
+        ("vocab_size", 2**31 - 1, r"model\.embed_tokens\.weight of .* must have shape \[2147483647, 32\]"),
+        ("moe_intermediate_size", 2**31 - 1, r"experts\.0\.gate_proj\.weight of .* must have shape \[2147483647, 32\]"),
+        ("num_attention_heads", 2**31 - 2, r"self_attn\.q_proj\.weight of .* must have shape \[25769803752, 32\]"),
+        ("num_hidden_layers", 10**30, r"/config\.json: num_hidden_layers must be at most 10000"),
+    ]):  # fmt: skip
+        folder = copied("qwen3_moe", tmp_path / str(number), **{key: value})
+        with pytest.raises(ValueError, match=message):
+            jgg.models.load(folder)
 
 
 def test_nothing_is_written_over_or_half_written(tmp_path, monkeypatch):
