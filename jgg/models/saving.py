@@ -13,20 +13,23 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, check, check_instance
-from jgg.core.files import is_new_or_empty, replacing
+from jgg.core.files import filling, is_new_or_empty
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.placement import on_host
 from jgg.models.tensors import OF_LAYERS, Stack, ends, expected_shapes, prefix, stacks
 
+_CONFIG = "config.json"
+
 
 def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
 
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
-    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. The folder appears when
-    all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
+    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
+    when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
+    last. There is no tokenizer: copy those files from the folder that the model came from.
 
     If a model is split over the devices of several processes, all of them must call this, with the same folder: they
     gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
@@ -61,12 +64,10 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
 
 def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: int) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(folder) as temporary:
-        temporary.mkdir()
+    with filling(folder, last=_CONFIG) as temporary:
         _write_shards(_tensors(model, config), temporary, limit)
         text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
-        (temporary / "config.json").write_text(text, encoding="utf-8")
+        (temporary / _CONFIG).write_text(text, encoding="utf-8")
 
 
 def _config(model: Decoder) -> dict[str, Any]:

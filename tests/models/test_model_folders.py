@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES as HF_FAMILIES
+from jgg.models.tensors import expected_shapes
 from tests.support.models import DATA, FAMILIES, config_of, copied
 
 
@@ -211,6 +212,47 @@ def test_huge_counts_are_refused_at_once(tmp_path):
             jgg.models.load(folder)
 
 
+def test_an_empty_folder_is_filled(tmp_path, monkeypatch):
+    """One that cannot be replaced: a mount point, the working folder, or what a link leads to."""
+    model = jgg.models.load(DATA / "qwen3_moe")
+    mount, working = tmp_path / "mount", tmp_path / "working"
+    for folder in (mount, working):
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(mount)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new" / "folder")
+    monkeypatch.chdir(working)
+    number = mount.stat().st_ino
+    for folder, place in (("../link", mount), (".", working), (tmp_path / "dangling", tmp_path / "new" / "folder")):
+        jgg.models.save(model, folder)
+        assert_same_folder(place, DATA / "qwen3_moe")
+        assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors"}
+    assert mount.stat().st_ino == number and (tmp_path / "link").is_symlink()
+
+
+def test_an_empty_folder_stays_empty_after_an_error(tmp_path, monkeypatch):
+    model = jgg.models.load(DATA / "qwen3_moe")
+
+    def fails(tensors, path, **metadata):
+        (tmp_path / "other").touch()
+        path.touch()
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fails)
+    with pytest.raises(FileExistsError, match=r"must stay empty while it is written, got other"):
+        jgg.models.save(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(FileExistsError, match="folder must be new or an empty folder"):
+        jgg.models.save(model, tmp_path / "loop")
+
+
+def test_shards_have_the_tensors_in_a_fixed_order(tmp_path):
+    model = jgg.models.load(DATA / "glm4_moe")
+    jgg.models.save(model, tmp_path / "several", max_shard_bytes=1000)
+    files = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())["weight_map"]
+    in_order = [files[name] for name, _ in expected_shapes(model)]
+    assert len(in_order) > 20 and in_order == sorted(in_order)
+
+
 def test_nothing_is_written_over_or_half_written(tmp_path, monkeypatch):
     model = jgg.models.load(DATA / "qwen3_moe")
     (tmp_path / "full").mkdir()
@@ -240,6 +282,10 @@ def test_parameters_have_the_dtype_that_load_is_asked_for(tmp_path):
         jgg.models.load(folder)
     jgg.models.save(jgg.models.load(DATA / "glm4_moe", dtype=jnp.float32), tmp_path / "float32")
     assert jgg.hf.read_config(tmp_path / "float32") == config_of("glm4_moe") | {"dtype": "float32"}
+    both = copied("glm4_moe", tmp_path / "both", torch_dtype="bfloat16")  # transformers 5 takes "dtype"
+    jgg.models.save(jgg.models.load(both, dtype=jnp.float32), tmp_path / "both32")
+    saved = jgg.hf.read_config(tmp_path / "both32")
+    assert saved == jgg.hf.read_config(both) | {"dtype": "float32", "torch_dtype": "float32"}
 
 
 def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):
