@@ -76,7 +76,9 @@ def llama4(settings: Settings) -> dict[str, Any]:
 
 def gpt_oss(settings: Settings) -> dict[str, Any]:
     """Options of gpt-oss."""
-    activation = clamped_swiglu(settings.number("swiglu_limit"), settings.number("swiglu_alpha"))
+    limit = settings.number("swiglu_limit")
+    check(limit > 0, f"swiglu_limit must be more than 0, got {limit}.")
+    activation = clamped_swiglu(limit, settings.number("swiglu_alpha"))
     return _options(
         settings, "num_local_experts", "intermediate_size", score="topk_softmax", interleaved=True, use_bias=True,
         activation=activation, use_router_bias=True,

@@ -6,10 +6,11 @@ from typing import Any
 from jgg.core.arguments import as_finite, as_flag, as_int, check
 
 LARGEST = 2**31 - 1  # what an int of config.json may be at most, if nothing smaller is said
+_LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 # what null says in these keys; other keys may be null where transformers' default is null or an object
 _NULLS = {
     "eos_token_id": None, "head_dim": None, "n_shared_experts": 0, "num_key_value_heads": None,
-    "num_nextn_predict_layers": 0, "partial_rotary_factor": None, "sliding_window": None,
+    "num_nextn_predict_layers": 0, "partial_rotary_factor": None, "rope_theta": None, "sliding_window": None,
 }  # fmt: skip
 
 
@@ -80,8 +81,10 @@ class Settings:
         return number
 
     def number(self, key: str) -> float:
-        """The value of a key that must be a finite number."""
-        return as_finite(self.name(key), self.get(key))
+        """The value of a key that must be a number that float32 holds."""
+        number = as_finite(self.name(key), self.get(key))
+        check(abs(number) <= _LARGEST_FLOAT, f"{self.name(key)} must be finite in float32, got {number}.")
+        return number
 
     def flag(self, key: str) -> bool:
         """The value of a key that must be true or false."""

@@ -35,6 +35,9 @@ def _common(settings: Settings) -> dict[str, Any]:
     check(epsilon >= 0, f"rms_norm_eps must be 0 or more, got {epsilon}.")
     check(init_scale >= 0, f"initializer_range must be 0 or more, got {init_scale}.")
     _check_stop_tokens(settings)
+    for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):  # not all models use them
+        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+            settings.int(key)
     frequencies, scale = read_rotary(settings, head_features)
     return {
         "vocabulary": settings.int("vocab_size"),
@@ -86,10 +89,11 @@ def _windows(settings: Settings, is_used: bool = True) -> dict[str, Any]:
     return {"windows": (settings.int("sliding_window"),) * settings.int("num_hidden_layers")}
 
 
-def _dense(settings: Settings, num_dense_layers: int) -> dict[str, Any]:
+def _dense(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
     num_layers = settings.int("num_hidden_layers")
     has_experts = num_dense_layers < num_layers
-    check(has_experts, f"The last layer must have experts, got {num_dense_layers} dense layers of {num_layers}.")
+    what = f"{num_dense_layers} dense layers of {num_layers}"
+    check(has_experts, f"The last layer must have experts, got {what} by {key} and num_hidden_layers.")
     if not num_dense_layers:
         return {}
     return {
@@ -106,7 +110,7 @@ def _qwen3_moe(settings: Settings) -> dict[str, Any]:
     is_first = isinstance(dense, list) and sorted(dense) == list(range(len(dense)))
     check(is_first, f"mlp_only_layers must be the first layers, such as [0, 1], or none, got {dense!r}.")
     windows = _windows(settings, settings.flag("use_sliding_window"))
-    return {"qk_norm": "head"} | _biases(settings) | windows | _dense(settings, len(dense))
+    return {"qk_norm": "head"} | _biases(settings) | windows | _dense(settings, "mlp_only_layers", len(dense))
 
 
 def _mixtral(settings: Settings) -> dict[str, Any]:
@@ -146,7 +150,7 @@ def _glm4_moe(settings: Settings) -> dict[str, Any]:
     return {
         "qk_norm": "head" if settings.flag("use_qk_norm") else None,
         "use_qkv_bias": settings.flag("attention_bias"),
-    } | _dense(settings, settings.int("first_k_dense_replace", 0))
+    } | _dense(settings, "first_k_dense_replace", settings.int("first_k_dense_replace", 0))
 
 
 # what each family has beside `_common`

@@ -17,12 +17,14 @@ def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ..
 
     transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys beside it.
     """
+    for name in ("rope_scaling", "rope_parameters"):
+        check_instance(name, settings.get(name) or {}, Mapping, "null or an object")
     where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.get(where) or {}
-    check_instance(where, part, Mapping, "null or an object")
     given = {key: value for key, value in part.items() if value is not None}
-    theta = as_finite("rope_theta", given.pop("rope_theta") if "rope_theta" in given else settings.get("rope_theta"))
-    check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
+    theta = _theta(given.pop("rope_theta", settings.get("rope_theta")))
+    if settings.get("rope_theta") is not None:
+        _theta(settings.get("rope_theta"))  # checks it though it may have no effect
     # older configs have "type", and transformers writes both
     kind, other = given.pop("rope_type", None), given.pop("type", "default")
     kind = other if kind is None else kind
@@ -36,8 +38,16 @@ def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ..
         frequencies, scale = _yarn(frequencies, theta, rotated, context, given)
     else:
         check(kind == "default", f"rope_type must be 'default' or 'yarn', got {kind!r}.")
-    check(not given, f"{where} of type {kind!r} must have only keys that jgg.models knows, got {given}.")
+    check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
+    is_finite = all(number <= float(np.finfo(np.float32).max) for number in (*frequencies, scale))
+    check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
     return tuple(map(float, frequencies)), scale
+
+
+def _theta(value: Any) -> float:
+    theta = as_finite("rope_theta", value)
+    check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
+    return theta
 
 
 def _context(settings: Settings, given: dict[str, Any]) -> float:
@@ -56,7 +66,7 @@ def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
     check(is_partial or factor == 1, whole)
     rotated = int(head_features * factor)
     fits = rotated > 0 and rotated + rotated % 2 <= head_features
-    check(fits, f"partial_rotary_factor must leave pairs among the {head_features} features, got {factor}.")
+    check(fits, f"partial_rotary_factor must leave pairs among the {head_features} features of head_dim, got {factor}.")
     return rotated
 
 
@@ -67,20 +77,22 @@ def _yarn(
 
     Takes its keys out of `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
     """
-    check("factor" in given, f"rope_parameters of type 'yarn' must have 'factor', got {given}.")
+    check("factor" in given, f"rope_parameters of rope_type 'yarn' must have 'factor', got {given}.")
     factor = _as_positive("factor", given.pop("factor"))
     fast, slow = (_as_positive(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
     check(fast >= slow, f"beta_fast must be at least beta_slow, {slow}, got {fast}.")
+    check(rotated % 2 == 0, f"partial_rotary_factor must leave an even number of features for YaRN, got {rotated}.")
     # the index of the pair that turns so often over the context
     first, last = (
-        rotated * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
+        rotated * (math.log(context) - math.log(turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
     )
     if as_flag("truncate", given.pop("truncate", True)):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotated - 1)
     width = last - first if last != first else 1e-3
     slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
-    return frequencies * (1 - slowed) + frequencies / factor * slowed, _yarn_scale(factor, given)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return frequencies * (1 - slowed) + frequencies / factor * slowed, _yarn_scale(factor, given)
 
 
 def _yarn_scale(factor: float, given: dict[str, Any]) -> float:

@@ -127,7 +127,7 @@ WRONG = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 1.0}}, ValueError,
     ),
     "rope_parameters must be null or an object, got str.": ({"rope_parameters": "default"}, TypeError),
-    "rope_parameters of type 'yarn' must have 'factor', got {}": (
+    "rope_parameters of rope_type 'yarn' must have 'factor', got {}": (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ValueError,
     ),
     "rope_theta must be greater than 1, got 0.0": ({"rope_parameters": {"rope_theta": 0}}, ValueError),
@@ -139,6 +139,12 @@ WRONG = {
         ("factor", 0), ("factor", -2), ("beta_fast", 0), ("beta_slow", -1), ("attention_factor", 0),
         ("original_max_position_embeddings", 0),
     )},
+    "rope_parameters must give frequencies and a scale that float32 holds, got {'rope_type': 'yarn', 'factor': 1e": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1e-320}}, ValueError,
+    ),
+    "rope_theta must be greater than 1, got 1.0": ({"rope_theta": 1}, ValueError),  # though rope_parameters count
+    "sliding_window must be a positive int, got -1": ({"sliding_window": -1}, ValueError),
+    "rms_norm_eps must be finite in float32, got 1e+300": ({"rms_norm_eps": 1e300}, ValueError),
     "beta_fast must be at least beta_slow, 1.0, got 0.5": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}, ValueError,
     ),
@@ -185,6 +191,10 @@ def test_wrong_settings_of_one_family_are_named():
         "topk_group must be at most n_group, 1, got 2": ("glm4_moe", {"topk_group": 2}),
         "num_experts_per_tok must be at most the number of experts in topk_group = 1 groups, 2, got 3": (
             "glm4_moe", {"n_group": 2, "num_experts_per_tok": 3},
+        ),
+        "swiglu_limit must be more than 0, got -1.0": ("gpt_oss", {"swiglu_limit": -1}),
+        "The last layer must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
+            "glm4_moe", {"first_k_dense_replace": 3},
         ),
         "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
         "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
