@@ -17,7 +17,7 @@ from jgg.activations import clamped_swiglu
 from jgg.hf.families import FAMILIES, SELECTION_BIAS
 from jgg.hf.quantized import quantization
 from tests.support.closeness import assert_close
-from tests.support.hf import load
+from tests.support.hf import fused, load
 from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
@@ -50,6 +50,25 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
     assert own.keys() - gradients.keys() == {key for key in own if key.endswith("e_score_correction_bias")}
     for key, want in gradients.items():
         assert_close(own[key], want, 1e-4, name=key)
+
+
+@EVERY_FAMILY
+def test_experts_in_the_format_of_transformers_5_are_the_same(name):
+    config, weights, _, _ = load(name)
+    others = fused(name, weights)
+    assert (others.keys() == weights.keys()) == (not FAMILIES[name].fused)
+    wanted, got = (jgg.hf.from_hf(config, tensors, 0) for tensors in (weights, others))
+    assert wanted.keys() == got.keys()
+    for key in wanted:
+        np.testing.assert_array_equal(got[key], wanted[key], key)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64, jnp.float8_e4m3fn])
+def test_weights_are_floats(dtype):
+    config, weights, _, _ = load("mixtral")
+    key = "model.layers.0.block_sparse_moe.gate.weight"
+    with pytest.raises(ValueError, match=rf"{key} must be of floats of 16, 32 or 64 bits, got {np.dtype(dtype)}"):
+        jgg.hf.from_hf(config, weights | {key: weights[key].astype(dtype)}, 0)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@ import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES as HF_FAMILIES
 from jgg.models.tensors import expected_shapes
+from tests.support.hf import fused
 from tests.support.models import DATA, FAMILIES, config_of, copied
 
 
@@ -100,28 +101,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     model = jgg.models.load(changed(tmp_path / "more", "glm4_moe", **further))
     jgg.models.save(model, tmp_path / "saved")
     assert_same_tensors(tmp_path / "saved", DATA / "glm4_moe")
-
-
-def fused(family, tensors):
-    """The tensors of a folder as transformers 5 writes them with save_original_format=False."""
-    own, new = HF_FAMILIES[family], {}
-    for name, tensor in tensors.items():
-        if family == "granitemoe":
-            for old, now in (("router.layer", "router"), ("input_linear.weight", "experts.gate_up_proj")):
-                name = name.replace(old, now)
-            name = name.replace("output_linear.weight", "experts.down_proj")
-        name = name.replace("block_sparse_moe", own.fused_block or own.block)
-        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(?:(w1|w3|gate_proj|up_proj)|.*)\.weight", name)
-        if found is None:
-            new[name] = tensor
-            continue
-        part = "down_proj" if found[3] is None else "gate_up_proj"
-        new.setdefault(f"{found[1]}.{part}", {})[int(found[2]), found[3] in ("w3", "up_proj")] = tensor
-    for name, parts in new.items():
-        if isinstance(parts, dict):
-            experts = [[parts[key] for key in sorted(parts) if key[0] == e] for e in sorted({e for e, _ in parts})]
-            new[name] = np.stack([np.concatenate(own) for own in experts])
-    return new
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if HF_FAMILIES[family].fused])
