@@ -13,7 +13,7 @@ from jgg.models.config import ModelConfig
 from jgg.models.rotary import read_rotary
 
 # what changes neither the logits nor what is stored
-_WITHOUT_EFFECT = {
+_OF_OTHERS = {
     "_attn_implementation", "_commit_hash", "_name_or_path", "architectures", "attention_dropout",
     "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "experts_implementation",
     "experts_per_token", "id2label", "initial_context_length", "is_encoder_decoder", "label2id",
@@ -21,6 +21,17 @@ _WITHOUT_EFFECT = {
     "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "quantization_config",
     "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
+# settings of generation, which configs of older versions of transformers may have
+_OF_GENERATION = {
+    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+    "return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
+_WITHOUT_EFFECT = _OF_OTHERS | _OF_GENERATION
 # host memory has a number for each layer, and for each pair of features of a head
 _MOST_LAYERS, _MOST_HEAD_FEATURES = 10_000, 65_536
 
@@ -34,10 +45,7 @@ def _common(settings: Settings) -> dict[str, Any]:
     epsilon, init_scale = settings.number("rms_norm_eps"), settings.number("initializer_range")
     check(epsilon >= 0, f"rms_norm_eps must be 0 or more, got {epsilon}.")
     check(init_scale >= 0, f"initializer_range must be 0 or more, got {init_scale}.")
-    _check_stop_tokens(settings)
-    for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):  # not all models use them
-        if settings.defaults.get(key) is not None and settings.get(key) is not None:
-            settings.int(key)
+    _check_unused(settings)
     frequencies, scale = read_rotary(settings, head_features)
     return {
         "vocabulary": settings.int("vocab_size"),
@@ -69,9 +77,15 @@ def _head_features(settings: Settings) -> int:
     return own
 
 
-def _check_stop_tokens(settings: Settings) -> None:
-    """Raises unless eos_token_id is null, a token or a list of tokens; whether the vocabulary has them is not asked."""
-    stops = settings.get("eos_token_id")
+def _check_unused(settings: Settings) -> None:
+    """Raises where a setting is wrong that not all models use, or that none does but its users read."""
+    for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
+        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+            settings.int(key)
+    for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
+        if settings.given.get(key) is not None:
+            as_int(key, settings.given[key])
+    stops = settings.get("eos_token_id")  # of the vocabulary or not
     for token in stops if isinstance(stops, list) else [] if stops is None else [stops]:
         token = as_int("eos_token_id", token, 0, "null, an int of at least 0, or a list of them")
         check(token <= LARGEST, f"eos_token_id must be at most {LARGEST}, got {token}.")

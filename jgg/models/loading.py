@@ -119,7 +119,8 @@ class _Reader:
 
     def __init__(self, model: Decoder, checkpoint: Checkpoint, experts: str | Fp8) -> None:
         self.model, self.checkpoint, self.experts = model, checkpoint, experts
-        how = quantization(model.config.hf)
+        with errors_with(checkpoint.path / "config.json"):
+            how = quantization(model.config.hf)
         quantized = None if how is None else QuantizedTensors(checkpoint, how)
         self.tensors: Mapping[str, np.ndarray] = checkpoint if quantized is None else quantized
         self._check(checkpoint.headers(), set() if quantized is None else quantized.names)

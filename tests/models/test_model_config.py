@@ -165,6 +165,7 @@ WRONG = {
     "eos_token_id must be null, an int of at least 0, or a list of them, got 2.5": (
         {"eos_token_id": [1, 2.5]}, TypeError,
     ),
+    "pad_token_id must be an int, got 2.5": ({"pad_token_id": 2.5}, TypeError),
     "text_config must be an object, got [1]": ({"text_config": [1]}, ValueError),
     "text_config must have 'model_type' 'qwen3_moe', got None": ({"text_config": {"hidden_size": 8}}, ValueError),
 }  # fmt: skip
@@ -202,6 +203,18 @@ def test_wrong_settings_of_one_family_are_named():
     for message, (family, changes) in cases.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             jgg.models.model_config(config_of(family) | changes)
+
+
+def test_settings_of_other_things_than_the_model_are_taken():
+    config = config_of("qwen3_moe")
+    others = {
+        "pad_token_id": -1,
+        "eos_token_id": [99, 3],
+        "id2label": {"0": "a"},
+        "temperature": 0.5,
+        "do_sample": True,
+    }
+    assert same(jgg.models.model_config(config | others), jgg.models.model_config(config))
 
 
 def test_a_nested_config_means_the_same():
