@@ -130,6 +130,12 @@ def filling(folder: Path, last: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_regular(path: Path) -> None:
+    """Raises ValueError if there is something else than a file: to read a pipe or a device might never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file, got a {'folder' if path.is_dir() else 'pipe or a device'}.")
+
+
 def is_new_or_empty(folder: Path) -> bool:
     """Whether there is nothing at a path, or an empty folder."""
     # a link leads to the place, which need not exist yet

@@ -50,7 +50,8 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
     """Returns the sizes and options of a model's MoE layers, as a `MoELayer`.
 
     Args:
-      config: content of config.json, as `read_config` returns it.
+      config: content of config.json, as `read_config` returns it. A key that it lacks has the default of transformers'
+        configuration class.
 
     Raises:
       ValueError: the family is unknown, or the config's values fit no layer or are null.

@@ -10,18 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-
-def check_file(path: Path) -> None:
-    """Raises unless a path is that of a file: reading a pipe or a device might never end."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} must be a file of the checkpoint, got none.")
-    if not path.is_file():
-        raise ValueError(f"{path} must be a regular file, got a {'folder' if path.is_dir() else 'pipe or a device'}.")
+from jgg.core.files import check_regular
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a file that holds a JSON object."""
-    check_file(path)
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -46,10 +40,12 @@ def opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
-    check_file(path)
+    check_regular(path)
     try:
         with safe_open(path, framework="np") as file:
             yield file
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} must be a file of the checkpoint, got none.") from error
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} must be a whole safetensors file with each tensor read from it: {error}") from error
 
