@@ -1,6 +1,7 @@
 """Folders that jgg.models writes are those that it read, bit for bit, and wrong ones are named."""
 
 import json
+import re
 import tracemalloc
 
 import jax
@@ -199,3 +200,22 @@ def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * largest  # all layers have 12 times as much
+
+
+WRONG_ARGUMENTS = {
+    "experts must be 'dense', 'as stored' or a jgg.Fp8, got 'fp8'": (ValueError, {"experts": "fp8"}),
+    "dtype must be one of float32, float16, bfloat16, got float64": (TypeError, {"dtype": "float64"}),
+    "remat must be one of ": (ValueError, {"remat": "some"}),
+    "unroll must be ": (ValueError, {"unroll": 0}),
+    "lora_rank must be None or a positive int, got 0": (ValueError, {"lora_rank": 0}),
+    "lora_targets must be a tuple of some of": (ValueError, {"lora_targets": ("w_router",)}),
+    "rngs must be an nnx.Rngs or None, got": (TypeError, {"rngs": 0}),
+    "implementation must be": (ValueError, {"implementation": "cuda"}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_named(message):
+    error, options = WRONG_ARGUMENTS[message]
+    with pytest.raises(error, match=re.escape(message)):
+        jgg.models.load(DATA / "qwen3_moe", **options)
