@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, kernel_of_flag
-from jgg.core.files import cache_folder, locked, replace_text
+from jgg.core.files import cache_folder, check_regular, locked, replace_text
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
 
@@ -162,6 +162,7 @@ def parse(path: Path) -> tuple[Entry, ...]:
     Raises: ValueError: the file is damaged; the message names it.
     """
     try:
+        check_regular(path)
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")

@@ -124,7 +124,7 @@ def as_finite(name: str, value: object) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}.")
     try:
         number = float(value)
-    except OverflowError:
+    except OverflowError:  # an int that no float can be
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")

@@ -103,6 +103,40 @@ def warn_once(message: str) -> None:
     _logger.warning(message)
 
 
+@contextlib.contextmanager
+def filling(folder: Path, last: str) -> Iterator[Path]:
+    """Yields a temporary folder to write, whose files become those of `folder`; after an error it is removed.
+
+    A folder that is not there appears whole. One that is there, and empty, may be a mount point or the working folder,
+    which nothing can replace: it gets the files one after the other, that of the name `last` last.
+    """
+    folder = Path(os.path.realpath(folder))
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(folder) as temporary:
+            temporary.mkdir()
+            yield temporary
+        return
+    temporary = folder / f".{secrets.token_hex(8)}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        others = sorted(path.name for path in folder.iterdir() if path != temporary)
+        if others:
+            raise FileExistsError(f"{folder} must stay empty while it is written, got {', '.join(others)}.")
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == last):
+            file.rename(folder / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_regular(path: Path) -> None:
+    """Raises ValueError if there is something else than a file: to read a pipe or a device might never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file, got a {'folder' if path.is_dir() else 'pipe or a device'}.")
+
+
 def is_new_or_empty(folder: Path) -> bool:
     """Whether there is nothing at a path, or an empty folder."""
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    # a link leads to the place, which need not exist yet
+    return not os.path.lexists(os.path.realpath(folder)) or (folder.is_dir() and not any(folder.iterdir()))

@@ -4,15 +4,16 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jgg.core.arguments import check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
-from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family, Tensor, language_model
-from jgg.hf.files import check_names, check_shape, opened, read_object, read_tensor, read_weight_map
+from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family
+from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
+from jgg.hf.tensors import Tensor
 from jgg.layers import MoELayer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,17 +50,15 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
     """Returns the sizes and options of a model's MoE layers, as a `MoELayer`.
 
     Args:
-      config: content of config.json, as `read_config` returns it.
+      config: content of config.json, as `read_config` returns it. A key that it lacks has the default of transformers'
+        configuration class.
 
     Raises:
-      ValueError: the family is unknown, the config lacks a key or has null there, or its values fit no layer.
+      ValueError: the family is unknown, or the config's values fit no layer or are null.
       TypeError: a value has the wrong type; the message names its key.
     """
     own = family(config)
-    try:
-        options = own.options(language_model(config))
-    except KeyError as error:
-        raise ValueError(f"config of model_type {config['model_type']!r} must have {error}, got none.") from error
+    options = own.options(own.settings(config))
     try:
         return MoELayer(**options)
     except ValueError as error:
@@ -92,26 +91,25 @@ def read_params(
     config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yields the items of what `from_hf` returns, each as it is read."""
-    own, shapes, block = family(config), param_shapes(config), family(config).block_name(layer)
+    own, shapes = family(config), param_shapes(config)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
     tensors = tensors if quantized is None else quantized
-    names = {
-        name: [part for part, _ in own.tensors[name].parts(block, np.broadcast_to(0, shape))]
-        for name, shape in shapes.items()
-    }
-    expected = {part for parts in names.values() for part in parts}
-    present = {name for name in tensors if name.startswith(block)}
-    check_names(present, expected, f"in the MoE block {block!r} of a {config['model_type']} checkpoint")
+    stored_as = {name: own.stored(name, layer, tensors) for name in shapes}
+    expected = (part for name, (of, stored) in stored_as.items() for part, _ in stored.shapes(of, shapes[name]))
+    blocks = own.block_name(layer), own.fused_block_name(layer)
+    present = {name for name in tensors if name.startswith(blocks)}
+    check_names(present, expected, f"in the MoE block {blocks[0]!r} of a {config['model_type']} checkpoint")
     for name, shape in shapes.items():
-        stored = own.tensors[name]
-        if keep_quantized and quantized is not None and names[name][0] in quantized.names:
+        block, stored = stored_as[name]
+        first, _ = next(stored.shapes(block, shape))
+        if keep_quantized and quantized is not None and first in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             values = stored.filled(block, shape, quantized.read_values)
             scales = stored.filled(block, of_scales, quantized.read_scales, "scales of ")
             yield name, QuantizedArray(values, scales)
         else:
-            yield name, stored.filled(block, shape, tensors.__getitem__)
+            yield name, stored.filled(block, shape, lambda part: as_weights(part, tensors[part]))
 
 
 def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
@@ -171,12 +169,20 @@ def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
 
 
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Checkpoint(Mapping[str, np.ndarray]):
     """A mapping from names to the tensors in a folder of safetensors files; each is read when it is looked up.
 
     Args:
-      path: folder with model.safetensors, or model.safetensors.index.json and the files that it names. The names must
-        not lead out of the folder, but the files may be symbolic links, as they are in the Hub's cache.
+      path: folder with model.safetensors or, if there is none, model.safetensors.index.json and the files that it
+        names. The names must not lead out of the folder, but the files may be symbolic links, as they are in the Hub's
+        cache.
 
     Raises:
       FileNotFoundError: there is no such folder, or a file of it is missing.
@@ -187,19 +193,26 @@ class Checkpoint(Mapping[str, np.ndarray]):
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
-        if (self.path / INDEX).exists():
+        here = [name for name in (SINGLE, INDEX) if (self.path / name).exists()]
+        if not here:
+            raise FileNotFoundError(f"{path} must have {SINGLE} or {INDEX}, got neither.")
+        # as transformers does: an index beside a single file is what an older save left
+        name = next((name for name in here if (self.path / name).is_file()), here[0])
+        if name == INDEX:
             self._files = read_weight_map(self.path / INDEX)
-        elif (self.path / SINGLE).exists():
+        else:
             with opened(self.path / SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), SINGLE)
-        else:
-            raise FileNotFoundError(f"{path} must have {SINGLE} or {INDEX}, got neither.")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor into host memory."""
         path = self.path_of(name)
         with opened(path) as file:
             return read_tensor(file, path, name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of this name; reads nothing."""
+        return name in self._files
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
@@ -209,17 +222,18 @@ class Checkpoint(Mapping[str, np.ndarray]):
         """Number of tensors."""
         return len(self._files)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors by name, from the beginnings of the files.
+    def headers(self) -> dict[str, Header]:
+        """The dtypes and shapes of all tensors by name, from the beginnings of the files.
 
         Raises: FileNotFoundError, ValueError: a file is missing, is damaged or lacks a tensor; the message names it.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        headers: dict[str, Header] = {}
         for own in sorted(set(self._files.values())):
             with opened(self.path / own) as file:
-                names = (name for name, path in self._files.items() if path == own)
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        return shapes
+                for name in (name for name, path in self._files.items() if path == own):
+                    tensor = file.get_slice(name)
+                    headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+        return headers
 
     def path_of(self, name: str) -> Path:
         """The file that has a tensor."""
@@ -227,7 +241,11 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def moe_layers(self, config: Mapping[str, Any]) -> list[int]:
         """Indices of the decoder layers that have an MoE block."""
-        own = family(config)
-        router = re.escape(own.block_name(0) + own.tensors["w_router"].names[0])
-        found = (re.fullmatch(router.replace(r"layers\.0\.", r"layers\.(\d+)\."), name) for name in self)
-        return sorted(int(match[1]) for match in found if match)
+        own, pattern = family(config), re.compile(r"(?<=layers\.)\d+(?=\.)")
+        numbers = {int(found[0]) for name in self if (found := pattern.search(name))}
+
+        def has_router(layer: int) -> bool:
+            block, router = own.stored("w_router", layer, self)
+            return block + router.names[0] in self
+
+        return [layer for layer in sorted(numbers) if has_router(layer)]

@@ -3,16 +3,19 @@
 import contextlib
 import json
 import reprlib
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path, PurePath
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.core.files import check_regular
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a file that holds a JSON object."""
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -23,10 +26,21 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def errors_with(path: Path) -> Iterator[None]:
+    """Puts a file's name before the message of a ValueError or a TypeError about what the file says."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path}: {error}") from error
+
+
+@contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="np") as file:
             yield file
@@ -73,11 +87,29 @@ def _read_float8(path: Path, name: str) -> np.ndarray:
     return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])
 
 
-def check_names(present: Set[str], expected: Set[str], where: str) -> None:
-    """Raises ValueError with the first name that is missing or surplus."""
-    for wrong, what in ((expected - present, "is missing"), (present - expected, "is not expected")):
-        if wrong:
-            raise ValueError(f"{min(wrong)} {what} {where}.")
+def check_names(
+    present: Set[str], expected: Iterable[str], where: str, is_ignored: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Raises ValueError with the first name that is missing, before it takes more of `expected`, or surplus.
+
+    Names that are ignored may be surplus.
+    """
+    surplus = set(present)
+    for name in sorted(expected) if isinstance(expected, Set) else expected:
+        if name not in present:
+            raise ValueError(f"{name} is missing {where}.")
+        surplus.discard(name)
+    for name in sorted(surplus):
+        if not is_ignored(name):
+            raise ValueError(f"{name} is not expected {where}.")
+
+
+def as_weights(name: str, array: Any) -> np.ndarray:
+    """The array in NumPy; raises ValueError unless it is of floats that need no scales."""
+    array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise ValueError(f"{name} must be of floats of 16, 32 or 64 bits, got {array.dtype}.")
+    return array
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.families import language_model
+from jgg.hf.files import as_weights
+from jgg.hf.settings import language_model
 
 GROUP = 32  # elements of MXFP4 that share a scale
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
@@ -87,7 +88,7 @@ def _float8(name, values):
 
 
 def _as_is(name, scales):
-    return scales
+    return as_weights(name, scales)
 
 
 def _unpacked(name, blocks):
@@ -145,7 +146,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         scaled = [name.removesuffix(of_scales) for name in tensors if name.endswith(of_scales)]
         self.names = {name for name in scaled if name + of_values in tensors}
         parts = {name + suffix for name in self.names for suffix in how.suffixes}
-        self._all = [name for name in tensors if name not in parts] + sorted(self.names)
+        self._all = dict.fromkeys([name for name in tensors if name not in parts] + sorted(self.names))
 
     def read_values(self, name: str) -> np.ndarray:
         """Reads the values of a quantized tensor, in float8_e4m3fn."""
@@ -170,6 +171,10 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         if tensor.dtype == jnp.float8_e4m3fn:
             self.read_scales(name)  # raises ValueError: the scales are missing
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of this name; reads nothing."""
+        return name in self._all
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 _LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
+_LARGEST_SINK = 1e9  # other logits are far smaller
 _SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eight: a head's features stay a multiple
 
 
@@ -33,6 +34,11 @@ def attend(
     if is_local is None:
         return of_window(q, k, v, segments, sinks)
     return jax.lax.cond(is_local, of_window, of_all, q, k, v, segments, sinks)
+
+
+def finite_sinks(sinks: jax.Array) -> jax.Array:
+    """The sinks in float32, where infinite and huge ones become finite: they take nothing or all of the softmax."""
+    return jnp.clip(sinks.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK)
 
 
 def _attend_to_all(
@@ -94,7 +100,9 @@ def _with_sinks(
 
     A query has its sink in two more features, as the sum of two numbers of its dtype, and these keys have ones there.
     """
-    logits = (sinks.astype(jnp.float32) - jnp.log(jnp.float32(_SINK_KEYS))) / scale
+    logits = (finite_sinks(sinks) - jnp.log(jnp.float32(_SINK_KEYS))) / scale
+    largest = float(jnp.finfo(q.dtype).max) / 2  # float16 has hardly more than logits do
+    logits = jnp.clip(logits, -largest, largest)
     high = logits.astype(q.dtype)
     low = jax.lax.stop_gradient(logits - high.astype(jnp.float32)).astype(q.dtype)
     of_sink = jnp.pad(jnp.stack([high, low], axis=-1), ((0, 0), (0, _SINK_FEATURES - 2)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models.attend import attend, dot_product_attention
+from jgg.models.attend import attend, dot_product_attention, finite_sinks
 from jgg.models.config import ModelConfig
 from jgg.models.parts import Options, linear, norm, set_params
 from jgg.models.rotary import rotate
@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         if self.config.use_sinks:
             # a sink is one more key, whose logit is the bias and whose value is zero
             k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (k, v))
-            sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
+            sinks = finite_sinks(self.sinks[...])[None, :, None, None]
             bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
             mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
         return dot_product_attention(q, k, v, bias=bias, mask=mask, scale=self.config.attention_scale)

@@ -18,6 +18,7 @@ class ModelConfig:
       vocabulary: V, number of tokens.
       features: H, features between layers.
       num_layers: number of layers, the dense ones included.
+      num_further_layers: how many layers a folder may have after these. They predict further tokens, and are not read.
       num_dense_layers: how many of the first layers have an MLP in the place of experts.
       dense_features: hidden features of these MLPs.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
@@ -51,6 +52,7 @@ class ModelConfig:
     rotary_frequencies: tuple[float, ...] = dataclasses.field(repr=False)
     norm_epsilon: float
     rotary_scale: float = 1.0
+    num_further_layers: int = 0
     num_dense_layers: int = 0
     dense_features: int = 0
     dense_activation: str = "swiglu"

@@ -1,7 +1,9 @@
 """Reads a whole model from a Hugging Face folder, a parameter of a layer at a time."""
 
 import contextlib
+import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,19 @@ from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8, quantize_weights
-from jgg.hf.checkpoints import Checkpoint, read_config, read_params
-from jgg.hf.files import check_names
+from jgg.hf.checkpoints import Checkpoint, Header, family, read_config, read_params
+from jgg.hf.files import check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
+from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
 from jgg.models.parts import OF_EXPERTS, TARGETS, adapter_init
 from jgg.models.placement import place, put, spec_of, split_init
-from jgg.models.tensors import ENDS, OF_LAYERS, Stack, expected_shapes, module_of, prefix, stacks
+from jgg.models.tensors import EMBEDDING, HEAD, OF_LAYERS, Stack, ends, expected_shapes, module_of, prefix, stacks
 from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
+
+_DTYPES = "F64", "F32", "F16", "BF16"  # of weights, as safetensors names them
 
 
 def load(
@@ -36,6 +41,10 @@ def load(
     rngs: nnx.Rngs | None = None, show_progress: bool = True,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
+
+    Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
+    in transformers, model.safetensors counts where an index is beside it, and the frequencies of rotary embeddings, a
+    copy of a tied head and layers that predict further tokens are not read.
 
     All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
     With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
@@ -56,12 +65,15 @@ def load(
 
     Raises:
       FileNotFoundError: the folder, config.json or a file of tensors is missing.
-      ValueError: config.json is none that `jgg.models.model_config` takes; a file is damaged, or the index leads out
-        of the folder; or a tensor is missing, is not expected or has a wrong shape. The message names file and tensor.
+      ValueError: config.json is none that `jgg.models.model_config` takes; a file is damaged or is a pipe, or the index
+        leads out of the folder; or a tensor is missing, is not expected, has a wrong shape or is not of floats. The
+        message names the file and the key or tensor.
     """
     is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)
     check(is_known, f"experts must be 'dense', 'as stored' or a jgg.Fp8, got {experts!r}.")
-    config, checkpoint = model_config(read_config(folder)), Checkpoint(folder)
+    checkpoint, content = Checkpoint(folder), read_config(folder)
+    with errors_with(checkpoint.path / "config.json"):
+        config = _tied_as_stored(model_config(content), checkpoint)
     rngs = nnx.Rngs(0) if rngs is None else rngs
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
     param_dtype = dtype if param_dtype is None else param_dtype
@@ -82,6 +94,13 @@ def load(
     return model
 
 
+def _tied_as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """The config, but not tied if the folder has a head that differs from the embedding, as transformers reads it."""
+    if not config.is_tied or EMBEDDING not in checkpoint or HEAD not in checkpoint:
+        return config
+    return dataclasses.replace(config, is_tied=np.array_equal(checkpoint[EMBEDDING], checkpoint[HEAD]))
+
+
 @contextlib.contextmanager
 def _progress(num_layers: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     """Shows a progress bar on stderr, if that is a terminal; yields the function to call after each layer."""
@@ -100,27 +119,35 @@ class _Reader:
 
     def __init__(self, model: Decoder, checkpoint: Checkpoint, experts: str | Fp8) -> None:
         self.model, self.checkpoint, self.experts = model, checkpoint, experts
-        how = quantization(model.config.hf)
+        with errors_with(checkpoint.path / "config.json"):
+            how = quantization(model.config.hf)
         quantized = None if how is None else QuantizedTensors(checkpoint, how)
         self.tensors: Mapping[str, np.ndarray] = checkpoint if quantized is None else quantized
-        self._check(checkpoint.shapes(), set() if quantized is None else quantized.names)
+        self._check(checkpoint.headers(), set() if quantized is None else quantized.names)
 
-    def _check(self, shapes: Mapping[str, tuple[int, ...]], quantized: Set[str]) -> None:
-        config, path, expected = self.model.config, self.checkpoint.path_of, expected_shapes(self.model)
-        last, further = config.num_layers, config.hf.get("num_nextn_predict_layers") or 0
-        ignored = tuple(prefix(number) for number in range(last, last + further))  # they predict further tokens
-        present = {name for name in self.tensors if not name.startswith(ignored)}
-        check_names(present, expected.keys(), f"in {self.checkpoint.path}, a {config.model_type} model")
-        for name in expected.keys() - quantized:
-            wanted, got = list(expected[name]), list(shapes[name])
-            check(got == wanted, f"{name} of {path(name)} must have shape {wanted}, got {got}.")
+    def _check(self, headers: Mapping[str, Header], quantized: Set[str]) -> None:
+        tensors, where = self.tensors, f"in {self.checkpoint.path}, a {self.model.config.model_type} model"
+        names = (name for name, _ in expected_shapes(self.model, tensors))
+        check_names(tensors.keys(), names, where, self._is_ignored)
+        for name, shape in expected_shapes(self.model, tensors):
+            if name not in quantized:
+                what, got = f"{name} of {self.checkpoint.path_of(name)}", headers[name]
+                check(got.shape == shape, f"{what} must have shape {list(shape)}, got {list(got.shape)}.")
+                check(got.dtype in _DTYPES, f"{what} must have one of the dtypes {_DTYPES}, got {got.dtype}.")
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether a tensor may be there though the model does not use it."""
+        config = self.model.config
+        if any(re.search(pattern, name) for pattern in family(config.hf).ignored) or (config.is_tied and name == HEAD):
+            return True
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_further_layers
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields the parameters beside the layers."""
-        for name, tensor in ENDS.items():
-            if hasattr(self.model, name):
-                shape = getattr(self.model, name).shape
-                yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
+        for name, tensor in ends(self.model, self.tensors):
+            shape = getattr(self.model, name).shape
+            yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
 
     def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, Any]]:
         """Yields a layer's parameters, each as it is read, by the names of the stack's variables."""

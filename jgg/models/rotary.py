@@ -9,60 +9,106 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
-
-# transformers 5 writes the first, others the rest
-ROTARY_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+from jgg.hf.settings import Settings
 
 
-def read_rotary(settings: Mapping[str, Any], head_features: int) -> tuple[tuple[float, ...], float]:
+def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ...], float]:
     """The radians per position of each pair of rotated features, and the factor of the rotated features.
 
-    Args:
-      settings: a config's values of ROTARY_KEYS, None where it has none.
+    transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys beside it.
     """
-    flat = {key: value for key, value in settings.items() if value is not None}
-    given: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        part = flat.pop(name, {})
-        check_instance(name, part, Mapping, "null or an object")
-        given |= {key: value for key, value in part.items() if value is not None}
-    given = flat | given
-    check("rope_theta" in given, "config must have 'rope_theta', got none.")
-    theta, kind = as_finite("rope_theta", given.pop("rope_theta")), given.pop("rope_type", None)
-    kind = given.pop("type", "default") if kind is None else kind
-    check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
-    rotated = int(head_features * as_finite("partial_rotary_factor", given.pop("partial_rotary_factor", 1.0)))
-    is_even = 0 < rotated <= head_features and rotated % 2 == 0
-    check(is_even, f"partial_rotary_factor must leave an even part of {head_features} features, got {rotated}.")
-    frequencies = theta ** -(np.arange(0, rotated, 2) / rotated)
+        check_instance(name, settings.get(name) or {}, Mapping, "null or an object")
+    where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    part = settings.get(where) or {}
+    given = {key: value for key, value in part.items() if value is not None}
+    theta = _theta(given.pop("rope_theta", settings.get("rope_theta")))
+    if settings.get("rope_theta") is not None:
+        _theta(settings.get("rope_theta"))  # checks it though it may have no effect
+    # older configs have "type", and transformers writes both
+    kind, other = given.pop("rope_type", None), given.pop("type", "default")
+    kind = other if kind is None else kind
+    partial = given.pop("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    rotated = _rotated(settings, partial, head_features)
+    frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
     if kind == "yarn":
-        frequencies, scale = _yarn(frequencies, theta, rotated, given)
+        context, longest = _context(settings, given), settings.int("max_position_embeddings")
+        if "factor" in part:
+            given.setdefault("factor", longest / context)
+        frequencies, scale = _yarn(frequencies, theta, rotated, context, given)
     else:
         check(kind == "default", f"rope_type must be 'default' or 'yarn', got {kind!r}.")
-        scale = 1.0
-    check(not given, f"rope_parameters of type {kind!r} must have only keys that jgg.models knows, got {given}.")
+    check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
+    is_finite = all(number <= float(np.finfo(np.float32).max) for number in (*frequencies, scale))
+    check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
     return tuple(map(float, frequencies)), scale
 
 
-def _yarn(frequencies: np.ndarray, theta: float, rotated: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:
+def _theta(value: Any) -> float:
+    theta = as_finite("rope_theta", value)
+    check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
+    return theta
+
+
+def _context(settings: Settings, given: dict[str, Any]) -> float:
+    """How many positions a model had before YaRN; takes the key out of `given`."""
+    key = "original_max_position_embeddings"
+    found = given.pop(key, settings.int("max_position_embeddings"))
+    own = settings.get(key)
+    return _as_positive(key, found if own is None else own)
+
+
+def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
+    """How many features of a head are rotated; if they are odd, one more is."""
+    factor = 1.0 if factor is None else as_finite("partial_rotary_factor", factor)
+    is_partial = settings.defaults["partial_rotary_factor"] is not None
+    whole = f"partial_rotary_factor must be 1, as {settings.model_type} rotates all features, got {factor}."
+    check(is_partial or factor == 1, whole)
+    rotated = int(head_features * factor)
+    fits = rotated > 0 and rotated + rotated % 2 <= head_features
+    check(fits, f"partial_rotary_factor must leave pairs among the {head_features} features of head_dim, got {factor}.")
+    return rotated
+
+
+def _yarn(
+    frequencies: np.ndarray, theta: float, rotated: int, context: float, given: dict[str, Any]
+) -> tuple[np.ndarray, float]:
     """Slows down low frequencies by `factor`, keeps high ones, and goes linearly from one to the other between.
 
     Takes its keys out of `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
     """
-    needed = ("factor", "original_max_position_embeddings")
-    check(given.keys() >= set(needed), f"rope_parameters of type 'yarn' must have {needed}, got {given}.")
-    factor, context = (as_finite(key, given.pop(key)) for key in needed)
-    fast, slow = (as_finite(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+    check("factor" in given, f"rope_parameters of rope_type 'yarn' must have 'factor', got {given}.")
+    factor = _as_positive("factor", given.pop("factor"))
+    fast, slow = (_as_positive(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+    check(fast >= slow, f"beta_fast must be at least beta_slow, {slow}, got {fast}.")
+    check(rotated % 2 == 0, f"partial_rotary_factor must leave an even number of features for YaRN, got {rotated}.")
     # the index of the pair that turns so often over the context
     first, last = (
-        rotated * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
+        rotated * (math.log(context) - math.log(turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
     )
     if as_flag("truncate", given.pop("truncate", True)):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotated - 1)
-    slowed = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 1e-3), 0, 1)
-    scale = as_finite("attention_factor", given.pop("attention_factor", 0.1 * math.log(max(factor, 1)) + 1))
-    return frequencies * (1 - slowed) + frequencies / factor * slowed, scale
+    width = last - first if last != first else 1e-3
+    slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return frequencies * (1 - slowed) + frequencies / factor * slowed, _yarn_scale(factor, given)
+
+
+def _yarn_scale(factor: float, given: dict[str, Any]) -> float:
+    """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
+    mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
+    check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
+    own, other = (0.1 * scale * math.log(max(factor, 1)) + 1 for scale in (mscale, of_all))
+    plain = 0.1 * math.log(max(factor, 1)) + 1
+    return _as_positive("attention_factor", given.pop("attention_factor", own / other if mscale and of_all else plain))
+
+
+def _as_positive(key: str, value: Any) -> float:
+    """The value of a rotary setting, a number that must be more than 0."""
+    number = as_finite(key, value)
+    check(number > 0, f"{key} must be more than 0, got {number}.")
+    return number
 
 
 def rotations(frequencies: tuple[float, ...], scale: float, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Writes a whole model into a Hugging Face folder, in the names and shapes that it was read from."""
+"""Writes a whole model into a Hugging Face folder, in the names and shapes of published checkpoints."""
 
 import collections
 import json
@@ -13,20 +13,23 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, check, check_instance
-from jgg.core.files import is_new_or_empty, replacing
+from jgg.core.files import filling, is_new_or_empty
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.placement import on_host
-from jgg.models.tensors import ENDS, OF_LAYERS, Stack, expected_shapes, prefix, stacks
+from jgg.models.tensors import OF_LAYERS, Stack, ends, expected_shapes, prefix, stacks
+
+_CONFIG = "config.json"
 
 
 def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
 
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
-    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. The folder appears when
-    all of it is written. It has no tokenizer: copy those files from the folder that the model came from.
+    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
+    when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
+    last. There is no tokenizer: copy those files from the folder that the model came from.
 
     If a model is split over the devices of several processes, all of them must call this, with the same folder: they
     gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
@@ -61,12 +64,10 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
 
 def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: int) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(folder) as temporary:
-        temporary.mkdir()
+    with filling(folder, last=_CONFIG) as temporary:
         _write_shards(_tensors(model, config), temporary, limit)
         text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
-        (temporary / "config.json").write_text(text, encoding="utf-8")
+        (temporary / _CONFIG).write_text(text, encoding="utf-8")
 
 
 def _config(model: Decoder) -> dict[str, Any]:
@@ -75,8 +76,9 @@ def _config(model: Decoder) -> dict[str, Any]:
     Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """
     config = model.config.hf
-    key, dtype = "torch_dtype" if "torch_dtype" in config else "dtype", model.w_embedding.dtype.name
-    config |= {} if config.get(key) == dtype else {key: dtype}
+    # transformers takes the second if a config has both
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(keys, model.w_embedding.dtype.name)
     values = {name: variable.get_value() for name, variable in Stack(model.layers, 0).variables.items()}
     blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}
     how = config.pop("quantization_config", None) or {}
@@ -89,7 +91,7 @@ def _config(model: Decoder) -> dict[str, Any]:
         f"{', '.join(blocks)} must have blocks of {BLOCK} rows and columns, or be of a folder in MXFP4, to be saved, "
         f"got blocks of {', '.join(map(str, blocks.values()))}: load the model with experts='dense'.",
     )
-    dense = [name for name, shape in expected_shapes(model).items() if len(shape) == 2 and ".experts." not in name]
+    dense = [name for name, shape in expected_shapes(model) if len(shape) == 2 and ".experts." not in name]
     return config | {
         "quantization_config": {
             "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
@@ -107,16 +109,15 @@ def _check_adapters(model: Decoder) -> None:
 
 def _tensors(model: Decoder, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the folder's tensors, layer after layer."""
-    for name, tensor in ENDS.items():
-        if hasattr(model, name):
-            yield from tensor.parts("", on_host(getattr(model, name)[...]))
+    for name, tensor in ends(model):
+        yield from tensor.parts("", on_host(getattr(model, name)[...]))
     for stack in stacks(model):
         for number in stack.numbers:
             values = {
                 name: jax.tree.map(lambda whole, at=number - stack.first: on_host(whole[at]), variable.get_value())
                 for name, variable in stack.variables.items()
             }
-            for name in OF_LAYERS.keys() & values.keys():
+            for name in stack.own_names:
                 yield from OF_LAYERS[name].parts(prefix(number), values[name])
             experts = {name.removeprefix("moe."): value for name, value in values.items() if name.startswith("moe.")}
             if experts:

@@ -1,42 +1,30 @@
 """The tensors of a whole model in a Hugging Face folder: their names, shapes and places in a `Decoder`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 from flax import nnx
 
 from jgg.hf.checkpoints import param_shapes
-from jgg.hf.families import FAMILIES, Tensor
+from jgg.hf.families import FAMILIES
+from jgg.hf.tensors import Tensor, as_is, matrix
 from jgg.models.decoder import Decoder, Layer
 
-
-def _matrix(*names: str) -> Tensor:
-    return Tensor(names)
-
-
-def _as_is(name: str) -> Tensor:
-    return Tensor((name,), is_transposed=False)
-
-
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # parameters of a `Decoder` beside its layers
-ENDS = {
-    "w_embedding": _as_is("model.embed_tokens.weight"),
-    "norm": _as_is("model.norm.weight"),
-    "w_head": _matrix("lm_head.weight"),
-}
+ENDS = {"w_embedding": as_is(EMBEDDING), "norm": as_is("model.norm.weight"), "w_head": matrix(HEAD)}
 # parameters of a `Layer` without experts, each in the module that the first part of its name says
 OF_LAYERS = {
-    "attention_norm": _as_is("input_layernorm.weight"),
-    "mlp_norm": _as_is("post_attention_layernorm.weight"),
-    "attention.q_norm": _as_is("self_attn.q_norm.weight"),
-    "attention.k_norm": _as_is("self_attn.k_norm.weight"),
-    "attention.sinks": _as_is("self_attn.sinks"),
-    "mlp.w_gate_up": _matrix("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.w_down": _matrix("mlp.down_proj.weight"),
+    "attention_norm": as_is("input_layernorm.weight"),
+    "mlp_norm": as_is("post_attention_layernorm.weight"),
+    "attention.q_norm": as_is("self_attn.q_norm.weight"),
+    "attention.k_norm": as_is("self_attn.k_norm.weight"),
+    "attention.sinks": as_is("self_attn.sinks"),
+    "mlp.w_gate_up": matrix("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": matrix("mlp.down_proj.weight"),
 }
-OF_LAYERS |= {f"attention.w_{name}": _matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"}
-OF_LAYERS |= {f"attention.b_{name}": _as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"}
+OF_LAYERS |= {f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"}
+OF_LAYERS |= {f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"}
 
 
 class Stack(NamedTuple):
@@ -55,6 +43,12 @@ class Stack(NamedTuple):
         """The variables that are no adapters by the names in OF_LAYERS, and those of experts as "moe.NAME"."""
         flat = nnx.to_flat_state(nnx.state(self.layers, nnx.Not(nnx.LoRAParam)))
         return {".".join(map(str, path)): variable for path, variable in flat}
+
+    @property
+    def own_names(self) -> list[str]:
+        """The names in OF_LAYERS of the variables that the layers have, in a fixed order."""
+        variables = self.variables
+        return [name for name in OF_LAYERS if name in variables]
 
     @property
     def adapters(self) -> dict[str, nnx.Variable[Any]]:
@@ -83,22 +77,33 @@ def prefix(number: int) -> str:
     return f"model.layers.{number}."
 
 
-def expected_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors of the model's folder by name, where they are not quantized."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def ends(model: Decoder, names: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters beside the layers and the tensors that hold them, in a folder with these names.
 
-    def expect(tensor: Tensor, block: str, shape: tuple[int, ...]) -> None:
-        shapes.update((name, part.shape) for name, part in tensor.parts(block, np.broadcast_to(0, shape)))
-
+    If the head is tied to the embedding, a folder may have only the head.
+    """
     for name, tensor in ENDS.items():
-        if hasattr(model, name):
-            expect(tensor, "", getattr(model, name).shape)
+        if name == "w_embedding" and model.config.is_tied and EMBEDDING not in names and HEAD in names:
+            yield name, as_is(HEAD)
+        elif hasattr(model, name):
+            yield name, tensor
+
+
+def expected_shapes(model: Decoder, names: Container[str] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names and shapes of all tensors of the model's folder, where they are not quantized.
+
+    Args:
+      model: the model.
+      names: the names of the tensors that the folder has, which say in which of several ways it stores experts.
+    """
+    for name, tensor in ends(model, names):
+        yield from tensor.shapes("", getattr(model, name).shape)
     own, of_experts = FAMILIES[model.config.model_type], param_shapes(model.config.hf)
     for stack in stacks(model):
-        variables = stack.variables
+        variables, own_names = stack.variables, stack.own_names
         for number in stack.numbers:
-            for name in OF_LAYERS.keys() & variables.keys():
-                expect(OF_LAYERS[name], prefix(number), variables[name].shape[1:])
+            for name in own_names:
+                yield from OF_LAYERS[name].shapes(prefix(number), variables[name].shape[1:])
             for name, shape in of_experts.items() if hasattr(stack.layers, "moe") else ():
-                expect(own.tensors[name], own.block_name(number), shape)
-    return shapes
+                block, tensor = own.stored(name, number, names)
+                yield from tensor.shapes(block, shape)

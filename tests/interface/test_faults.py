@@ -104,7 +104,7 @@ def test_without_locks_a_file_is_written_all_the_same(own_file, monkeypatch, cap
 
 def test_an_unreadable_file_is_named_and_ignored(own_file):
     own_file.mkdir()  # which no one, root neither, reads as a file
-    with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations: .*directory"):
+    with pytest.warns(UserWarning, match=r"tuned\.json is no file of tuned configurations: .*got a folder"):
         assert chosen() == heuristic_config(jgg.KernelConfigForward, PROBLEM, HOPPER)
     with pytest.raises(ValueError, match=r"tuned\.json is no file"):
         tuning.output_file(None)

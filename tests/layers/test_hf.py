@@ -17,7 +17,7 @@ from jgg.activations import clamped_swiglu
 from jgg.hf.families import FAMILIES, SELECTION_BIAS
 from jgg.hf.quantized import quantization
 from tests.support.closeness import assert_close
-from tests.support.hf import load
+from tests.support.hf import fused, load
 from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
@@ -50,6 +50,25 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
     assert own.keys() - gradients.keys() == {key for key in own if key.endswith("e_score_correction_bias")}
     for key, want in gradients.items():
         assert_close(own[key], want, 1e-4, name=key)
+
+
+@EVERY_FAMILY
+def test_experts_in_the_format_of_transformers_5_are_the_same(name):
+    config, weights, _, _ = load(name)
+    others = fused(name, weights)
+    assert (others.keys() == weights.keys()) == (not FAMILIES[name].fused)
+    wanted, got = (jgg.hf.from_hf(config, tensors, 0) for tensors in (weights, others))
+    assert wanted.keys() == got.keys()
+    for key in wanted:
+        np.testing.assert_array_equal(got[key], wanted[key], key)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64, jnp.float8_e4m3fn])
+def test_weights_are_floats(dtype):
+    config, weights, _, _ = load("mixtral")
+    key = "model.layers.0.block_sparse_moe.gate.weight"
+    with pytest.raises(ValueError, match=rf"{key} must be of floats of 16, 32 or 64 bits, got {np.dtype(dtype)}"):
+        jgg.hf.from_hf(config, weights | {key: weights[key].astype(dtype)}, 0)
 
 
 @pytest.mark.thorough
@@ -164,10 +183,10 @@ def test_configs_without_shared_experts(name):
     assert layer.shared_features == 0
 
 
-def test_null_in_a_config_is_a_key_that_is_not_there():
+def test_null_in_a_config_is_no_text_config_and_no_quantization():
     config, *_ = load("deepseek_v3")
     layer = jgg.hf.moe_layer(config)
-    assert jgg.hf.moe_layer(config | {"text_config": None, "hidden_act": None}) == layer
+    assert jgg.hf.moe_layer(config | {"text_config": None}) == layer
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}
     nested = {"model_type": "deepseek_v3", "quantization_config": None, "text_config": config | fp8}
     assert jgg.hf.moe_layer(nested) == layer
@@ -180,9 +199,7 @@ def test_errors_of_configs():
     config, _, _, _ = load("qwen3_moe")
     with pytest.raises(ValueError, match=r"model_type must be one of .*'mixtral'.*got 'bert'"):
         jgg.hf.moe_layer(config | {"model_type": "bert"})
-    with pytest.raises(ValueError, match="'qwen3_moe' must have 'moe_intermediate_size', got none"):
+    with pytest.raises(ValueError, match="'qwen3_moe' must have no null in 'moe_intermediate_size', got null"):
         jgg.hf.moe_layer(config | {"moe_intermediate_size": None})
-    with pytest.raises(ValueError, match="config of model_type 'qwen3_moe' must have 'num_experts', got none"):
-        jgg.hf.moe_layer({key: value for key, value in config.items() if key != "num_experts"})
     with pytest.raises(ValueError, match=r"hidden_act must be one of .*got 'tanh'"):
         jgg.hf.moe_layer(config | {"hidden_act": "tanh"})

@@ -51,7 +51,7 @@ def test_a_shard_that_is_missing_or_lacks_a_tensor_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"/2 must be a file of the checkpoint, got none"):
         checkpoint["d"]
     (tmp_path / "2").mkdir()
-    with pytest.raises(ValueError, match=r"/2 must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"/2 must be a regular file, got a folder"):
         checkpoint["d"]
     with pytest.raises(KeyError, match="absent"):
         checkpoint["absent"]
@@ -140,13 +140,13 @@ WRONG_CONFIGS = [
     ("mixtral", {"intermediate_size": 14336.0}, r"intermediate_size must be a positive int, got 14336\.0"),
     ("mixtral", {"num_local_experts": 0}, r"num_local_experts must be a positive int, got 0"),
     ("mixtral", {"num_experts_per_tok": True}, r"num_experts_per_tok must be a positive int, got True"),
-    ("mixtral", {"num_experts_per_tok": 9}, r"config of model_type 'mixtral' must .*: topk must be .* 8, got 9"),
+    ("mixtral", {"num_experts_per_tok": 9}, r"num_experts_per_tok must be at most num_local_experts, 8, got 9"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, r"norm_topk_prob must be True or False, got 'yes'"),
     ("qwen3_moe", {"moe_intermediate_size": []}, r"moe_intermediate_size must be a positive int, got \[\]"),
     ("qwen3_next", {"shared_expert_intermediate_size": -1}, r"shared_expert_intermediate_size must .*got -1"),
     ("olmoe", {"norm_topk_prob": 1}, r"norm_topk_prob must be True or False, got 1"),
     ("deepseek_v3", {"n_shared_experts": "2"}, r"n_shared_experts must be an int of at least 0, got '2'"),
-    ("deepseek_v3", {"n_group": 3}, r"config of model_type 'deepseek_v3' must .*num_groups"),
+    ("deepseek_v3", {"n_group": 3}, r"n_group must divide n_routed_experts, \d+, got 3"),
     ("deepseek_v3", {"topk_group": "2"}, r"topk_group must be a positive int, got '2'"),
     ("deepseek_v3", {"routed_scaling_factor": "2.5"}, r"routed_scaling_factor must be a number, got '2\.5'"),
     ("deepseek_v3", {"routed_scaling_factor": float("nan")}, r"routed_scaling_factor must be a finite number, got nan"),

@@ -76,6 +76,27 @@ def test_float16_on_a_cpu():
     check("all", jnp.float16, 0.005)
 
 
+LEAST = float(jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize("name", ["sinks", "window with sinks"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, *(pytest.param(t, marks=pytest.mark.gpu) for t in ("float16", "bfloat16"))]
+)
+def test_sinks_of_any_size_take_nothing_or_all(name, dtype):
+    options = {key: value for key, value in OPTIONS[name].items() if key != "sinks"}
+    (q, k, v, _), dy = inputs(has_sinks=True)
+    run = jax.jit(functools.partial(with_gradients, lambda q, k, v, sinks: attend(
+        q, k, v, scale=SCALE, sinks=sinks, **options
+    )))  # fmt: skip
+    q, k, v = (array.astype(dtype) for array in (q, k, v))
+    wanted = run((q, k, v, jnp.asarray([-1e4, -1e4, -1e4, 1e4])), dy)
+    assert not np.isnan(wanted[0]).any()
+    for sinks in ([-jnp.inf, LEAST, -3.3895314e38, -LEAST], [LEAST, -1e30, -jnp.inf, jnp.inf]):
+        for got_one, wanted_one in zip(run((q, k, v, jnp.asarray(sinks)), dy), wanted, strict=True):
+            np.testing.assert_array_equal(got_one, wanted_one)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bfloat16_on_a_gpu(name):

@@ -1,13 +1,65 @@
 """What jgg.models reads of each family's config.json, in the words of transformers 4 and 5, and what it refuses."""
 
+import dataclasses
+import json
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgg.hf
 import jgg.models
-from tests.support.models import config_of, copied, reference
+from jgg.hf.families import FAMILIES as HF_FAMILIES
+from tests.support.models import FAMILIES, config_of, copied, reference
+
+# what tests/programs/make_config_data.py read from transformers
+OF_TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
+SIZES = {
+    "vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+    "num_key_value_heads": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+def same(one, other):
+    """Whether two configs are equal but for the text that they were read from."""
+    return dataclasses.replace(one, source="") == dataclasses.replace(other, source="") and one.moe == other.moe
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_have_the_defaults_of_transformers(family):
+    defaults = OF_TRANSFORMERS[family]["defaults"]
+    config = jgg.models.model_config({"model_type": family})
+    assert same(config, jgg.models.model_config(defaults))
+    assert config.head_features == OF_TRANSFORMERS[family]["heads"]
+    given = {key: value for key, value in defaults.items() if value is not None}
+    known = HF_FAMILIES[family].settings(defaults)
+    for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters"}:
+        rest = {name: value for name, value in given.items() if name != key}
+        assert same(config, jgg.models.model_config(rest)), key
+    for key, default in known.defaults.items():  # those that a ModelConfig lacks too
+        name = key if key in defaults else known.aliases.get(key)
+        if name in given and default is not None and key != "rope_parameters":
+            assert known.get(key) == {"sliding_window": default}.get(key, default)
+            assert default == defaults[name], key
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "llama4"])
+def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
+    defaults = OF_TRANSFORMERS[family]["defaults"] | {"model_type": family}
+    assert jgg.hf.moe_layer({"model_type": family}) == jgg.hf.moe_layer(defaults)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_mean_what_they_do_in_transformers(family):
+    sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
+    for case in OF_TRANSFORMERS[family]["rotary"]:
+        own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+        config = jgg.models.model_config({"model_type": family} | sizes | own | case["changes"])
+        np.testing.assert_allclose(config.rotary_frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(config.rotary_scale, case["scale"], rtol=1e-6, err_msg=str(case))
+
 
 # transformers 4 has these keys in the place of rope_parameters
 OLD_ROTARY = {
@@ -58,8 +110,8 @@ WRONG = {
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0}, ValueError,
     ),
-    "must have 'vocab_size', got none": ({"vocab_size": None}, ValueError),
-    "must have 'num_experts_per_tok', got none": ({"num_experts_per_tok": None}, ValueError),
+    "must have no null in 'vocab_size', got null": ({"vocab_size": None}, ValueError),
+    "must have no null in 'num_experts_per_tok', got null": ({"num_experts_per_tok": None}, ValueError),
     "hidden_size must be a positive int, got '32'": ({"hidden_size": "32"}, TypeError),
     "num_key_value_heads must divide num_attention_heads, 4, got 3": ({"num_key_value_heads": 3}, ValueError),
     "decoder_sparse_step must be 1, got 2": ({"decoder_sparse_step": 2}, ValueError),
@@ -74,11 +126,48 @@ WRONG = {
     "must have only keys that jgg.models knows, got {'mscale': 1.0}": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 1.0}}, ValueError,
     ),
-    "config must have 'rope_theta', got none": ({"rope_parameters": None}, ValueError),
     "rope_parameters must be null or an object, got str.": ({"rope_parameters": "default"}, TypeError),
-    "rope_parameters of type 'yarn' must have ('factor', 'original_max_position_embeddings'), got {'factor': 2}": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2}}, ValueError,
+    "rope_parameters of rope_type 'yarn' must have 'factor', got {}": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ValueError,
     ),
+    "rope_theta must be greater than 1, got 0.0": ({"rope_parameters": {"rope_theta": 0}}, ValueError),
+    "rope_theta must be a number, got '1e4'": ({"rope_parameters": None, "rope_theta": "1e4"}, TypeError),
+    **{f"{key} must be more than 0, got {float(value)}": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 32} | {key: value}},
+        ValueError,
+    ) for key, value in (
+        ("factor", 0), ("factor", -2), ("beta_fast", 0), ("beta_slow", -1), ("attention_factor", 0),
+        ("original_max_position_embeddings", 0),
+    )},
+    "rope_parameters must give frequencies and a scale that float32 holds, got {'rope_type': 'yarn', 'factor': 1e": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1e-320}}, ValueError,
+    ),
+    "rope_theta must be greater than 1, got 1.0": ({"rope_theta": 1}, ValueError),  # though rope_parameters count
+    "sliding_window must be a positive int, got -1": ({"sliding_window": -1}, ValueError),
+    "rms_norm_eps must be finite in float32, got 1e+300": ({"rms_norm_eps": 1e300}, ValueError),
+    "beta_fast must be at least beta_slow, 1.0, got 0.5": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}, ValueError,
+    ),
+    "partial_rotary_factor must be 1, as qwen3_moe rotates all features, got 0.5": (
+        {"partial_rotary_factor": 0.5}, ValueError,
+    ),
+    "rms_norm_eps must be a finite number, got 1000": ({"rms_norm_eps": 10**400}, ValueError),
+    "rms_norm_eps must be 0 or more, got -1.0": ({"rms_norm_eps": -1}, ValueError),
+    "num_hidden_layers must be at most 10000, got 1000000": ({"num_hidden_layers": 10**30}, ValueError),
+    "head_dim must be at most 65536, got 1000000": ({"head_dim": 10**9}, ValueError),
+    "vocab_size must be at most 2147483647, got 1000000": ({"vocab_size": 10**30}, ValueError),
+    "num_experts must be at most 65536, got 1000000": ({"num_local_experts": None, "num_experts": 10**30}, ValueError),
+    "num_experts and num_local_experts must be equal, as they are names of one setting, got [8, 4]": (
+        {"num_experts": 8}, ValueError,
+    ),
+    "num_experts_per_tok must be at most num_local_experts, 4, got 5": ({"num_experts_per_tok": 5}, ValueError),
+    "eos_token_id must be null, an int of at least 0, or a list of them, got -1": ({"eos_token_id": -1}, ValueError),
+    "eos_token_id must be null, an int of at least 0, or a list of them, got 2.5": (
+        {"eos_token_id": [1, 2.5]}, TypeError,
+    ),
+    "pad_token_id must be an int, got 2.5": ({"pad_token_id": 2.5}, TypeError),
+    "text_config must be an object, got [1]": ({"text_config": [1]}, ValueError),
+    "text_config must have 'model_type' 'qwen3_moe', got None": ({"text_config": {"hidden_size": 8}}, ValueError),
 }  # fmt: skip
 
 
@@ -87,6 +176,53 @@ def test_wrong_settings_are_named(message):
     changes, error = WRONG[message]
     with pytest.raises(error, match=re.escape(message)):
         jgg.models.model_config(config_of("qwen3_moe") | changes)
+
+
+def test_wrong_settings_of_one_family_are_named():
+    cases = {
+        "logits_scaling must be a number to divide by, got 0.0": ("granitemoe", {"logits_scaling": 0}),
+        "clip_qkv must be null or more than 0, got -1.0": ("olmoe", {"clip_qkv": -1}),
+        "num_nextn_predict_layers must be an int of at least 0, got 'a'": (
+            "glm4_moe", {"num_nextn_predict_layers": "a"},
+        ),
+        "num_mtp_layers must be an int of at least 0, got 1.5": (
+            "glm4_moe", {"num_nextn_predict_layers": None, "num_mtp_layers": 1.5},
+        ),
+        "n_group must divide n_routed_experts, 4, got 3": ("glm4_moe", {"n_group": 3}),
+        "topk_group must be at most n_group, 1, got 2": ("glm4_moe", {"topk_group": 2}),
+        "num_experts_per_tok must be at most the number of experts in topk_group = 1 groups, 2, got 3": (
+            "glm4_moe", {"n_group": 2, "num_experts_per_tok": 3},
+        ),
+        "swiglu_limit must be more than 0, got -1.0": ("gpt_oss", {"swiglu_limit": -1}),
+        "The last layer must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
+            "glm4_moe", {"first_k_dense_replace": 3},
+        ),
+        "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
+        "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
+    }  # fmt: skip
+    for message, (family, changes) in cases.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            jgg.models.model_config(config_of(family) | changes)
+
+
+def test_settings_of_other_things_than_the_model_are_taken():
+    config = config_of("qwen3_moe")
+    others = {
+        "pad_token_id": -1,
+        "eos_token_id": [99, 3],
+        "id2label": {"0": "a"},
+        "temperature": 0.5,
+        "do_sample": True,
+    }
+    assert same(jgg.models.model_config(config | others), jgg.models.model_config(config))
+
+
+def test_a_nested_config_means_the_same():
+    config = config_of("qwen3_moe")
+    nested = {"model_type": "qwen3_moe", "dtype": "bfloat16", "text_config": config}
+    assert same(jgg.models.model_config(nested), jgg.models.model_config(config))
+    with pytest.raises(ValueError, match="or null there, got 'tie_word_embeddings': True"):
+        jgg.models.model_config(nested | {"tie_word_embeddings": True})
 
 
 def test_layer_types_are_known_and_as_many_as_layers():

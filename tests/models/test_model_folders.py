@@ -14,7 +14,10 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.models
-from tests.support.models import DATA, FAMILIES, config_of, copied
+from jgg.hf.families import FAMILIES as HF_FAMILIES
+from jgg.models.tensors import expected_shapes
+from tests.support.hf import fused
+from tests.support.models import DATA, FAMILIES, changed, config_of, copied
 
 
 def assert_same_folder(folder, expected):
@@ -43,60 +46,97 @@ def test_a_folder_is_written_back_bit_for_bit(family, tmp_path):
     assert_same_folder(tmp_path / "several", DATA / family)
 
 
-def changed(folder, family="qwen3_moe", drop=(), **tensors):
-    """A copy of a family's folder with other tensors; "." in a name is written "__"."""
-    copied(family, folder)
-    arrays = dict(jgg.hf.Checkpoint(folder)) | {name.replace("__", "."): array for name, array in tensors.items()}
-    save_file({name: array for name, array in arrays.items() if name not in drop}, folder / "model.safetensors")
-    return folder
-
-
-ROUTER = "model.layers.1.mlp.gate.weight"
-
-
-def test_a_tensor_that_is_missing_surplus_or_misshapen_is_named(tmp_path):
-    cases = {
-        rf"{ROUTER} is missing in .*/0, a qwen3_moe model": {"drop": [ROUTER]},
-        r"model\.layers\.1\.self_attn\.q_proj\.bias is not expected in .*/1, a qwen3_moe": {
-            "model__layers__1__self_attn__q_proj__bias": np.zeros(48, np.float32)
-        },
-        r"model\.norm\.weight of .*/2/model\.safetensors must have shape \[32\], got \[33\]": {
-            "model__norm__weight": np.zeros(33, np.float32)
-        },
-        rf"{ROUTER} of .*/3/model\.safetensors must have shape \[4, 32\], got \[32, 4\]": {
-            ROUTER.replace(".", "__"): np.zeros((32, 4), np.float32)
-        },
-    }
-    for number, (message, changes) in enumerate(cases.items()):
-        with pytest.raises(ValueError, match=message):
-            jgg.models.load(changed(tmp_path / str(number), **changes))
-
-
-def test_a_file_that_is_damaged_missing_or_outside_is_named(tmp_path):
-    damaged = copied("qwen3_moe", tmp_path / "damaged") / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r"damaged/model\.safetensors must be a whole safetensors file"):
-        jgg.models.load(damaged.parent)
-    missing = copied("qwen3_moe", tmp_path / "missing")
-    (missing / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"missing must have model\.safetensors or"):
-        jgg.models.load(missing)
-    for file, kind, message in (
-        ("model-2.safetensors", FileNotFoundError, r"/model-2\.safetensors must be a file of the checkpoint, got none"),
-        ("../damaged/model.safetensors", ValueError, r"must name a file inside its folder for 'model\.norm\.weight'"),
-    ):
-        (missing / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-        with pytest.raises(kind, match=message):
-            jgg.models.load(missing)
-    with pytest.raises(FileNotFoundError, match=r"got Qwen/Qwen3-30B-A3B\. huggingface_hub\.snapshot_download"):
-        jgg.models.load("Qwen/Qwen3-30B-A3B")
-
-
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     further = {"model__layers__3__eh_proj__weight": np.zeros((2, 2), np.float32)}
     model = jgg.models.load(changed(tmp_path / "more", "glm4_moe", **further))
     jgg.models.save(model, tmp_path / "saved")
     assert_same_tensors(tmp_path / "saved", DATA / "glm4_moe")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if HF_FAMILIES[family].fused])
+def test_experts_in_the_format_of_transformers_5_are_read(family, tmp_path):
+    folder = copied(family, tmp_path / "fused")
+    tensors = fused(family, jgg.hf.Checkpoint(DATA / family))
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    save_file(tensors, folder / "model.safetensors")
+    assert jgg.hf.Checkpoint(folder).moe_layers(config_of(family)) == jgg.hf.Checkpoint(DATA / family).moe_layers(
+        config_of(family)
+    )
+    jgg.models.save(jgg.models.load(folder), tmp_path / "saved")
+    assert_same_tensors(tmp_path / "saved", DATA / family)
+
+
+def test_what_transformers_ignores_is_ignored(tmp_path):
+    rotary = {"model__layers__1__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32)}
+    jgg.models.save(jgg.models.load(changed(tmp_path / "rotary", **rotary)), tmp_path / "qwen3")
+    assert_same_tensors(tmp_path / "qwen3", DATA / "qwen3_moe")
+    further = {f"model__layers__{layer}__eh_proj__weight": np.zeros((2, 2), np.float32) for layer in (46, 92)}
+    jgg.models.save(jgg.models.load(changed(tmp_path / "further", "glm4_moe", **further)), tmp_path / "glm")
+    assert_same_tensors(tmp_path / "glm", DATA / "glm4_moe")
+
+
+def test_a_tied_head_may_be_stored(tmp_path):
+    """As transformers does: the head that is stored counts if it differs, or if it is all there is."""
+    embedding = jgg.hf.Checkpoint(DATA / "granitemoe")["model.embed_tokens.weight"]
+    both = jgg.models.load(changed(tmp_path / "both", "granitemoe", lm_head__weight=embedding))
+    jgg.models.save(both, tmp_path / "one")
+    assert_same_tensors(tmp_path / "one", DATA / "granitemoe")
+    drop = ["model.embed_tokens.weight"]
+    head = jgg.models.load(changed(tmp_path / "head", "granitemoe", drop=drop, lm_head__weight=embedding))
+    np.testing.assert_array_equal(head.w_embedding[...], embedding)
+    other = changed(tmp_path / "other", "granitemoe", lm_head__weight=-embedding)
+    model = jgg.models.load(other)
+    np.testing.assert_array_equal(model.w_head[...], -embedding.T)
+    jgg.models.save(model, tmp_path / "two")
+    assert_same_tensors(tmp_path / "two", other)
+
+
+def test_a_single_file_counts_beside_an_index(tmp_path):
+    folder = copied("qwen3_moe", tmp_path / "both")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"old": "gone.safetensors"}}))
+    jgg.models.save(jgg.models.load(folder), tmp_path / "saved")
+    assert_same_tensors(tmp_path / "saved", DATA / "qwen3_moe")
+
+
+def test_an_empty_folder_is_filled(tmp_path, monkeypatch):
+    """One that cannot be replaced: a mount point, the working folder, or what a link leads to."""
+    model = jgg.models.load(DATA / "qwen3_moe")
+    mount, working = tmp_path / "mount", tmp_path / "working"
+    for folder in (mount, working):
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(mount)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new" / "folder")
+    monkeypatch.chdir(working)
+    number = mount.stat().st_ino
+    for folder, place in (("../link", mount), (".", working), (tmp_path / "dangling", tmp_path / "new" / "folder")):
+        jgg.models.save(model, folder)
+        assert_same_folder(place, DATA / "qwen3_moe")
+        assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors"}
+    assert mount.stat().st_ino == number and (tmp_path / "link").is_symlink()
+
+
+def test_an_empty_folder_stays_empty_after_an_error(tmp_path, monkeypatch):
+    model = jgg.models.load(DATA / "qwen3_moe")
+
+    def fails(tensors, path, **metadata):
+        (tmp_path / "other").touch()
+        path.touch()
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fails)
+    with pytest.raises(FileExistsError, match=r"must stay empty while it is written, got other"):
+        jgg.models.save(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(FileExistsError, match="folder must be new or an empty folder"):
+        jgg.models.save(model, tmp_path / "loop")
+
+
+def test_shards_have_the_tensors_in_a_fixed_order(tmp_path):
+    model = jgg.models.load(DATA / "glm4_moe")
+    jgg.models.save(model, tmp_path / "several", max_shard_bytes=1000)
+    files = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())["weight_map"]
+    in_order = [files[name] for name, _ in expected_shapes(model)]
+    assert len(in_order) > 20 and in_order == sorted(in_order)
 
 
 def test_nothing_is_written_over_or_half_written(tmp_path, monkeypatch):
@@ -116,6 +156,9 @@ def test_nothing_is_written_over_or_half_written(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
 def test_parameters_have_the_dtype_that_load_is_asked_for(tmp_path):
     model = jgg.models.load(DATA / "glm4_moe", dtype=jnp.float16, param_dtype=jnp.float32)
     assert model.options.dtype == jnp.float16
@@ -128,6 +171,10 @@ def test_parameters_have_the_dtype_that_load_is_asked_for(tmp_path):
         jgg.models.load(folder)
     jgg.models.save(jgg.models.load(DATA / "glm4_moe", dtype=jnp.float32), tmp_path / "float32")
     assert jgg.hf.read_config(tmp_path / "float32") == config_of("glm4_moe") | {"dtype": "float32"}
+    both = copied("glm4_moe", tmp_path / "both", torch_dtype="bfloat16")  # transformers 5 takes "dtype"
+    jgg.models.save(jgg.models.load(both, dtype=jnp.float32), tmp_path / "both32")
+    saved = jgg.hf.read_config(tmp_path / "both32")
+    assert saved == jgg.hf.read_config(both) | {"dtype": "float32", "torch_dtype": "float32"}
 
 
 def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):

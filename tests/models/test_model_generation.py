@@ -41,6 +41,18 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole_model(family):
     np.testing.assert_allclose(got, reference(family)["logits"], rtol=0, atol=1e-4)
 
 
+def test_decoding_with_sinks_of_minus_infinity_is_as_without_sinks():
+    expected, generated = reference("gpt_oss"), []
+    for sink in (-1e4, -jnp.inf, jnp.finfo(jnp.float32).min):
+        model = loaded("gpt_oss")
+        sinks = model.layers.attention.sinks
+        sinks.set_value(jnp.full_like(sinks.get_value(), sink))
+        generated.append(jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS))
+    np.testing.assert_array_equal(generated[1], generated[0])
+    np.testing.assert_array_equal(generated[2], generated[0])
+    assert (generated[0] != expected["greedy"]).any()
+
+
 def test_a_stop_token_ends_its_sequence_and_repeats():
     expected = reference("qwen3_moe")
     greedy = expected["greedy"]

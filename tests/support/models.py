@@ -8,7 +8,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import jgg.hf
 import jgg.models
 
 DATA = Path(__file__).parents[1] / "data" / "models"
@@ -42,6 +44,14 @@ def copied(family, folder, **changes):
     shutil.copytree(DATA / family, folder)
     config = config_of(family) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def changed(folder, family="qwen3_moe", drop=(), **tensors):
+    """A copy of a family's folder with other tensors; "." in a name is written "__"."""
+    copied(family, folder)
+    arrays = dict(jgg.hf.Checkpoint(folder)) | {name.replace("__", "."): array for name, array in tensors.items()}
+    save_file({name: array for name, array in arrays.items() if name not in drop}, folder / "model.safetensors")
     return folder
 
 

@@ -1,0 +1,96 @@
+"""Reads the settings of a language model in config.json, each with a check of its type."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jgg.core.arguments import as_finite, as_flag, as_int, check
+
+LARGEST = 2**31 - 1  # what an int of config.json may be at most, if nothing smaller is said
+_LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
+# what null says in these keys; other keys may be null where transformers' default is null or an object
+_NULLS = {
+    "eos_token_id": None, "head_dim": None, "n_shared_experts": 0, "num_key_value_heads": None,
+    "num_nextn_predict_layers": 0, "partial_rotary_factor": None, "rope_theta": None, "sliding_window": None,
+}  # fmt: skip
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the language model's part of a config.
+
+    Raises: ValueError: the config's "text_config" is not an object.
+    """
+    found = config.get("text_config")
+    if found is None:
+        return config
+    if not isinstance(found, Mapping):
+        raise ValueError(f"text_config must be an object, got {found!r}.")
+    return found
+
+
+class Settings:
+    """The settings that a config has of a language model; what it lacks has the default of transformers.
+
+    Args:
+      config: content of config.json.
+      defaults: the keys that can be read, and the value of each key that the config lacks.
+      aliases: another name for some of these keys.
+    """
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        self.given, self.defaults, self.aliases = language_model(config), defaults, aliases
+        self.model_type = config["model_type"]
+
+    @property
+    def unknown(self) -> list[str]:
+        """The keys of the config that cannot be read, without those that are null."""
+        known = self.defaults.keys() | self.aliases.values()
+        return sorted(key for key, value in self.given.items() if key not in known and value is not None)
+
+    def name(self, key: str) -> str:
+        """The name that the config has for a key.
+
+        Raises: ValueError: it has two, with two values.
+        """
+        both = dict.fromkeys((key, self.aliases.get(key, key)))
+        names = [name for name in both if self.given.get(name) is not None]
+        values = [self.given[name] for name in names]
+        check(
+            len(values) < 2 or values[0] == values[1],
+            f"{' and '.join(names)} must be equal, as they are names of one setting, got {values}.",
+        )
+        return names[0] if names else key
+
+    def get(self, key: str) -> Any:
+        """The value of a key, which may be None if transformers allows null there.
+
+        Raises: ValueError: the value is null where that means nothing.
+        """
+        name, default = self.name(key), self.defaults[key]
+        value = self.given.get(name, default)
+        if value is not None or default is None:
+            return value
+        if isinstance(default, Mapping):
+            return default
+        check(key in _NULLS, f"config of model_type {self.model_type!r} must have no null in {key!r}, got null.")
+        return _NULLS[key]
+
+    def int(self, key: str, least: int = 1, most: int = LARGEST) -> int:
+        """The value of a key that must be a whole number from `least` to `most`."""
+        number = as_int(self.name(key), self.get(key), least)
+        check(number <= most, f"{self.name(key)} must be at most {most}, got {number}.")
+        return number
+
+    def number(self, key: str) -> float:
+        """The value of a key that must be a number that float32 holds."""
+        number = as_finite(self.name(key), self.get(key))
+        check(abs(number) <= _LARGEST_FLOAT, f"{self.name(key)} must be finite in float32, got {number}.")
+        return number
+
+    def flag(self, key: str) -> bool:
+        """The value of a key that must be true or false."""
+        return as_flag(self.name(key), self.get(key))
+
+    def only(self, key: str, value: object) -> None:
+        """Raises unless the setting has this value, the only one that `jgg.models` has."""
+        got = self.get(key)
+        check(got == value, f"{key} must be {value!r}, got {got!r}.")

@@ -1,0 +1,65 @@
+"""`Tensor`: which tensors of a checkpoint hold a parameter, in which shapes."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jgg.hf.files import check_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The checkpoint tensors that hold one parameter: a single tensor, or several parts side by side.
+
+    Attributes:
+      names: names of the parts, in their order along the out-features. A name with "{e}" stands for one tensor for
+        each expert, with the expert's number in place of "{e}"; the parameter stacks the experts.
+      is_transposed: True if the file stores [.., out, in]; jgg always has [.., in, out].
+    """
+
+    names: tuple[str, ...]
+    is_transposed: bool = True
+
+    def shapes(self, block: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the full name and the shape of each tensor of a parameter of this shape."""
+        is_of_each = "{e}" in self.names[0]
+        own = [*shape[1 if is_of_each else 0 :]]
+        own[-1] //= len(self.names)
+        if self.is_transposed:
+            own[-2:] = own[:-3:-1]
+        for expert in range(shape[0] if is_of_each else 1):
+            for name in self.names:
+                yield block + name.replace("{e}", str(expert)), tuple(own)
+
+    def parts(self, block: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields each tensor's full name and the view of `array` that it fills, with axes in the tensor's order."""
+        for expert, own in enumerate(array) if "{e}" in self.names[0] else [(0, array)]:
+            for name, part in zip(self.names, np.split(own, len(self.names), axis=-1), strict=True):
+                yield block + name.replace("{e}", str(expert)), part.swapaxes(-1, -2) if self.is_transposed else part
+
+    def filled(
+        self, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
+    ) -> np.ndarray:
+        """Reads the parts of a parameter and joins them to an array of `shape`; `what` precedes names in messages."""
+        first_part, first_shape = next(self.shapes(block, shape))
+        first = np.asarray(read(first_part))
+        check_shape(what + first_part, first, first_shape)
+        array = np.empty(shape, first.dtype)
+        for part, target in self.parts(block, array):
+            value = first if part == first_part else np.asarray(read(part))
+            check_shape(what + part, value, target.shape)
+            if value.dtype != first.dtype:
+                raise ValueError(f"{what}{part} must have the dtype of {first_part}, {first.dtype}, got {value.dtype}.")
+            target[...] = value
+        return array
+
+
+def matrix(*names: str) -> Tensor:
+    """A matrix that is stored [out, in]."""
+    return Tensor(names)
+
+
+def as_is(name: str) -> Tensor:
+    """A vector, or a matrix that is stored [in, out]."""
+    return Tensor((name,), is_transposed=False)

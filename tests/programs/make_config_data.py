@@ -1,0 +1,97 @@
+"""Makes tests/data/configs.json: what transformers' configuration classes take for keys that config.json lacks.
+
+    pip install torch transformers
+    python -m tests.programs.make_config_data
+
+Of each family that jgg has: "defaults", the attributes of its class without arguments. Of those that `jgg.models` has
+also "heads", the features of a head without head_dim, and "rotary", the frequencies and the factor for the settings of
+ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
+"""
+
+import json
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, logging
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+OUT = Path(__file__).parents[1] / "data" / "configs.json"
+MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
+# of the others, jgg has the experts alone
+CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+SIZES = {
+    "vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+    "num_key_value_heads": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+V4 = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+# changes of a config
+ROTARY = (
+    {},
+    {"rope_theta": 500.0},
+    {"rope_scaling": None, "rope_theta": 700.0},
+    {"rope_parameters": None},
+    {"rope_parameters": {}},
+    {"rope_scaling": {}},
+    {"rope_parameters": {"rope_theta": 300.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "rope_theta": 900.0},
+    {"rope_parameters": YARN},
+    {"rope_parameters": YARN | {"rope_theta": 500.0, "type": "yarn"}},
+    {"rope_parameters": YARN | {"type": "linear"}},
+    {"rope_scaling": V4, "rope_theta": 500.0},
+    {"rope_scaling": V4, "rope_parameters": YARN | {"rope_theta": 300.0}},
+    {"rope_scaling": {"rope_type": "default", "type": "default"}, "rope_theta": 500.0},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 128},
+    {"rope_parameters": YARN | {"factor": None}, "max_position_embeddings": 512},
+    {"rope_parameters": YARN, "original_max_position_embeddings": 16},
+    {"rope_parameters": YARN | {"beta_fast": 8, "beta_slow": 2.0, "truncate": False}},
+    {"rope_parameters": YARN | {"beta_fast": None, "attention_factor": None}},
+    {"rope_parameters": YARN | {"attention_factor": 1.5}},
+    {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    {"rope_parameters": YARN | {"mscale": 0.7}},
+    {"rope_parameters": YARN | {"factor": 0.5}},
+    {"rope_parameters": YARN | {"rope_theta": 2.0, "original_max_position_embeddings": 4096}},
+    {"head_dim": 24},
+    {"head_dim": 24, "rope_parameters": YARN},
+)
+# of the family that rotates a part of the features
+PARTIAL = (
+    {"partial_rotary_factor": 0.25},
+    {"partial_rotary_factor": 0.35},
+    {"partial_rotary_factor": None},
+    {"rope_parameters": {"partial_rotary_factor": 0.75}},
+    {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
+    {"rope_scaling": V4, "partial_rotary_factor": 0.75},
+)
+
+
+def configured(family, changes):
+    """A config of a family with changes, which it may change."""
+    return CONFIG_MAPPING[CLASSES[family] or family](**json.loads(json.dumps(changes)))
+
+
+def rotary(family, changes):
+    """The frequencies and the factor of a model's rotary embedding."""
+    # transformers has no YaRN for Mixtral without head_dim
+    own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+    config = configured(family, SIZES | own | changes)
+    embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
+    return {"changes": changes, "frequencies": frequencies, "scale": embedding.attention_scaling}
+
+
+def main():
+    logging.set_verbosity_error()
+    data = {}
+    for family in CLASSES:
+        config = configured(family, {})
+        data[family] = {"defaults": config.to_dict()}
+        if family in MODELS:
+            heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            cases = ROTARY + (PARTIAL if family == "glm4_moe" else ())
+            data[family] |= {"heads": heads, "rotary": [rotary(family, changes) for changes in cases]}
+    OUT.write_text(json.dumps(data) + "\n")
+
+
+if __name__ == "__main__":
+    main()
