@@ -110,9 +110,13 @@ def as_finite(name: str, value: object) -> float:
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float can be
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")
-    return float(value)
+    return number
 
 
 def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None) -> jnp.dtype:

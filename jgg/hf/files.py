@@ -13,6 +13,7 @@ import numpy as np
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a file that holds a JSON object."""
+    _check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -27,6 +28,7 @@ def opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
+    _check_regular(path)
     try:
         with safe_open(path, framework="np") as file:
             yield file
@@ -34,6 +36,12 @@ def opened(path: Path) -> Iterator[Any]:
         raise FileNotFoundError(f"{path} must be a file of the checkpoint, got none.") from error
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} must be a whole safetensors file with each tensor read from it: {error}") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Raises ValueError for what is there and is no file, such as a named pipe, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file.")
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
