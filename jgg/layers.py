@@ -16,7 +16,7 @@ from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
-from jgg.experts.lora import Lora
+from jgg.experts.lora import OF_SHARED, TARGETS, Lora, add_term
 from jgg.experts.mesh import map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
@@ -76,6 +76,10 @@ class LayerArrays(NamedTuple):
     w_gate_up_lora_b: jax.Array | None = None
     w_down_lora_a: jax.Array | None = None
     w_down_lora_b: jax.Array | None = None
+    w_shared_gate_up_lora_a: jax.Array | None = None
+    w_shared_gate_up_lora_b: jax.Array | None = None
+    w_shared_down_lora_a: jax.Array | None = None
+    w_shared_down_lora_b: jax.Array | None = None
     selection_bias: jax.Array | None = None
     topk_indices: jax.Array | None = None
 
@@ -99,7 +103,9 @@ class MoELayer(LayerOptions, InFeatures):
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
         _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
-        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets)
+        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_SHARED))
+        if not plain["shared_features"] and set(OF_SHARED) & set(lora.targets):
+            raise ValueError(f"lora_targets must be some of {TARGETS} without shared_features, got {lora.targets}.")
         plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -151,12 +157,12 @@ class MoELayer(LayerOptions, InFeatures):
         return self.lora.shapes(self.shapes)
 
     def adapters(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
-        """Returns the LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them for a layer.
+        """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them.
 
         Args:
           params: arrays by the names in `adapter_shapes`.
         """
-        return self.lora.terms(params)
+        return self.lora.of(dict(zip(TARGETS, TARGETS, strict=True))).terms(params)
 
     def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
@@ -200,7 +206,7 @@ class MoELayer(LayerOptions, InFeatures):
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
             named = {name: array for name, array in arrays._asdict().items() if array is not None}
-            specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            specs = dict.fromkeys([*self.shapes, *self.adapter_shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
             of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
@@ -288,9 +294,13 @@ class MoELayer(LayerOptions, InFeatures):
         """The shared experts' y of all tokens."""
         assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
         activation, tokens = find_activation(self.activation), arrays.x
+        terms = self.lora.of(dict(zip(OF_SHARED, OF_SHARED, strict=True))).terms(arrays._asdict())
 
-        def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-            return dense_product(x, w.astype(x.dtype), precision)
+        def dot(x: jax.Array, w: jax.Array, term: LowRank | None = None) -> jax.Array:
+            w = w if term is None else jax.lax.stop_gradient(w)
+            return add_term(dense_product(x, w.astype(x.dtype), precision), x, term, precision)
 
-        y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
+        of_up, of_down = (terms.get(name) for name in OF_SHARED)
+        hidden = activation(dot(tokens, arrays.w_shared_gate_up, of_up)).astype(tokens.dtype)
+        y = dot(hidden, arrays.w_shared_down, of_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
+from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8, quantize_weights
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
@@ -21,7 +22,7 @@ from jgg.hf.files import check_names
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
-from jgg.models.parts import OF_EXPERTS, TARGETS, adapter_init
+from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import ENDS, OF_LAYERS, Stack, expected_shapes, module_of, prefix, stacks
 from jgg.nnx import Frozen
