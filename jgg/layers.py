@@ -16,7 +16,7 @@ from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
-from jgg.experts.lora import OF_SHARED, TARGETS, Lora, add_term
+from jgg.experts.lora import OF_DENSE, TARGETS, Lora, add_term
 from jgg.experts.mesh import map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
@@ -76,6 +76,8 @@ class LayerArrays(NamedTuple):
     w_gate_up_lora_b: jax.Array | None = None
     w_down_lora_a: jax.Array | None = None
     w_down_lora_b: jax.Array | None = None
+    w_router_lora_a: jax.Array | None = None
+    w_router_lora_b: jax.Array | None = None
     w_shared_gate_up_lora_a: jax.Array | None = None
     w_shared_gate_up_lora_b: jax.Array | None = None
     w_shared_down_lora_a: jax.Array | None = None
@@ -103,9 +105,9 @@ class MoELayer(LayerOptions, InFeatures):
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
         _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
-        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_SHARED))
-        if not plain["shared_features"] and set(OF_SHARED) & set(lora.targets):
-            raise ValueError(f"lora_targets must be some of {TARGETS} without shared_features, got {lora.targets}.")
+        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_DENSE))
+        if not plain["shared_features"] and any("shared" in target for target in lora.targets):
+            raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
         plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -259,7 +261,11 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         token_axes = () if sharding is None else sharding.token_axes
-        logits = compute_logits(arrays.x, arrays.w_router, arrays.b_router, options.precision, options.implementation)
+        w_router, term = arrays.w_router, self._term(arrays, "w_router")
+        if term is not None:
+            delta = jnp.matmul(*(factor.astype(jnp.float32) for factor in (term.a, term.b)), precision="highest")
+            w_router = jax.lax.stop_gradient(w_router).astype(jnp.float32) + delta * term.scale
+        logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
             logits, arrays.selection_bias, arrays.topk_indices, How(options.implementation, current_target()),
             topk=self.topk, score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
@@ -290,17 +296,20 @@ class MoELayer(LayerOptions, InFeatures):
         choices = routing.topk_weights, routing.topk_indices
         return compute_mlp_on_device(tokens, *weights, *choices, terms, sharding, options)
 
+    def _term(self, arrays: LayerArrays, name: str) -> LowRank | None:
+        """The term beside a matrix that has no axis for experts, if there is one."""
+        return self.lora.of({name: name}).terms(arrays._asdict()).get(name)
+
     def _shared(self, arrays: LayerArrays, precision: jax.lax.Precision) -> jax.Array:
         """The shared experts' y of all tokens."""
         assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
         activation, tokens = find_activation(self.activation), arrays.x
-        terms = self.lora.of(dict(zip(OF_SHARED, OF_SHARED, strict=True))).terms(arrays._asdict())
 
         def dot(x: jax.Array, w: jax.Array, term: LowRank | None = None) -> jax.Array:
             w = w if term is None else jax.lax.stop_gradient(w)
             return add_term(dense_product(x, w.astype(x.dtype), precision), x, term, precision)
 
-        of_up, of_down = (terms.get(name) for name in OF_SHARED)
+        of_up, of_down = (self._term(arrays, name) for name in ("w_shared_gate_up", "w_shared_down"))
         hidden = activation(dot(tokens, arrays.w_shared_gate_up, of_up)).astype(tokens.dtype)
         y = dot(hidden, arrays.w_shared_down, of_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))

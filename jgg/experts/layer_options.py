@@ -55,7 +55,8 @@ class LayerOptions:
       lora_alpha: a number that is not trained, or one for each of lora_targets; None for lora_rank, so that the scale
         is 1.
       lora_targets: the matrices that have adapters: the experts' "w_gate_up" and "w_down", and the shared experts'
-        "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], whose adapters have no axis E.
+        "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], and the router's "w_router" [H, E], whose adapters have
+        no axis for experts.
     """
 
     hidden_features: int

@@ -13,7 +13,7 @@ from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.low_rank import LowRank
 
 TARGETS = "w_gate_up", "w_down"
-OF_SHARED = "w_shared_gate_up", "w_shared_down"
+OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,13 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slo
     return Adapter(layers, others, values)
 
 
+def names_of_experts(config: Mapping[str, Any], layer: int, param: str) -> tuple[str, list[str]]:
+    """The names of "w_gate_up" or "w_down" in PEFT: the fused parameter, and the modules of expert 0."""
+    own = family(config)
+    parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
+    return names_of_parameters(own, layer)[param], [own.block_name(layer) + part.replace("{e}", "0") for part in parts]
+
+
 def read_settings(folder: Path) -> AdapterSettings:
     """Reads adapter_config.json; raises if the folder or the file is missing, or the settings are wrong."""
     if not folder.is_dir():

@@ -16,7 +16,7 @@ from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
 from jgg.models.loss import logits_of, losses_of
-from jgg.models.parts import OF_EXPERTS, OF_SHARED, TARGETS, Mlp, Options, merge_adapters, norm, set_params
+from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
 from jgg.sharding import MoESharding
@@ -60,7 +60,7 @@ class Layer(nnx.Module):
 def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
     init = nnx.initializers.normal(config.init_scale)
     adapters: dict[str, Any] = {}
-    lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_SHARED) if name in config.moe.shapes})
+    lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
     if lora.rank is not None:
         adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
     return jgg.nnx.MoE(
@@ -96,9 +96,9 @@ class Decoder(nnx.Module):
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
-        the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers, and
-        "w_shared_gate_up" and "w_shared_down" of shared experts, by default all but the last two. Those of experts and
-        shared experts get no gradient then.
+        the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers,
+        "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router", by default all but the last three.
+        Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,

@@ -1,6 +1,7 @@
 """Reads a whole model from a Hugging Face folder, a parameter of a layer at a time."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
@@ -31,10 +32,11 @@ from jgg.sharding import MoESharding
 
 def load(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
-    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1, lora_rank: int | None = None,
-    lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
-    lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, sharding: MoESharding | None = None,
-    rngs: nnx.Rngs | None = None, show_progress: bool = True,
+    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1,
+    lora_rank: int | tuple[int, ...] | None = None, lora_alpha: float | tuple[float, ...] | None = None,
+    lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None, sharding: MoESharding | None = None, rngs: nnx.Rngs | None = None,
+    show_progress: bool = True,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -63,6 +65,7 @@ def load(
     is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)
     check(is_known, f"experts must be 'dense', 'as stored' or a jgg.Fp8, got {experts!r}.")
     config, checkpoint = model_config(read_config(folder)), Checkpoint(folder)
+    config = dataclasses.replace(config, name=_name_of(folder))
     rngs = nnx.Rngs(0) if rngs is None else rngs
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
     param_dtype = dtype if param_dtype is None else param_dtype
@@ -81,6 +84,14 @@ def load(
             _fill(stack, reader, advance)
     _create_adapters(model, rngs)
     return model
+
+
+def _name_of(folder: str | Path) -> str:
+    """What transformers finds the model of a folder by: in the Hub's cache the name that the folder is a snapshot of."""
+    *_, repository, kind, _ = "", "", "", *Path(folder).parts
+    if kind == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return str(folder)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
 from jgg.core.dense import dense_product
 from jgg.core.problem import DTYPES
-from jgg.experts.lora import OF_SHARED, Lora, adapter_init, adapter_names, add_term
+from jgg.experts.lora import Lora, adapter_init, adapter_names, add_term
+from jgg.experts.lora import OF_DENSE as OF_MOE
 from jgg.experts.lora import TARGETS as OF_EXPERTS
 from jgg.fp8 import Fp8
 from jgg.low_rank import LowRank
@@ -24,7 +25,7 @@ from jgg.sharding import MoESharding
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
 OF_DENSE = "w_dense_gate_up", "w_dense_down"
 TARGETS = *OF_ATTENTION, *OF_EXPERTS, *OF_DENSE
-ALL_TARGETS = *TARGETS, *OF_SHARED
+ALL_TARGETS = *TARGETS, *OF_MOE  # the last are of MoE layers, and not of their experts
 REMAT = "none", "names", "all"
 
 

@@ -90,7 +90,7 @@ def test_new_adapters_change_nothing(options, prepare):
     [
         {},
         {
-            "lora_targets": ("w_shared_gate_up", "w_down"), "lora_rank": (2, 5), "use_bias": True, "shared_features": 12,
+            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"), "lora_rank": (2, 3, 5), "use_bias": True, "shared_features": 12,
         },
     ],
     ids=["both", "down and shared"],
@@ -125,7 +125,7 @@ def test_as_with_merged_weights(options):
         else:
             assert_close(gradient, want_gradients[name], 5e-5, name=name)
 
-    assert layer.adapters().keys() == set(targets) - {"w_shared_gate_up"}
+    assert layer.adapters().keys() == set(targets) - {"w_shared_gate_up", "w_router"}
     for name, term in layer.adapters().items():
         want_weights = params[name] + 8 / 5 * jnp.matmul(term.a, term.b, precision="highest")
         assert_close(term.merge(params[name], "ekn"), want_weights, 1e-6)
@@ -212,7 +212,7 @@ def test_load_params_keeps_adapters_or_loads_them():
     jax.tree.map(np.testing.assert_array_equal, params_of(abstract), params)
 
 
-TARGETS = "lora_targets must be a tuple of some of ('w_gate_up', 'w_down', 'w_shared_gate_up', 'w_shared_down'), got "
+TARGETS = "lora_targets must be a tuple of some of ('w_gate_up', 'w_down', 'w_shared_gate_up', 'w_shared_down', 'w_router'), got "
 ERRORS = {
     "rank": (ValueError, {"lora_rank": 0}, "lora_rank must be None or a positive int, got 0."),
     "rank's type": (TypeError, {"lora_rank": 4.0}, "lora_rank must be None or a positive int, got 4.0."),
@@ -221,7 +221,7 @@ ERRORS = {
     "targets": (ValueError, LORA | {"lora_targets": ("w_up",)}, TARGETS + "('w_up',)."),
     "shared": (
         ValueError, LORA | {"lora_targets": ("w_shared_down",)},
-        "lora_targets must be some of ('w_gate_up', 'w_down') without shared_features, got ('w_shared_down',).",
+        "shared_features must be 1 or more for lora_targets ('w_shared_down',), got 0.",
     ),
     "ranks": (
         ValueError, {"lora_rank": (2, 3, 4)},
