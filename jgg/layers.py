@@ -208,7 +208,8 @@ class MoELayer(LayerOptions, InFeatures):
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
             named = {name: array for name, array in arrays._asdict().items() if array is not None}
-            specs = dict.fromkeys([*self.shapes, *self.adapter_shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            whole = *self.shapes, *self.adapter_shapes, "selection_bias"
+            specs = dict.fromkeys(whole, jax.P()) | sharding.weight_specs("ekn")
             of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),

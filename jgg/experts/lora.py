@@ -69,10 +69,9 @@ class Lora:
         there = [index for index, target in enumerate(self.targets) if target in names]
         if self.rank is None or not there:
             return type(self)(None, None, ())
-        rank, alpha = (
-            tuple(value[index] for index in there) if isinstance(value, tuple) else value
-            for value in (self.rank, self.alpha)
-        )
+        rank, alpha = self.rank, self.alpha
+        rank = tuple(rank[index] for index in there) if isinstance(rank, tuple) else rank
+        alpha = tuple(alpha[index] for index in there) if isinstance(alpha, tuple) else alpha
         return type(self)(rank, alpha, tuple(names[self.targets[index]] for index in there))
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -95,8 +94,10 @@ class Lora:
         for target, term in self.terms(params).items():
             w = params[target]
             check_instance(target, w, jax.Array | np.ndarray, "a float array, to be merged into")
-            stacked = LowRank(*(part if part.ndim == 3 else part[None] for part in (term.a, term.b)), term.scale)
-            own = stacked.merge(w if w.ndim == 3 else w[None], "ekn").reshape(w.shape)
+            if w.ndim == 3:
+                own = term.merge(w, "ekn")
+            else:
+                own = LowRank(term.a[None], term.b[None], term.scale).merge(w[None], "ekn")[0]
             merged |= {target: own, adapter_names(target)[1]: jnp.zeros_like(term.b)}
         return merged
 
@@ -109,7 +110,7 @@ def _each(convert: Any, value: Any) -> Any:
 def add_term(
     y: jax.Array, x: jax.Array, term: LowRank | None, precision: jax.lax.PrecisionLike = None
 ) -> jax.Array:  # fmt: skip
-    """`y + scale * (x @ a) @ b` of y = x @ w [..., N], in the dtype of x, for a [K, r] and b [r, N]; y without a term."""
+    """`y + scale * (x @ a) @ b` in the dtype of x, for y [..., N], a [K, r] and b [r, N]; y where there is no term."""
     if term is None:
         return y
     a, b = (jnp.asarray(part).astype(x.dtype) for part in (term.a, term.b))

@@ -113,7 +113,7 @@ class ExpertsReader:
         for param, parts in found.items():
             if any(parts):
                 shape = (*self.shapes[param][:-1], self.shapes[param][-1] // len(parts))
-                terms[param] = side_by_side([part and self._of_part(part, shape) for part in parts], shape[-1])
+                terms[param] = side_by_side([self._of_part(part, shape) if part else None for part in parts], shape[-1])
         return terms
 
     def _of_part(self, modules: list[str], shape: tuple[int, ...]) -> LowRank:

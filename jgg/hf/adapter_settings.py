@@ -1,6 +1,7 @@
 """Reads and writes adapter_config.json, PEFT's settings of a LoRA adapter; every error names the file and the key."""
 
 import dataclasses
+import itertools
 import math
 import re
 import reprlib
@@ -134,7 +135,7 @@ class AdapterSettings:
             (
                 int(number)
                 for pattern in patterns
-                for part, number in zip(parts, parts[1:], strict=False)
+                for part, number in itertools.pairwise(parts)
                 if number.isdecimal() and matches(pattern, part)
             ),
             None,

@@ -87,7 +87,8 @@ def _ends(root: _Node, text: str) -> int:
         return functools.reduce(lambda found, start: found | ends(node, start), _bits(places), 0)
 
     def repeated(node: _Node, start: int) -> int:
-        (part,), limit = node.parts, len(text) + 1  # after so many times, one of them was empty, and more change nothing
+        (part,) = node.parts
+        limit = len(text) + 1  # of so many times one matched nothing, so that more change nothing
         places = 1 << start
         for _ in range(min(node.least, limit)):
             places = then(places, part)
@@ -149,7 +150,7 @@ def _counts(token: str) -> tuple[int, int | None] | None:
     if len(token) < 3:
         return None
     low, comma, high = token[1:-1].partition(",")
-    if token[0] != "{" or not comma and not low:
+    if token[0] != "{" or not (comma or low):
         return None
     return int(low or 0), int(high) if high else None if comma else int(low)
 
@@ -165,14 +166,15 @@ def _atom(token: str, tokens: list[str]) -> _Node:
     if token in ("^", "\\A"):
         return _Node("here", test=lambda text, place: place == 0)
     if token in ("$", "\\Z"):
-        return _Node("here", test=lambda text, place: place == len(text) or token == "$" and text[place:] == "\n")
+        return _Node("here", test=lambda text, place: place == len(text) or (token == "$" and text[place:] == "\n"))
     if token in _AT_A_WORD:
         return _Node("here", test=lambda text, place: _is_edge(text, place) == _AT_A_WORD[token])
     if _counts(token) is not None:
         raise ValueError(f"{token} must follow what it repeats, and may not follow another quantifier")
     if token[0] == "\\" and token[1].isalnum() and token[1] not in _ESCAPES:
         raise ValueError(f"{token} is not supported")
-    return _Node("one", test=re.compile(token if len(token) > 1 or token == "." else re.escape(token)).fullmatch)
+    one = re.compile(token if len(token) > 1 or token == "." else re.escape(token))
+    return _Node("one", test=lambda character: one.fullmatch(character) is not None)
 
 
 def _is_edge(text: str, place: int) -> bool:

@@ -1,4 +1,4 @@
-"""Writes a model's LoRA adapters into PEFT's format, and sets them to those of such a folder; the experts' by `jgg.hf`."""
+"""Writes a model's LoRA adapters into PEFT's format, and gives a model those of such a folder."""
 
 import collections
 import dataclasses
@@ -123,10 +123,10 @@ def _is_same(model: Decoder, lora: Lora) -> bool:
 
 def _replace_adapters(model: Decoder, lora: Lora) -> None:
     """Gives the model's modules the options of adapters, and adapters without values in the place of their own."""
-    others = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(Options)}
-    del others["lora"]
-    options = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
-    new = nnx.eval_shape(lambda: Decoder(model.config, **others, **options, rngs=nnx.Rngs(0)))
+    own_options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(Options)}
+    del own_options["lora"]
+    options: dict[str, Any] = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
+    new = nnx.eval_shape(lambda: Decoder(model.config, **own_options, **options, rngs=nnx.Rngs(0)))
     for path, module in nnx.iter_modules(new):
         own = functools.reduce(getattr, map(str, path), model)
         for name in [name for name, value in vars(own).items() if isinstance(value, nnx.LoRAParam)]:
@@ -158,7 +158,7 @@ def _set_terms(model: Decoder, found: Found) -> None:
 
 
 def _terms(model: Decoder) -> Iterator[tuple[Matrix, int, LowRank]]:
-    """Yields each layer's terms, a [.., K, r] and b [.., r, N], w_gate_up before w_down, without ranks that are zero."""
+    """Yields each layer's terms, a [.., K, r] and b [.., r, N], without ranks that are zero."""
     for matrix in matrices(model):
         if matrix.target in model.options.lora.scales:
             variables = matrix.stack.adapters

@@ -87,7 +87,7 @@ def load(
 
 
 def _name_of(folder: str | Path) -> str:
-    """What transformers finds the model of a folder by: in the Hub's cache the name that the folder is a snapshot of."""
+    """What transformers finds the model of a folder by: its name on the Hub for a folder in the Hub's cache."""
     *_, repository, kind, _ = "", "", "", *Path(folder).parts
     if kind == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")

@@ -13,9 +13,9 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
 from jgg.core.dense import dense_product
 from jgg.core.problem import DTYPES
-from jgg.experts.lora import Lora, adapter_init, adapter_names, add_term
 from jgg.experts.lora import OF_DENSE as OF_MOE
 from jgg.experts.lora import TARGETS as OF_EXPERTS
+from jgg.experts.lora import Lora, adapter_init, adapter_names, add_term
 from jgg.fp8 import Fp8
 from jgg.low_rank import LowRank
 from jgg.models.config import ModelConfig
@@ -47,7 +47,8 @@ class Options:
     def checked(
         cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str, unroll: int,
         quantization: Fp8 | None, lora_rank: int | tuple[int, ...] | None,
-        lora_alpha: float | tuple[float, ...] | None, lora_targets: tuple[str, ...], implementation: str | None, sharding: MoESharding | None,
+        lora_alpha: float | tuple[float, ...] | None, lora_targets: tuple[str, ...],
+        implementation: str | None, sharding: MoESharding | None,
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)

@@ -68,12 +68,11 @@ class _Reader:
         """Raises if the file has tensors that no matrix has taken."""
         experts = {(number, name) for number, terms in self.adapter.layers.items() for name in terms}
         names = [f"{name} of layer {number}" for number, name in sorted(experts - self.read_experts)]
-        surplus = [*sorted(self.adapter.others.keys() - self.read_names), *names]
-        check(
-            not surplus,
-            f"{surplus[0] if surplus else ''} is not expected in {self.where}: jgg.models has adapters of attention, "
-            f"experts, routers and MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which needs none.",
-        )
+        for name in [*sorted(self.adapter.others.keys() - self.read_names), *names]:
+            raise ValueError(
+                f"{name} is not expected in {self.where}: jgg.models has adapters of attention, experts, routers and "
+                "MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which needs none."
+            )
 
     def _of_experts(self, matrix: Matrix) -> dict[int, LowRank]:
         name, layers = matrix.target, self.adapter.layers

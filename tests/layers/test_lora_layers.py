@@ -90,7 +90,8 @@ def test_new_adapters_change_nothing(options, prepare):
     [
         {},
         {
-            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"), "lora_rank": (2, 3, 5), "use_bias": True, "shared_features": 12,
+            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"), "lora_rank": (2, 3, 5), "use_bias": True,
+            "shared_features": 12,
         },
     ],
     ids=["both", "down and shared"],
@@ -212,7 +213,8 @@ def test_load_params_keeps_adapters_or_loads_them():
     jax.tree.map(np.testing.assert_array_equal, params_of(abstract), params)
 
 
-TARGETS = "lora_targets must be a tuple of some of ('w_gate_up', 'w_down', 'w_shared_gate_up', 'w_shared_down', 'w_router'), got "
+KNOWN = "w_gate_up", "w_down", "w_shared_gate_up", "w_shared_down", "w_router"
+TARGETS = f"lora_targets must be a tuple of some of {KNOWN}, got "
 ERRORS = {
     "rank": (ValueError, {"lora_rank": 0}, "lora_rank must be None or a positive int, got 0."),
     "rank's type": (TypeError, {"lora_rank": 4.0}, "lora_rank must be None or a positive int, got 4.0."),
@@ -220,11 +222,13 @@ ERRORS = {
     "alpha alone": (ValueError, {"lora_alpha": 8}, "lora_alpha must be None without a lora_rank, got 8."),
     "targets": (ValueError, LORA | {"lora_targets": ("w_up",)}, TARGETS + "('w_up',)."),
     "shared": (
-        ValueError, LORA | {"lora_targets": ("w_shared_down",)},
+        ValueError,
+        LORA | {"lora_targets": ("w_shared_down",)},
         "shared_features must be 1 or more for lora_targets ('w_shared_down',), got 0.",
     ),
     "ranks": (
-        ValueError, {"lora_rank": (2, 3, 4)},
+        ValueError,
+        {"lora_rank": (2, 3, 4)},
         "lora_rank must be a number or one for each of lora_targets, ('w_gate_up', 'w_down'), got (2, 3, 4).",
     ),
     "no targets": (ValueError, LORA | {"lora_targets": ()}, TARGETS + "()."),

@@ -6,7 +6,8 @@
 
 Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
 float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
-cases, which `jgg.models.save_adapter` wrote; each has logits.npy of jgg, which PEFT's must be. Made, and opened, with torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
+cases, which `jgg.models.save_adapter` wrote; each has logits.npy of jgg, which PEFT's must be. Made, and opened, with
+torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
 """
 
 import argparse
@@ -34,10 +35,13 @@ CASES = {
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
-        "target_modules": SEVEN, "rank_pattern": {"q_proj": 3, r"layers\.0\.self_attn\.v_proj": 2, "layers.1.*down_proj": 2},
+        "target_modules": SEVEN,
+        "rank_pattern": {"q_proj": 3, r"layers\.0\.self_attn\.v_proj": 2, "layers.1.*down_proj": 2},
         "alpha_pattern": {"k_proj|o_proj": 5, "model.layers.1.self_attn.v_proj": 7},
     },
-    "granitemoe-seven-excluded": {"target_modules": SEVEN, "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj"},
+    "granitemoe-seven-excluded": {
+        "target_modules": SEVEN, "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj",
+    },
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
