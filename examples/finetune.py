@@ -51,7 +51,8 @@ except ImportError as error:
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
-TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down")
+TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
+OTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
 
 
 def read_json(path: Path) -> dict:
@@ -282,7 +283,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
     parser.add_argument("--lora-rank", type=int, default=16, help="(%(default)s)")
     parser.add_argument("--lora-alpha", type=float, default=32.0, help="(%(default)s)")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="matrices with adapters (all)")
+    parser.add_argument(
+        "--targets", nargs="+", choices=(*TARGETS, *OTHER_TARGETS), default=TARGETS,
+        help="matrices with adapters (all but those of shared experts and routers)",
+    )  # fmt: skip
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
     parser.add_argument("--sequence-length", type=int, default=2048, help="longer examples are cut (%(default)s)")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="(%(default)s)")
