@@ -45,7 +45,9 @@ CASES = {
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
-    "glm4_moe-all": {"target_modules": r".*\.[qo]_proj", "target_parameters": EXPERTS + DENSE + SHARED},
+    "glm4_moe-all": {
+        "target_modules": r".*\.[qo]_proj", "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
+    },
 }  # fmt: skip
 
 
