@@ -20,6 +20,7 @@ _REFUSED = (
 _OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
 # other ways to begin change the weights that the adapter is beside
 _INITIALIZATIONS = True, False, "gaussian", "eva", "orthogonal", None
+_LARGEST = 1e38  # about that of float32
 _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
 
 
@@ -84,8 +85,10 @@ class AdapterSettings:
 
     def scale(self, name: str, rank: int) -> float:
         """Returns the scale of a term of this rank."""
-        alpha = self._value_for(name, "alpha_pattern", "lora_alpha")
-        return as_finite(f"lora_alpha of {name} in {self.where}", alpha) / self._divisor(rank)
+        what = f"lora_alpha of {name} in {self.where}"
+        alpha = as_finite(what, self._value_for(name, "alpha_pattern", "lora_alpha"))
+        check(abs(alpha) < _LARGEST, f"{what} must be less than {_LARGEST}, got {alpha}.")
+        return alpha / self._divisor(rank)
 
     def _value_for(self, name: str, patterns: str, default: str) -> Any:
         for pattern, value in (self.values.get(patterns) or {}).items():

@@ -211,6 +211,7 @@ WRONG_SETTINGS = [
     ({"r": "2"}, "r of model.layers.0.mlp.experts.gate_up_proj in {} must be a positive int, got '2'"),
     ({"r": None}, "r of model.layers.0.mlp.experts.gate_up_proj in {} must be a positive int, got None"),
     ({"lora_alpha": "3"}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be a number, got '3'"),
+    ({"lora_alpha": 1e300}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be less than 1e+38, got"),
     ({"use_rslora": 1}, "use_rslora of {} must be True or False, got 1"),
     ({"rank_pattern": [1]}, "rank_pattern of {} must be null or an object, got list"),
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern of {} must be regular expressions, got '('"),
