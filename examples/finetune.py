@@ -9,163 +9,69 @@ FOLDER has config.json, safetensors files and tokenizer.json. Each line of the d
     {"text": "..."}                           learns all of it
     {"messages": [{"role": ..., "content": ...}, ...]}    learns the last message alone, which is the assistant's
 
-Messages are written by the folder's chat template, which needs `pip install jinja2`; all else is taken as it is. With
---checkpoints, the same command run again goes on from the last checkpoint.
+A row of messages may have "tools". Transformers tokenizes, and writes messages by the folder's chat template. The
+adapter's folder notes the tokens that ended what was learned, and generate.py stops at them. With --checkpoints, the
+same command run again goes on from the last checkpoint. A loss that is not finite ends the training before anything is
+written.
 
 Examples are packed into sequences and attend to themselves alone; the positions that are left at the end of a sequence
-are one more segment, which counts in the routers' balancing loss alone. Attention is then computed for all pairs of
-tokens, and masked. With --no-packing each sequence has one example and attention is causal, whose masked half cuDNN's
-kernel skips: better for long examples.
+count in no loss. Attention is then computed for all pairs of tokens, and masked. With --no-packing each sequence has
+one example and attention is causal, whose masked half cuDNN's kernel skips: better for long examples.
 
 MFU is the FLOPs that LoRA needs over what the GPU could do at most in bfloat16. For each token of an example, and each
 parameter of a matrix that acts on it (top-k of the experts), they are 2 for the forward pass and 2 for the gradient of
 x; adapters need 2 more for their own gradient; attention needs 12 for each feature of the heads and each token attended
-to. What rematerialization repeats does not count. Needs `pip install '.[flax,hf]' tokenizers`.
+to. What rematerialization repeats does not count. Needs `pip install '.[flax,hf]' transformers jinja2`, and the
+files beside it that it imports.
 """
 
 import argparse
-import bisect
+import contextlib
 import functools
 import json
 import math
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from finetune_options import EXPERTS, check_folder, check_same_run, parse
 from flax import nnx
+from folders import check_vocabulary, end_of, load_tokenizer, one_line, read_config, stop_tokens
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
+from training_data import batch_of, pack, read_examples
 
 import jgg
 import jgg.models
 
-try:
-    from tokenizers import Tokenizer
-except ImportError as error:
-    raise SystemExit("examples/finetune.py needs tokenizers: pip install tokenizers") from error
-
-EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
-TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
-OTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
 
 
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def chat_template(folder: Path):
-    """The function that writes messages as a text, by the folder's chat template."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # templates are code of the folder's author
-
-    settings, path = read_json(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
-    if not isinstance(source, str):
-        raise SystemExit(f'rows with "messages" need chat_template.jinja in {folder}, or one in tokenizer_config.json')
-
-    def fail(message):
-        raise SystemExit(f"the chat template of {folder} says: {message}")
-
-    loops = ["jinja2.ext.loopcontrols"]  # these options and names are those that transformers gives to templates
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    tokens = {name: settings.get(name) or "" for name in ("bos_token", "eos_token")}
-    names = {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
-    names |= {"raise_exception": fail, "strftime_now": time.strftime}
-    return functools.partial(environment.from_string(source, names).render)
-
-
-def read_examples(options: argparse.Namespace) -> list[tuple[np.ndarray, int]]:
-    """The tokens of each line of the data, and the number of the first of them that is learned."""
-    folder, examples, num_cut = options.folder, [], 0
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ends = [read_json(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
-    end = np.ravel([found for found in ends if found is not None][:1])[:1].astype(int).tolist()
-    render = functools.cache(lambda: chat_template(folder))
-
-    def encode(text: str, is_start: bool = False) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=is_start).ids
-
-    # split("\n"): a string of JSON may hold what splitlines takes for the end of a line
-    for number, line in enumerate(options.data.read_text(encoding="utf-8").rstrip().split("\n"), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SystemExit(f"{options.data}:{number} must be a JSON object, got {line[:80]}: {error}") from error
-        match row:
-            case {"prompt": str(prompt), "completion": str(completion)}:
-                context, learned = encode(prompt, True), encode(completion) + end
-            case {"text": str(text)}:
-                context, learned = [], encode(text, True) + end
-            case {"messages": [*earlier, {"role": "assistant"} as last]}:
-                prompt = render()(messages=earlier, add_generation_prompt=True)
-                text = render()(messages=[*earlier, last], add_generation_prompt=False)
-                if not text.startswith(prompt):
-                    raise SystemExit(f"{options.data}:{number}: the template writes the messages before the last anew")
-                context, learned = encode(prompt), encode(text.removeprefix(prompt))
-            case _:
-                keys = '"prompt" and "completion", "text", or "messages" that end with the assistant\'s'
-                raise SystemExit(f"{options.data}:{number} must have {keys}, got {line[:80]}")
-        num_cut += len(context) + len(learned) > options.sequence_length + 1
-        ids = np.array((context + learned)[: options.sequence_length + 1], np.int32)
-        if len(ids) > max(len(context), 1):  # else nothing to learn is left of it
-            examples.append((ids, len(context)))
-    if not examples:
-        raise SystemExit(f"{options.data} must have an example with tokens to learn, got none")
-    print(f"{len(examples)} examples, {num_cut} cut to --sequence-length, or left out where nothing to learn is left")
-    return examples
-
-
-def pack(examples: list[tuple[np.ndarray, int]], length: int, is_packed: bool) -> dict[str, np.ndarray]:
-    """Packs examples: tokens, targets, learned (whether a target is) and segments, 0 for padding; each [N, length]."""
-    rows: list[list[tuple[np.ndarray, int]]] = []
-    rooms: list[tuple[int, int]] = []  # the room that is left in a sequence and its number, sorted
-    # the longest first, each into the fullest sequence that has room
-    for example in sorted(examples, key=lambda example: -len(example[0])):
-        size = len(example[0]) - 1
-        place = bisect.bisect_left(rooms, (size, 0))
-        if place == len(rooms):
-            room, row = length, len(rows)
-            rows.append([])
-        else:
-            room, row = rooms.pop(place)
-        rows[row].append(example)
-        if is_packed:
-            bisect.insort(rooms, (room - size, row))
-    names = {"tokens": np.int32, "targets": np.int32, "learned": np.float32, "segments": np.int32}
-    data = {name: np.zeros((len(rows), length), dtype) for name, dtype in names.items()}
-    for row, own in enumerate(rows):
-        start = 0
-        for segment, (ids, first) in enumerate(own, 1):
-            end = start + len(ids) - 1
-            data["tokens"][row, start:end], data["targets"][row, start:end] = ids[:-1], ids[1:]
-            data["learned"][row, max(start + first - 1, start) : end] = 1
-            data["segments"][row, start:end] = segment
-            start = end
-    return data
-
-
-def batch_of(data: dict[str, np.ndarray], step: int, options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """The batch of a step, [accumulate, batch size, length]: each epoch has all sequences in an order of its own."""
-    shape, count = (options.accumulate, options.batch_size), len(data["tokens"])
-    epochs, places = np.divmod((step - 1) * math.prod(shape) + np.arange(math.prod(shape)), count)
-    orders = {epoch: np.random.default_rng((options.seed, epoch)).permutation(count) for epoch in set(epochs.tolist())}
-    rows = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
-    return {name: array[rows].reshape(*shape, -1) for name, array in data.items()}
+def balance_weight(config: jgg.models.ModelConfig) -> float:
+    """The weight of the routers' balancing loss: the loss of transformers is topk times that of jgg."""
+    coefficient = config.hf.get("router_aux_loss_coef")
+    coefficient = 0 if coefficient is None else coefficient
+    if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
+        raise SystemExit(f"router_aux_loss_coef must be a number of at least 0 or null, got {coefficient!r}")
+    return coefficient * config.moe.topk
 
 
 def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
-    """The jitted step: ((adapters, opt_state), frozen, batch) -> ((adapters, opt_state), loss)."""
+    """The jitted step: ((adapters, opt_state), frozen, batch) -> ((adapters, opt_state), loss).
+
+    The loss is NaN where an adapter is not finite after the step.
+    """
 
     def loss_of(adapters, frozen, part, num_learned, num_parts):
         model = nnx.merge(graphdef, adapters, frozen)
         segments = part["segments"] if is_packed else None  # causal attention never sees what follows an example
-        losses, sown = nnx.capture(model.losses, nnx.Intermediate)(part["tokens"], part["targets"], segments)
+        call = nnx.capture(model.losses, nnx.Intermediate)
+        losses, sown = call(part["tokens"], part["targets"], segments, mask=part["segments"] > 0)
         loss = jnp.sum(losses * part["learned"]) / num_learned
         (balance,) = sown["load_balancing_loss"]
         return loss + balance_weight * jnp.mean(balance) / num_parts, loss
@@ -182,7 +88,9 @@ def make_step(graphdef, optimizer, balance_weight: float, is_packed: bool):
         zeros = jax.tree.map(jnp.zeros_like, adapters), jnp.float32(0)
         (gradients, loss), _ = jax.lax.scan(add, zeros, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, adapters)
-        return (optax.apply_updates(adapters, updates), opt_state), loss
+        adapters = optax.apply_updates(adapters, updates)
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(adapters)]).all()
+        return (adapters, opt_state), jnp.where(is_finite, loss, jnp.nan)
 
     return step
 
@@ -223,84 +131,117 @@ class Meter:
         return f"{self.tokens / seconds:,.0f} tokens/s, MFU {mfu}, peak memory {gib}"
 
 
-def prepare(options: argparse.Namespace, steps: int):
+def prepare(options: argparse.Namespace, config: jgg.models.ModelConfig, steps: int):
     """The model, the function that makes a step, and what it takes: (adapters, opt_state) and the frozen parameters."""
-    model = jgg.models.load(
-        options.folder, experts=EXPERTS[options.experts], remat=options.remat, lora_rank=options.lora_rank,
-        lora_alpha=options.lora_alpha, lora_targets=tuple(options.targets), rngs=nnx.Rngs(options.seed),
-    )  # fmt: skip
+    weight = balance_weight(config)
+    with one_line():
+        model = jgg.models.load(
+            options.folder, experts=EXPERTS[options.experts], remat=options.remat, lora_rank=options.lora_rank,
+            lora_alpha=options.lora_alpha, lora_targets=tuple(options.targets), rngs=nnx.Rngs(options.seed),
+        )  # fmt: skip
     graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rate, warmup = options.learning_rate, max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(steps, warmup + 1))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
-    # the loss of transformers, which the coefficient is for, is topk times that of jgg
-    balance_weight = model.config.hf.get("router_aux_loss_coef", 0.0) * model.config.moe.topk
-    step_of = make_step(graphdef, optimizer, balance_weight, options.packing)
+    step_of = make_step(graphdef, optimizer, weight, options.packing)
     return model, step_of, (adapters, optimizer.init(adapters)), frozen
 
 
-def train(options: argparse.Namespace) -> None:
-    """Trains, prints progress, and writes checkpoints and the adapter."""
-    data = pack(read_examples(options), options.sequence_length, options.packing)
-    count, full = len(data["tokens"]), np.mean(data["segments"] > 0)
-    steps = options.steps or math.ceil(options.epochs * count / (options.batch_size * options.accumulate))
-    print(f"{count} sequences, {full:.0%} full, for {steps} steps", flush=True)
-    model, step_of, state, frozen = prepare(options, steps)
-    manager, first = None, 0
-    if options.checkpoints is not None:
-        keep = ocp.CheckpointManagerOptions(max_to_keep=2)
-        manager = ocp.CheckpointManager(options.checkpoints.absolute(), options=keep)
-        first = manager.latest_step() or 0
-        if first:
-            abstract = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-            state = manager.restore(first, args=abstract)
-    step_of = step_of.lower(state, frozen, batch_of(data, 1, options)).compile()
+def read_data(options: argparse.Namespace, config: jgg.models.ModelConfig) -> tuple[dict[str, np.ndarray], list[int]]:
+    """The packed data, and the tokens that end a text: those of the folder, and those that end what is learned."""
+    tokenizer = load_tokenizer(options.folder)
+    examples = read_examples(options, tokenizer)
+    check_vocabulary(tokenizer, np.concatenate([ids for ids, _ in examples]), config, options.data)
+    ends = {end_of(tokenizer, ids) for ids, _ in examples if len(ids) <= options.sequence_length} - {None}
+    ends = list(dict.fromkeys([*stop_tokens(options.folder), *sorted(ends)]))
+    return pack(examples, options.sequence_length, options.packing), ends
+
+
+def open_checkpoints(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """The checkpoints, which wait on leaving until all is written; None without --checkpoints."""
+    if options.checkpoints is None:
+        return contextlib.nullcontext()
+    return ocp.CheckpointManager(options.checkpoints.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+
+def restored(manager: Any, state: Any) -> tuple[int, Any]:
+    """The last step that was saved, 0 if none was, and the state after it."""
+    step = manager.latest_step() if manager is not None else None
+    if step is None:
+        return 0, state
+    abstract = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+    try:
+        return step, manager.restore(step, args=abstract)
+    except Exception as error:  # of any type, for files that are damaged or of another model
+        text = " ".join(str(error).split())[:200]
+        where = manager.directory / str(step)
+        raise SystemExit(f"--checkpoints must have steps of this model, got {where}: {text}") from error
+
+
+def run_steps(step_of, state, frozen, data, options: argparse.Namespace, meter: Meter, steps: int):
+    """Trains from the last checkpoint on, prints progress and saves checkpoints; the state at the end."""
     columns, console = (*Progress.get_default_columns(), MofNCompleteColumn()), Console(stderr=True)
     # no automatic refresh: its thread would disturb what is timed
-    with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()) as bar:
-        task, meter = bar.add_task("training", total=steps, completed=first), Meter(model)
+    bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+    with open_checkpoints(options) as manager, bar:
+        first, state = restored(manager, state)
+        step_of = step_of.lower(state, frozen, batch_of(data, 1, options)).compile()
+        task, losses = bar.add_task("training", total=steps, completed=first), []
+        meter.restart()
         for step in range(first + 1, steps + 1):
             batch = batch_of(data, step, options)
             state, loss = step_of(state, frozen, batch)
+            losses.append(loss)
             meter.add(batch["segments"])
-            if step % options.log_every == 0 or step in (first + 1, steps):
-                print(f"step {step}: loss {float(loss):.4f}, {meter}", flush=True)  # waits for the loss first
+            is_logged = step % options.log_every == 0 or step in (first + 1, steps)
+            is_saved = manager is not None and (step % options.save_every == 0 or step == steps)
+            if is_logged or is_saved:  # waits for the losses
+                check_losses(losses, step, manager)
+                losses.clear()
+            if is_logged:
+                print(f"step {step}: loss {float(loss):.4f}, {meter}", flush=True)
                 meter.restart()
                 bar.update(task, completed=step, refresh=True)
-            if manager is not None and (step % options.save_every == 0 or step == steps):
+            if is_saved:
                 manager.save(step, args=ocp.args.StandardSave(state))  # in the background
-    if manager is not None:
-        manager.close()  # once all is written
+    return state
+
+
+def check_losses(losses: list[jax.Array], step: int, manager: Any) -> None:
+    """Ends the program unless the losses of the last steps are finite, the last of them number `step`."""
+    for number, loss in enumerate(np.asarray(losses), step - len(losses) + 1):
+        if not np.isfinite(loss):
+            saved = None if manager is None else manager.latest_step()
+            kept = f"; the last checkpoint is of step {saved}" if saved else ""
+            raise SystemExit(f"step {number}: the loss or an adapter is {loss}, so nothing more is written{kept}")
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains and writes the adapter; what can be wrong is looked at before the model is loaded."""
+    check_folder("--output", options.output, [options.folder])
+    config = read_config(options.folder)
+    balance_weight(config)
+    data, ends = read_data(options, config)
+    count, full = len(data["tokens"]), np.mean(data["segments"] > 0)
+    steps = options.steps or math.ceil(options.epochs * count / (options.batch_size * options.accumulate))
+    if steps >= 2**31:
+        raise SystemExit(f"--epochs must be of less than {2**31} steps, got {options.epochs}")
+    if options.checkpoints is not None:
+        check_folder("--checkpoints", options.checkpoints, [options.folder, options.output])
+        check_same_run(options, steps)
+    print(f"{count} sequences, {full:.0%} full, for {steps} steps", flush=True)
+    model, step_of, state, frozen = prepare(options, config, steps)
+    state = run_steps(step_of, state, frozen, data, options, Meter(model), steps)
     nnx.update(model, state[0])
     jgg.models.save_adapter(model, options.output)
+    if ends:
+        note = json.dumps({"eos_token_id": ends}, indent=2) + "\n"
+        (options.output / "generation_config.json").write_text(note, encoding="utf-8")
     print(f"wrote {options.output}")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the model's folder")
-    parser.add_argument("--data", type=Path, required=True, help="the JSONL file")
-    parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
-    parser.add_argument("--lora-rank", type=int, default=16, help="(%(default)s)")
-    parser.add_argument("--lora-alpha", type=float, default=32.0, help="(%(default)s)")
-    parser.add_argument(
-        "--targets", nargs="+", choices=(*TARGETS, *OTHER_TARGETS), default=TARGETS,
-        help="matrices with adapters (all but those of shared experts and routers)",
-    )  # fmt: skip
-    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="longer examples are cut (%(default)s)")
-    parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="(%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences at once (%(default)s)")
-    parser.add_argument("--accumulate", type=int, default=1, help="such batches in a step (%(default)s)")
-    parser.add_argument("--epochs", type=float, default=1.0, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, help="in the place of --epochs")
-    parser.add_argument("--learning-rate", type=float, default=2e-4, help="after the warm-up (%(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "all"), default="names", help="(%(default)s)")
-    parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
-    parser.add_argument("--save-every", type=int, default=200, help="steps (%(default)s)")
-    parser.add_argument("--log-every", type=int, default=10, help="steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of new adapters and of the order (%(default)s)")
-    train(parser.parse_args(arguments))
+    train(parse(__doc__, arguments))
 
 
 if __name__ == "__main__":

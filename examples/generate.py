@@ -4,45 +4,27 @@
     python examples/generate.py FOLDER ADAPTER --prompt "Once upon a time" --temperature 0.7 --top-p 0.9
 
 FOLDER has config.json, safetensors files and tokenizer.json. The prompt is taken as it is: no chat template is applied.
-ADAPTER is a folder that `jgg.models.load_adapter` reads. Each speed is measured after compiling, by a second run.
-With --experts as-stored, experts in MXFP4 or FP8 stay so; else they become bfloat16.
-Needs `pip install '.[flax,hf]' tokenizers`.
+If it begins with the token that the tokenizer puts first, such as "<s>", no second one is put there. ADAPTER is a
+folder that `jgg.models.load_adapter` reads. The text ends at `eos_token_id` of generation_config.json or config.json,
+at the tokenizer's end token, or at a token that finetune.py noted in the adapter's folder.
+
+Each speed is measured after compiling, by a second run. With --experts as-stored, experts in MXFP4 or FP8 stay so; else
+they become bfloat16. Needs `pip install '.[flax,hf]' transformers jinja2`, and folders.py beside it.
 """
 
 import argparse
 import functools
-import json
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
+from folders import check_vocabulary, continuation, encode, load_tokenizer, one_line, read_config, stop_tokens
 
 import jgg
 import jgg.models
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
-
-
-def read_tokenizer(folder: Path):
-    """The tokenizer of a folder's tokenizer.json."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise SystemExit("examples/generate.py needs tokenizers: pip install tokenizers") from error
-    if not (folder / "tokenizer.json").exists():
-        raise SystemExit(f"{folder} must have tokenizer.json, got none")
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def stop_tokens(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, else of config.json; an empty list if neither has one."""
-    for name in ("generation_config.json", "config.json"):
-        text = (folder / name).read_text(encoding="utf-8") if (folder / name).exists() else "{}"
-        found = json.loads(text).get("eos_token_id")
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []
 
 
 def load(folder: Path, adapter: Path | None, experts) -> jgg.models.Decoder:
@@ -71,17 +53,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)
-    tokenizer, stops = read_tokenizer(options.folder), stop_tokens(options.folder)
-    model = load(options.folder, options.adapter, EXPERTS[options.experts])
-    prompt = np.asarray([tokenizer.encode(options.prompt).ids], np.int32)
+    config, tokenizer = read_config(options.folder), load_tokenizer(options.folder)
+    stops = stop_tokens(options.folder, options.adapter)
+    stops += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    with one_line():
+        ids, _ = encode(tokenizer, options.prompt)
+    check_vocabulary(tokenizer, ids, config, "--prompt")
+    with one_line():
+        model = load(options.folder, options.adapter, EXPERTS[options.experts])
+    prompt = np.asarray([ids], np.int32)
     run = functools.partial(
         jgg.models.generate, model, prompt, temperature=options.temperature, top_p=options.top_p,
         key=jax.random.key(options.seed), stop_tokens=stops,
     )  # fmt: skip
-    new = np.asarray(run(options.max_new_tokens))[0].tolist()
+    with one_line():
+        new = np.asarray(run(options.max_new_tokens))[0].tolist()
     ends = [index for index, token in enumerate(new) if token in stops]
     new = new[: ends[0]] if ends else new
-    print(options.prompt + tokenizer.decode(new), flush=True)
+    if -1 in new:
+        raise SystemExit(f"the model's logits are NaN after {new.index(-1)} new tokens")
+    print(options.prompt + continuation(tokenizer, ids, new), flush=True)
     run(1)  # compiles
     prefill, both = seconds_of(lambda: run(1)), seconds_of(lambda: run(options.max_new_tokens))
     print(f"prefill: {prompt.size / prefill:,.0f} tokens/s")

@@ -14,7 +14,8 @@ from jgg.core.arguments import as_array, as_flag, as_int, check_floats
 from jgg.core.dense import dense_product
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
-from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
+from jgg.experts.arguments import MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
+from jgg.experts.layer_arrays import LayerArrays
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
 from jgg.experts.lora import OF_DENSE, TARGETS, Lora, add_term
 from jgg.experts.mesh import map_tokens
@@ -24,7 +25,7 @@ from jgg.fp8 import Fp8
 from jgg.launching.choice import How
 from jgg.low_rank import LowRank
 from jgg.router.logits import compute_logits
-from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
+from jgg.router.losses import as_mask, compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
     Routing,
     as_given_choices,
@@ -46,8 +47,8 @@ class Metrics(NamedTuple):
 
     Attributes:
       group_sizes: int32 [E], rows that the router gave each expert.
-      load_balancing_loss: float32 [], as `jgg.load_balancing_loss`: 1 where the load is even.
-      router_z_loss: float32 [], as `jgg.router_z_loss`.
+      load_balancing_loss: float32 [], as `jgg.load_balancing_loss` of the tokens that count: 1 where the load is even.
+      router_z_loss: float32 [], as `jgg.router_z_loss` of the tokens that count.
       overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
       topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices as x is.
     """
@@ -57,33 +58,6 @@ class Metrics(NamedTuple):
     router_z_loss: jax.Array
     overflow: jax.Array
     topk_indices: jax.Array
-
-
-class LayerArrays(NamedTuple):
-    """The arrays of `MoELayer.apply`, checked: x [T, H], parameters, selection_bias and topk_indices [T, k]."""
-
-    x: jax.Array
-    w_router: jax.Array
-    w_gate_up: Matrices
-    w_down: Matrices
-    b_router: jax.Array | None = None
-    b_gate_up: jax.Array | None = None
-    b_down: jax.Array | None = None
-    w_shared_gate_up: jax.Array | None = None
-    w_shared_down: jax.Array | None = None
-    w_shared_gate: jax.Array | None = None
-    w_gate_up_lora_a: jax.Array | None = None
-    w_gate_up_lora_b: jax.Array | None = None
-    w_down_lora_a: jax.Array | None = None
-    w_down_lora_b: jax.Array | None = None
-    w_router_lora_a: jax.Array | None = None
-    w_router_lora_b: jax.Array | None = None
-    w_shared_gate_up_lora_a: jax.Array | None = None
-    w_shared_gate_up_lora_b: jax.Array | None = None
-    w_shared_down_lora_a: jax.Array | None = None
-    w_shared_down_lora_b: jax.Array | None = None
-    selection_bias: jax.Array | None = None
-    topk_indices: jax.Array | None = None
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -179,8 +153,8 @@ class MoELayer(LayerOptions, InFeatures):
     def apply(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
         selection_bias: ArrayLike | None = None, *, topk_indices: ArrayLike | None = None,
-        sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None, quantization: Fp8 | None = None,
-        implementation: str | None = None,
+        mask: ArrayLike | None = None, sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None,
+        quantization: Fp8 | None = None, implementation: str | None = None,
     ) -> tuple[jax.Array, Metrics]:  # fmt: skip
         """Returns y in the shape of x, and Metrics over all devices.
 
@@ -193,6 +167,8 @@ class MoELayer(LayerOptions, InFeatures):
           selection_bias: float [E] with `use_selection_bias`, else None.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
             a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
+          mask: bool or number [...] for the tokens of x, False or 0 for those that do not count in the router's losses,
+            such as padding; by default all count.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision, implementation: as in `jgg.grouped_gemm`.
@@ -203,7 +179,7 @@ class MoELayer(LayerOptions, InFeatures):
             quantization=quantization, implementation=implementation,
         )  # fmt: skip
         x = as_array("x", x)
-        arrays = self._checked(params, x, selection_bias, topk_indices, sharding, options)
+        arrays = self._checked(params, x, selection_bias, topk_indices, mask, sharding, options)
         if sharding is None:
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
@@ -220,8 +196,8 @@ class MoELayer(LayerOptions, InFeatures):
 
     def _checked(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: jax.Array,
-        selection_bias: ArrayLike | None, topk_indices: ArrayLike | None, sharding: MoESharding | None,
-        options: MlpOptions,
+        selection_bias: ArrayLike | None, topk_indices: ArrayLike | None, mask: ArrayLike | None,
+        sharding: MoESharding | None, options: MlpOptions,
     ) -> LayerArrays:  # fmt: skip
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         check_sharding(self, sharding)
@@ -239,6 +215,8 @@ class MoELayer(LayerOptions, InFeatures):
         if topk_indices is not None:
             topk_indices = as_given_choices(topk_indices, "[..., k]", (*x.shape[:-1], self.topk))
             topk_indices = topk_indices.reshape(math.prod(x.shape[:-1]), self.topk)
+        mask = as_mask(mask, "[...]", x.shape[:-1])
+        mask = None if mask is None else mask.reshape(math.prod(x.shape[:-1]))
         named: dict[str, Any] = {}
         adapters = self.adapter_shapes
         for name, expected in (self.shapes | adapters).items():
@@ -250,7 +228,7 @@ class MoELayer(LayerOptions, InFeatures):
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, topk_indices=topk_indices, **named)
+        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, topk_indices=topk_indices, mask=mask, **named)
         check_floats("x", x)
         for name in {"w_router", "b_router", *adapters} & named.keys():
             check_floats(name, named[name])
@@ -261,22 +239,24 @@ class MoELayer(LayerOptions, InFeatures):
         self, arrays: LayerArrays, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
-        token_axes = () if sharding is None else sharding.token_axes
+        token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         w_router, term = arrays.w_router, self._term(arrays, "w_router")
         if term is not None:
             delta = jnp.matmul(*(factor.astype(jnp.float32) for factor in (term.a, term.b)), precision="highest")
             w_router = jax.lax.stop_gradient(w_router).astype(jnp.float32) + delta * term.scale
         logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
-            logits, arrays.selection_bias, arrays.topk_indices, How(options.implementation, current_target()),
-            topk=self.topk, score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
+            logits, arrays.selection_bias, arrays.topk_indices, how, topk=self.topk, score=self.score,
+            normalize=self.normalize, scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
         )  # fmt: skip
         y, overflow = self._experts(arrays, routing, sharding, options)
+        rows = routing.group_sizes
+        if arrays.mask is not None:
+            rows = counted_rows(routing.topk_indices, arrays.mask, self.num_experts, how)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
-            compute_load_balancing_loss(logits, routing.group_sizes, None, self.topk, self.score, token_axes),
-            compute_router_z_loss(logits, None, token_axes),
+            compute_load_balancing_loss(logits, rows, arrays.mask, self.topk, self.score, token_axes),
+            compute_router_z_loss(logits, arrays.mask, token_axes),
             overflow,
             routing.topk_indices,
         )

@@ -65,7 +65,9 @@ class MoE(nn.Module, LayerOptions):
         )  # fmt: skip
 
     @nn.compact
-    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:  # fmt: skip
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows into the collection "intermediates", which `apply(..., mutable="intermediates")` returns, each in a tuple
@@ -78,7 +80,7 @@ class MoE(nn.Module, LayerOptions):
         - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
-          topk_indices: as in `jgg.nnx.MoE`.
+          topk_indices, mask: as in `jgg.nnx.MoE`.
         """
         layer = MoELayer.of(self, x.shape[-1])
         params = {}
@@ -99,7 +101,7 @@ class MoE(nn.Module, LayerOptions):
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
-            params | adapters, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding,
+            params | adapters, x, selection_bias, topk_indices=topk_indices, mask=mask, sharding=self.sharding,
             precision=self.precision, quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         for name, value in metrics._asdict().items():

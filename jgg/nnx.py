@@ -146,7 +146,9 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """The layer as a function of its parameters."""
         return MoELayer.of(self, self.in_features)
 
-    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:  # fmt: skip
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
@@ -161,6 +163,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
             with -1 for a choice of the router; as in `jgg.route`.
+          mask: bool or number [...], False or 0 for the tokens of x that do not count in the losses, such as padding;
+            by default all count.
         """
         layer = self.layer
         params = {name: self._value(name) for name in layer.shapes}
@@ -169,8 +173,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         params |= {name: self._value(name) for name in layer.adapter_shapes}
         y, metrics = layer.apply(
-            params, x, selection_bias, topk_indices=topk_indices, sharding=self.sharding, precision=self.precision,
-            quantization=self.quantization, implementation=self.implementation,
+            params, x, selection_bias, topk_indices=topk_indices, mask=mask, sharding=self.sharding,
+            precision=self.precision, quantization=self.quantization, implementation=self.implementation,
         )  # fmt: skip
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():

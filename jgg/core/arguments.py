@@ -37,14 +37,26 @@ _PRECISIONS = {
 def as_array(name: str, value: object) -> jax.Array:
     """The value as a JAX array; what is no array yet, such as a list of numbers, goes through `jnp.asarray`.
 
-    Raises: TypeError: `jnp.asarray` does not take the value.
+    Raises: TypeError: `jnp.asarray` does not take the value. ValueError: it has an integer that JAX's ints cannot hold.
     """
     if isinstance(value, jax.Array):  # asarray would convert a traced array, and jax_debug_nans would check that
         return value
     try:
         return jnp.asarray(cast(ArrayLike, value))
+    except OverflowError:
+        dtype = jax.dtypes.canonicalize_dtype(int)
+        raise ValueError(f"{name} must have integers within {dtype}, got a larger one.") from None
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be an array, got {_kind(value)}.") from None
+        rows = "rows of unequal lengths in a " if _is_ragged(value) else ""
+        raise TypeError(f"{name} must be an array, got {rows}{_kind(value)}.") from None
+
+
+def _is_ragged(value: object) -> bool:
+    try:
+        np.shape(cast(ArrayLike, value))
+    except ValueError:
+        return True
+    return False
 
 
 def as_array_or_none(name: str, value: object) -> jax.Array | None:
@@ -112,7 +124,7 @@ def as_finite(name: str, value: object) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}.")
     try:
         number = float(value)
-    except OverflowError:  # an int that no float can be
+    except OverflowError:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")
@@ -200,7 +212,7 @@ def check_instance(name: str, value: object, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, got {_kind(value)}.")
 
 
-def check_integers(name: str, array: Shaped) -> None:
+def check_integers(name: str, array: Shaped | np.ndarray) -> None:
     """Raises TypeError unless an array is of integers."""
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {array.dtype}.")

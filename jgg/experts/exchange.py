@@ -77,11 +77,11 @@ def by_ragged_all_to_all(
     group_sizes, gather_indices = compute_order(topk_indices, num_devices * placement.num_experts, how)
     plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
     positions = plan.positions
-    here, there = Target(placement.axis, len(positions), how), Target(placement.axis, placement.capacity, how)
-    move_there = functools.partial(move, there, there=plan.there, back=plan.back)
-    move_back = functools.partial(move, here, there=plan.back, back=plan.there)
+    way = Way(placement.axis, len(positions), placement.capacity, how)
+    move_there = functools.partial(move, way, there=plan.there, back=plan.back)
+    move_back = functools.partial(move, way.back, there=plan.back, back=plan.there)
 
-    rows = move_there(take_tokens(how, topk, x, positions))
+    rows = move_there(take_tokens(how, (num_tokens, topk), x, positions))
     weights = topk_weights.reshape(-1).at[guarded(positions, topk_indices.size)].get(mode="fill", fill_value=0)
     weights = move_there(weights[:, None])
     experts = group_of_rows(group_bounds(plan.group_sizes, placement.capacity), placement.capacity)
@@ -206,37 +206,45 @@ def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.A
     return jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < last[expert], gather_indices, -1)
 
 
-class Target(NamedTuple):
-    """The array that rows are moved into: `num_rows` rows on each device of a mesh axis, allocated as `how` says."""
+class Way(NamedTuple):
+    """The arrays between which rows are moved: on each device of a mesh axis `num_rows` rows, and `num_rows_there`.
+
+    Attributes:
+      how: how the array that rows are moved into is allocated.
+    """
 
     axis: str
     num_rows: int
+    num_rows_there: int
     how: How
+
+    @property
+    def back(self) -> "Way":
+        """The way from there to here."""
+        return self._replace(num_rows=self.num_rows_there, num_rows_there=self.num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def move(target: Target, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Rows [any, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
+def move(way: Way, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
+    """Rows [M, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
 
     XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
     each run with one block of 128 threads, so that a few long runs would be slow (`_RUNS`).
     """
-    out = BUFFER(target.how, Buffer(there.recv_sizes), shape=(target.num_rows, rows.shape[1]), dtype=rows.dtype)
+    out = BUFFER(way.how, Buffer(there.recv_sizes), shape=(way.num_rows_there, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
     arrays = [vary_over(axes, array) for array in (rows, out, *there)]
     return jax.lax.platform_dependent(
         *arrays,
-        cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=target.axis),
-        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=target.axis),
+        cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=way.axis),
+        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=way.axis),
     )
 
 
 move.defvjp(
-    lambda target, rows, there, back: (move(target, rows, there, back), (rows.shape[0], there, back)),
-    lambda target, residuals, dy: (
-        move(target._replace(num_rows=residuals[0]), dy, residuals[2], residuals[1]), None, None,
-    ),
-)  # fmt: skip
+    lambda way, rows, there, back: (move(way, rows, there, back), (there, back)),
+    lambda way, moves, dy: (move(way.back, dy, moves[1], moves[0]), None, None),
+)
 
 
 def _ragged_all_to_all_by_gather(
@@ -260,9 +268,9 @@ def _ragged_all_to_all_by_gather(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def take_tokens(how: How, topk: int, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """rows[i] = tokens[positions[i] // topk], zero for -1: [M, H] of [T, H], for different positions t * k + j."""
-    return COMBINE(how, Combine(tokens, positions // topk), topk=1)
+def take_tokens(how: How, shape: tuple[int, int], tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """rows[i] = tokens[positions[i] // k], zero for -1: [M, H] of [T, H], for shape (T, k) and different positions."""
+    return COMBINE(how, Combine(tokens, positions // shape[1]), topk=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -274,10 +282,10 @@ def sum_choices(how: How, shape: tuple[int, int], rows: jax.Array, positions: ja
 
 # Each is the other's transpose. Derived by JAX they would scatter and add rows, which is slow on a GPU.
 take_tokens.defvjp(
-    lambda how, topk, tokens, positions: (take_tokens(how, topk, tokens, positions), (tokens.shape[0], positions)),
-    lambda how, topk, residuals, dy: (sum_choices(how, (residuals[0], topk), dy, residuals[1]), None),
+    lambda how, shape, tokens, positions: (take_tokens(how, shape, tokens, positions), positions),
+    lambda how, shape, positions, dy: (sum_choices(how, shape, dy, positions), None),
 )
 sum_choices.defvjp(
     lambda how, shape, rows, positions: (sum_choices(how, shape, rows, positions), positions),
-    lambda how, shape, positions, dy: (take_tokens(how, shape[1], dy, positions), None),
+    lambda how, shape, positions, dy: (take_tokens(how, shape, dy, positions), None),
 )

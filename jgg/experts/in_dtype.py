@@ -10,6 +10,7 @@ from jgg.core.quantized import WeightForms
 from jgg.core.schedule import between_groups
 from jgg.experts.mlp import Mlp, Operands
 from jgg.launching.choice import is_plain_jax
+from jgg.primitives.barrier import barrier
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, Activated, ActivationGradients
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
@@ -40,12 +41,12 @@ class InDtype(Mlp):
 
         The barrier keeps XLA from computing them once for both passes.
         """
-        forms, dy = jax.lax.optimization_barrier(((kept.quantized_gate_up, kept.quantized_down), dy))
-        gate_up, down = (each and each.straight.dequantize(kept.x.dtype) for each in forms)
-        operands = kept._replace(
-            w_gate_up=kept.w_gate_up if gate_up is None else gate_up, w_down=kept.w_down if down is None else down
-        )  # fmt: skip
-        return operands, dy
+        gate_up, down, dy = barrier((kept.quantized_gate_up, kept.quantized_down, dy))
+
+        def dense(w: jax.Array, forms: WeightForms | None) -> jax.Array:
+            return w if forms is None or forms.straight is None else forms.straight.dequantize(kept.x.dtype)
+
+        return kept._replace(w_gate_up=dense(kept.w_gate_up, gate_up), w_down=dense(kept.w_down, down)), dy
 
     def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2 * I], in expert order."""

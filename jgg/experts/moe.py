@@ -1,6 +1,5 @@
 """The expert MLP of a mixture-of-experts layer: one custom_vjp that keeps x and the pre-activation."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from jgg.experts.mlp import Mlp, Operands, problems
 from jgg.fp8 import Fp8
 from jgg.launching.choice import how_of
 from jgg.low_rank import LowRank
+from jgg.primitives.barrier import barrier
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dw import DW, Dw
@@ -156,16 +156,6 @@ def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     return mlp.down(operands, hidden, low_rank.term_of_down(mlp, operands, hidden))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """Which of the large gradients are asked for; XLA could not drop the others' products, as barriers use them."""
-
-    x: bool
-    w_gate_up: bool
-    w_down: bool
-
-
 class _KeptRows(NamedTuple):
     """The rows [M, r] of the terms of low rank; None where there is no term."""
 
@@ -173,9 +163,8 @@ class _KeptRows(NamedTuple):
     down: jax.Array | None
 
 
-def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, Any, _KeptRows, _Trained]]:
-    trained = _Trained(*(getattr(primals, field.name).perturbed for field in dataclasses.fields(_Trained)))
-    operands = mlp.prepared(jax.tree.map(lambda primal: primal.value, primals), keeps=True)
+def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any, _KeptRows]]:
+    operands = mlp.prepared(operands, keeps=True)
     term_up = low_rank.term_of_up(mlp, operands)
     activated = mlp.up(operands, keeps=True, term=term_up)
     term_down = low_rank.term_of_down(mlp, operands, activated.hidden)
@@ -184,34 +173,30 @@ def _forward(mlp: Mlp, primals: Operands) -> tuple[jax.Array, tuple[Operands, An
     kept, rows = jax.tree.map(
         lambda array: checkpoint_name(array, mlp.names.pre_activation), (activated.kept, rows)
     )  # fmt: skip
-    return y, (mlp.kept_for_backward(operands), kept, rows, trained)
+    return y, (mlp.kept_for_backward(operands), kept, rows)
 
 
 def _down_backward(
-    mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array, trained: bool
-) -> tuple[jax.Array | Any, jax.Array | None, jax.Array | float]:
-    """dw_down if `trained`, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
+    mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array | float]:
+    """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
     gather_indices, b_down, bounds = operands.gather_indices, operands.b_down, mlp.bounds(operands.group_sizes)
-    # rows of dy are copied when z is no longer needed
-    hidden, dy = jax.lax.optimization_barrier((hidden if trained else None, dy))
-    dw_down = None
+    hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        if trained:
-            dw_down = DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down)
-        return dw_down, None, 0.0
+        return DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down), None, 0.0
     weights = mlp.row_weights(operands)
     dy_rows = dy
     if gather_indices is not None:
         dy_rows = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.of_up, gather_indices)), topk=1)
-    if trained:
-        dw_down = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
+    dw_down = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
     db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
     return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.of_down, dy_rows, b_down, bounds, None)
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows, _Trained], dy: jax.Array) -> tuple[Operands]:
-    operands, kept, rows, trained = residuals
+def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows], dy: jax.Array) -> tuple[Operands]:
+    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
+    operands, kept, rows = residuals
     operands, dy = mlp.restored(operands, dy)
     x, b_gate_up, topk_weights, gather_indices = (
         operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
@@ -222,22 +207,16 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows, _Trained], dy
     term_z = low_rank.term_of_z(mlp, operands, dy)
     gradients = mlp.activation_backward(operands, kept, dy, term_z)
     d_low_rank_down = low_rank.gradients_of_down(mlp, operands, rows.down, term_z, gradients.hidden, dy)
-    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy, trained.w_down)
+    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy)
     d_weights = gradients.row_sums + sums
-    dx: jax.Array | Any = None
-    dw_gate_up: jax.Array | Any = None
-    db_gate_up = None
     # runs one product after the other, the largest last, when memory that only the others need is free again
-    rows_of_dx, d_pre_activation, dw_down = jax.lax.optimization_barrier(
-        (gradients.rows_of_dx if trained.x else None, gradients.d_pre_activation, dw_down)
-    )
+    rows_of_dx, d_pre_activation, dw_down = barrier((gradients.rows_of_dx, gradients.d_pre_activation, dw_down))
     term_dx = low_rank.term_of_dx(mlp, operands, d_pre_activation)
     d_low_rank_gate_up = low_rank.gradients_of_gate_up(mlp, operands, rows.up, term_dx, d_pre_activation)
-    if trained.x:
-        dx = mlp.dx(operands, rows_of_dx, term_dx)
-    d_pre_activation, dx, x = jax.lax.optimization_barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    if trained.w_gate_up:
-        dw_gate_up = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
+    dx = mlp.dx(operands, rows_of_dx, term_dx)
+    d_pre_activation, dx, x = barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
+    dw_gate_up = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
+    db_gate_up = None
     if b_gate_up is not None:
         db_gate_up = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
         db_gate_up = db_gate_up.astype(b_gate_up.dtype)
@@ -255,7 +234,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows, _Trained], dy
     )  # fmt: skip
 
 
-_mlp.defvjp(_forward, _backward, symbolic_zeros=True)
+_mlp.defvjp(_forward, _backward)
 
 
 def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:

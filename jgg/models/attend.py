@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
 ) -> jax.Array:  # fmt: skip
     """Attends by a mask [B, queries, keys], or causally without one."""
-    run = functools.partial(_dot_product_attention, mask=mask, scale=scale)
+    run = functools.partial(_run, mask=mask, scale=scale)
     return run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
 
 
@@ -106,16 +107,23 @@ def _with_sinks(
     return run(jnp.pad(q, ((0, 0), (_SINK_KEYS, 0), (0, 0), (0, 0))), k, v)[:, _SINK_KEYS:, :, :-_SINK_FEATURES]
 
 
-def _dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, scale: float
-) -> jax.Array:  # fmt: skip
+def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, scale: float) -> jax.Array:
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (k.shape[1] - mask.shape[2], 0)), constant_values=True)[:, None]
     # cuDNN's masks need even lengths
-    fits_cudnn = q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
+    fits_cudnn = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
     fits_cudnn &= mask is None or q.shape[1] % 2 == k.shape[1] % 2 == 0
     is_flash = fits_cudnn and jax.default_backend() == "gpu"
-    with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation="cudnn" if is_flash else None
-        )
+    implementation = "cudnn" if is_flash else None
+    return dot_product_attention(
+        q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation
+    )  # fmt: skip
+
+
+def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float32 for float16 where there is no GPU: JAX's product is for GPUs alone."""
+    dtype = q.dtype
+    if dtype == jnp.float16 and jax.default_backend() != "gpu":
+        q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
+    with jax.numpy_dtype_promotion("standard"):  # it promotes bfloat16 to float32
+        return jax.nn.dot_product_attention(q, k, v, **options).astype(dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models.attend import attend
+from jgg.models.attend import attend, dot_product_attention
 from jgg.models.config import ModelConfig
 from jgg.models.parts import Options, linear, norm, set_params
 from jgg.models.rotary import rotate
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where tokens and a layer are.
+    """Where tokens and a layer are, and which tokens count.
 
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
@@ -46,6 +46,9 @@ class Place(NamedTuple):
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
+      mask: bool [B, S], the tokens that count in the routers' losses; None for all. Attention does not look at it.
+      lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
+        NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
     """
 
     positions: jax.Array
@@ -54,6 +57,8 @@ class Place(NamedTuple):
     window: int | None
     is_local: jax.Array | None
     segments: jax.Array | None = None
+    mask: jax.Array | None = None
+    lengths: jax.Array | None = None
 
 
 class Attention(nnx.Module):
@@ -72,6 +77,9 @@ class Attention(nnx.Module):
         """
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
+        if place.lengths is not None:
+            is_token = (jnp.arange(x.shape[1])[None] < place.lengths[:, None])[..., None, None]
+            k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
         if cache is not None and x.shape[1] == 1:
@@ -81,7 +89,8 @@ class Attention(nnx.Module):
                 q, k, v, scale=self.config.attention_scale, window=place.window, is_local=place.is_local,
                 segments=place.segments, sinks=self.sinks[...] if self.config.use_sinks else None,
             )  # fmt: skip
-        return linear(self, attended.reshape(*x.shape[:2], -1), "o", self.options.lora), cache
+        attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
+        return linear(self, attended, "o", self.options.lora), cache
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values [B, S, heads, D]."""
@@ -91,7 +100,7 @@ class Attention(nnx.Module):
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
         if config.clip_qkv is not None:
             y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
-        y = y.reshape(*y.shape[:-1], -1, config.head_features)
+        y = y.reshape(*y.shape[:-1], y.shape[-1] // config.head_features, config.head_features)
         if has_norm and config.qk_norm == "head":
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
         return y
@@ -110,5 +119,4 @@ class Attention(nnx.Module):
             sinks = self.sinks[...].astype(jnp.float32)[None, :, None, None]
             bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
             mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
-        with jax.numpy_dtype_promotion("standard"):  # dot_product_attention promotes bfloat16 to float32
-            return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=self.config.attention_scale)
+        return dot_product_attention(q, k, v, bias=bias, mask=mask, scale=self.config.attention_scale)

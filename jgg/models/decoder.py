@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
-from jgg.core.arguments import as_array, check, check_instance, check_integers, check_rank
+from jgg.core.arguments import check_instance
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
@@ -19,6 +19,8 @@ from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
+from jgg.models.tokens import as_segments, as_tokens, check_shape, embedded, runs_of
+from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
 # what remat="names" keeps for the backward pass: jgg names all but the last
@@ -43,10 +45,12 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
-        config, mlp = self.config, getattr(self, "mlp", None) or self.moe
+        config = self.config
         attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
         x = checkpoint_name(x + attended * config.residual_scale, "attention")
-        return x + mlp(norm(x, self.mlp_norm, config.norm_epsilon)) * config.residual_scale, cache
+        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
+        y = self.moe(normalized, mask=place.mask) if hasattr(self, "moe") else self.mlp(normalized)
+        return x + y * config.residual_scale, cache
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""
@@ -88,7 +92,7 @@ class Decoder(nnx.Module):
     Args:
       config: what to build, from `jgg.models.model_config`.
       dtype: dtype of the computation: float32, bfloat16 or float16. Norms and routers compute in float32.
-      param_dtype: dtype of the parameters.
+      param_dtype: dtype of the parameters, one of the same.
       remat: what the backward pass computes again: "none"; "names", all of a layer but what jgg names, x and the
         pre-activation of the experts, and what follows attention; or "all", each layer but its x.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
@@ -99,7 +103,7 @@ class Decoder(nnx.Module):
         the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers,
         "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router", by default all but the last three.
         Matrices with adapters in layers with experts get no gradient.
-      lora_param_dtype: dtype of the adapters and of their gradients. Products round them to `dtype`.
+      lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
@@ -121,6 +125,7 @@ class Decoder(nnx.Module):
         sharding: MoESharding | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
+        check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         options = Options.checked(
             dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat, unroll=unroll,
             quantization=quantization, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets,
@@ -136,8 +141,13 @@ class Decoder(nnx.Module):
             shapes["w_head"] = (config.features, config.vocabulary)
         set_params(self, shapes, config.init_scale, options, rngs)
 
-    def __call__(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
-        """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S].
+    def __call__(
+        self, tokens: ArrayLike, segments: ArrayLike | None = None, *, mask: ArrayLike | None = None
+    ) -> jax.Array:  # fmt: skip
+        """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
+
+        Other ids raise ValueError where their values are known. A traced program has none to check: there, the logits
+        of such a token and of those that attend to it are NaN, and those of others in its row may be.
 
         With a sharding, B must be a multiple of the number of devices that split sequences.
 
@@ -153,10 +163,15 @@ class Decoder(nnx.Module):
         Args:
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
+          mask: bool or number [B, S], False or 0 for tokens that do not count in the routers' losses, such as padding;
+            by default all count. The logits do not depend on it, and "group_sizes" has the rows of all tokens.
         """
-        return self.logits(self._features(as_tokens("tokens", tokens), segments))
+        return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments, mask))
 
-    def losses(self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None) -> jax.Array:
+    def losses(
+        self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None, *,
+        mask: ArrayLike | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
         The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
@@ -164,37 +179,45 @@ class Decoder(nnx.Module):
         again for their gradient. A mean over all of them is the loss of a language model. Sows what a call sows.
 
         Args:
-          tokens, segments: as in a call.
-          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`.
+          tokens, segments, mask: as in a call. The losses of targets do not depend on the mask.
+          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, also the -100 of
+            PyTorch, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them any id,
+            and their losses the weight 0.
         """
-        tokens, targets = as_tokens("tokens", tokens), as_tokens("targets", targets)
-        _check_shape("targets", targets, tokens)
-        x = self._features(tokens, segments)
-        targets = targets.astype(jnp.int32)
+        vocabulary = self.config.vocabulary
+        tokens, targets = as_tokens("tokens", tokens, vocabulary), as_tokens("targets", targets, vocabulary)
+        check_shape("targets", targets, tokens)
+        x = self._features(tokens, segments, mask)
         return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
 
-    def _features(self, tokens: jax.Array, segments: ArrayLike | None) -> jax.Array:
+    def _features(self, tokens: jax.Array, segments: ArrayLike | None, mask: ArrayLike | None) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
+        mask = as_mask(mask, "[B, S]", tokens.shape)
         if segments is None:
-            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None])[0]
-        segments = as_tokens("segments", segments)
-        _check_shape("segments", segments, tokens)
-        runs, positions = _runs(segments)
-        return self.run_layers(tokens, positions, segments=runs)[0]
+            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None], mask=mask)[0]
+        segments = as_segments("segments", segments)
+        check_shape("segments", segments, tokens)
+        runs, positions = runs_of(segments)
+        return self.run_layers(tokens, positions, segments=runs, mask=mask)[0]
 
     def run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, segments: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:
-        """The last layer's normalized features [B, S, H] of tokens [B, S] at positions [B, S], and the cache."""
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, *, segments: jax.Array | None = None,
+        mask: jax.Array | None = None, lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        """The last layer's normalized features [B, S, H] of tokens [B, S], and the cache.
+
+        Args:
+          positions, segments, mask, lengths: as in `Place`.
+        """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
-        x = split_batch(table[split_batch(tokens, sharding)] * config.embedding_scale, sharding)
+        x = split_batch(embedded(table, split_batch(tokens, sharding)) * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
+        place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
         if self.dense_layers is not None:
-            x, cache, _ = run(self.dense_layers, x, cache, first=0)
-        x, cache, sown = run(self.layers, x, cache, first=config.num_dense_layers)
+            x, cache, _ = self._scan(self.dense_layers, x, cache, place, first=0)
+        x, cache, sown = self._scan(self.layers, x, cache, place, first=config.num_dense_layers)
         for name, value in sown.items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)
         return norm(x, self.norm, config.norm_epsilon), cache
@@ -223,8 +246,7 @@ class Decoder(nnx.Module):
                 nnx.update(layers, split(merged, self.options.sharding))
 
     def _scan(
-        self, layers: Layer, x: jax.Array, cache: Cache | None, *, first: int, positions: jax.Array,
-        rotation: tuple[jax.Array, jax.Array], segments: jax.Array | None,
+        self, layers: Layer, x: jax.Array, cache: Cache | None, place: Callable[..., Place], *, first: int
     ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
@@ -240,8 +262,8 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
             if decodes and hasattr(layer, "moe"):
                 layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
-            place = Place(positions, rotation, number, window, is_local, segments)
-            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], place, carry[1])
+            own_place = place(layer=number, window=window, is_local=is_local)
+            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], own_place, carry[1])
             return (split_batch(x, options.sharding), cache), {
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
             }
@@ -280,24 +302,3 @@ def _stacked(
         return stacked(keys)
     graphdef, _ = nnx.split(nnx.eval_shape(stacked, keys))
     return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
-
-
-def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each token the number of its run of equal segments, and its position in the run: int32 [B, S]."""
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
-    return jnp.cumsum(is_first, axis=1, dtype=jnp.int32), columns - first
-
-
-def _check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:
-    shape = list(tokens.shape)
-    check(list(array.shape) == shape, f"{name} must be [B, S], {shape}, got {list(array.shape)}.")
-
-
-def as_tokens(name: str, tokens: ArrayLike) -> jax.Array:
-    """The tokens as an integer array [B, S]; raises if they are none."""
-    tokens = as_array(name, tokens)
-    check_integers(name, tokens)
-    check_rank(name, tokens, "[B, S]")
-    return tokens

@@ -40,7 +40,8 @@ def losses_of(
     Args:
       x: [B, S, H], split over devices along B as sequences are.
       w: [H, V], in the dtype of x, whole on each device.
-      targets: int32 [B, S].
+      targets: int32 [B, S]; the loss of one that is not from 0 to V - 1 is NaN, and so is its gradient unless it has
+        the weight 0.
       scale: factor of the logits.
       sharding: how devices split sequences, or None.
     """
@@ -65,7 +66,8 @@ def _losses_fwd(
         x, targets = part
         logits = logits_of(x, w) * scale
         log_sum = jax.nn.logsumexp(logits, axis=-1)
-        return log_sum - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], log_sum
+        targets = jnp.where(targets < 0, w.shape[1], targets)  # else JAX would count from the last logit
+        return log_sum - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0], log_sum
 
     num_parts = _num_parts(x, w)
     losses, log_sums = jax.lax.map(of_part, (_parts(x, num_parts), _parts(targets, num_parts)))
@@ -81,6 +83,8 @@ def _losses_bwd(
     def of_part(dw: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x, targets, log_sums, d_losses = part
         probabilities = jnp.exp(logits_of(x, w) * scale - log_sums[..., None])
+        is_known = (targets >= 0) & (targets < w.shape[1])
+        d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)
         is_target = targets[..., None] == jnp.arange(w.shape[1], dtype=jnp.int32)[None, None]
         d_logits = ((probabilities - is_target.astype(jnp.float32)) * (d_losses * scale)[..., None]).astype(x.dtype)
         own = jnp.einsum("bsh,bsv->hv", x, d_logits, preferred_element_type=jnp.float32)
@@ -97,7 +101,7 @@ _losses.defvjp(_losses_fwd, _losses_bwd)
 
 def _num_parts(x: jax.Array, w: jax.Array) -> int:
     batch, length, _ = x.shape
-    least = math.ceil(batch * length * w.shape[1] * 4 / _LOGITS_BYTES)
+    least = max(1, math.ceil(batch * length * w.shape[1] * 4 / _LOGITS_BYTES))
     return max(1, min(length, 1 << (least - 1).bit_length()))  # a power of two divides most lengths
 
 
@@ -112,4 +116,4 @@ def _parts(array: jax.Array, num_parts: int) -> jax.Array:
 def _whole(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The array of this shape that `_parts` divided."""
     batch, length, *features = shape
-    return jnp.moveaxis(parts, 0, 1).reshape(batch, -1, *features)[:, :length]
+    return jnp.moveaxis(parts, 0, 1).reshape(batch, parts.shape[0] * parts.shape[2], *features)[:, :length]

@@ -52,8 +52,8 @@ class Options:
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
-        dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype)
-        lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype)
+        dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
+        lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, ALL_TARGETS)
         return cls(
             dtype, param_dtype, lora_param_dtype, remat, as_int("unroll", unroll, 1), quantization, lora,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jgg.core.arguments import as_array, check_integers, check_one_of, check_reals
+from jgg.core.arguments import as_array, check, check_integers, check_one_of, check_reals
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How
@@ -46,11 +46,16 @@ def load_balancing_loss(
             f"topk_indices must be [T, k] with T equal to logits's {num_tokens} and k at least 1, "
             f"got {list(topk_indices.shape)}."
         )
-    counts = _counts(mask, num_tokens)
+    counts = as_mask(mask, "[T]", (num_tokens,))
+    rows = counted_rows(topk_indices, counts, num_experts, How(None, current_target()))
+    return compute_load_balancing_loss(logits, rows, counts, topk_indices.shape[1], score, axis_name)
+
+
+def counted_rows(topk_indices: jax.Array, counts: jax.Array | None, num_experts: int, how: How) -> jax.Array:
+    """Rows of each expert, int32 [E], from tokens that count: topk_indices [T, k]; counts: bool [T], None for all."""
     # the rows of tokens left out go past every group
     experts = topk_indices if counts is None else jnp.where(counts[:, None], saturated_int32(topk_indices), -1)
-    rows, _ = compute_order(experts, num_experts, How(None, current_target()))
-    return compute_load_balancing_loss(logits, rows, counts, topk_indices.shape[1], score, axis_name)
+    return compute_order(experts, num_experts, how)[0]
 
 
 def compute_load_balancing_loss(
@@ -85,7 +90,7 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
     Source: Zoph et al., ST-MoE: Designing Stable and Transferable Sparse Expert Models, 2022, equation 5.
     """
     logits = as_logits(logits)
-    return compute_router_z_loss(logits, _counts(mask, logits.shape[0]), axis_name)
+    return compute_router_z_loss(logits, as_mask(mask, "[T]", logits.shape[:1]), axis_name)
 
 
 def compute_router_z_loss(logits: jax.Array, counts: jax.Array | None, axis_name: Hashable) -> jax.Array:
@@ -138,14 +143,13 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
     return is_below.astype(jnp.int32) - (counts > mean).astype(jnp.int32)
 
 
-def _counts(mask: ArrayLike | None, num_tokens: int) -> jax.Array | None:
-    """The tokens that count by a mask, bool [T]; None without a mask. Raises unless the mask is [T] of numbers."""
+def as_mask(mask: ArrayLike | None, axes: str, shape: tuple[int, ...]) -> jax.Array | None:
+    """The tokens that count by a mask, as bools; None without one. Raises unless it has this shape, named `axes`."""
     if mask is None:
         return None
     mask = as_array("mask", mask)
     check_reals("mask", mask)
-    if mask.shape != (num_tokens,):
-        raise ValueError(f"mask must be [T] with T equal to logits's {num_tokens}, got {list(mask.shape)}.")
+    check(mask.shape == shape, f"mask must be {axes} = {list(shape)}, got {list(mask.shape)}.")
     return mask.astype(bool)
 
 

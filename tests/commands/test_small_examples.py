@@ -101,8 +101,8 @@ def test_generate(adapter, experts, main, tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
     arguments = ["--prompt", "t5 t6 t7", "--max-new-tokens", "5", "--experts", experts]
     printed = main("generate", [str(folder), *adapter, *arguments])
-    wanted = " ".join(f"t{token}" for token in new[: new.index(stop)])
-    assert printed.splitlines()[0] == "t5 t6 t7" + wanted
+    wanted = " ".join(f"t{token}" for token in [5, 6, 7, *new[: new.index(stop)]])
+    assert printed.splitlines()[0] == wanted
     assert "prefill: " in printed
 
 
@@ -130,7 +130,7 @@ def losses_by_step(printed):
 
 @pytest.mark.thorough
 def test_fine_tuning_goes_on_from_a_checkpoint_and_generates(main, tmp_path):
-    rows = [{"prompt": words(prompt), "completion": words(completion)} for prompt, completion in PAIRS]
+    rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
     shared = "--steps", 24, "--save-every", 12, "--checkpoints", tmp_path / "checkpoints"
     shared += "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 2e-2
 
@@ -147,7 +147,9 @@ def test_fine_tuning_goes_on_from_a_checkpoint_and_generates(main, tmp_path):
     prompt, completion = PAIRS[0]
     arguments = [str(tmp_path / "qwen3_moe"), str(tmp_path / "resumed"), "--prompt", words(prompt)]
     printed = main("generate", [*arguments, "--max-new-tokens", "8"])
-    assert printed.splitlines()[0] == words(prompt) + words(completion)  # and ended by token 1
+    assert printed.splitlines()[0] == words([*prompt, *completion])  # and ended by token 1
+    with pytest.raises(SystemExit, match=r"checkpoints has a run with seed 0, got 1"):
+        main("finetune", tuning_arguments("qwen3_moe", tmp_path, rows, *shared, "--output", "x", "--seed", 1))
 
 
 @pytest.mark.thorough
@@ -155,7 +157,7 @@ def test_fine_tuning_goes_on_from_a_checkpoint_and_generates(main, tmp_path):
     ("options", "sequences"), [(["--batch-size", 2], 2), (["--no-packing", "--batch-size", 2, "--accumulate", 2], 4)]
 )
 def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, sequences, main, tmp_path):
-    rows = [{"prompt": words(prompt), "completion": words(completion)} for prompt, completion in PAIRS]
+    rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
     rows.append({"text": words(range(30, 40))})
     options = [*options, "--steps", 1, "--sequence-length", 14, "--output", tmp_path / "adapter"]
     printed = main("finetune", tuning_arguments("gpt_oss", tmp_path, rows, *options))
@@ -173,7 +175,6 @@ def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(opti
 
 @pytest.mark.thorough
 def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
-    pytest.importorskip("jinja2", reason="chat templates need jinja2")
     messages = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6 t7"}]
     options = "--experts", "fp8", "--targets", "w_q", "w_down", "--steps", 8, "--learning-rate", 2e-2
     options += "--sequence-length", 16, "--batch-size", 1, "--output", tmp_path / "adapter"
@@ -182,7 +183,7 @@ def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
         "{{ bos_token }}{% for message in messages %} {{ 't2' if message.role == 'user' else 't3' }} "
         "{{ message.content }} t1{% endfor %}{% if add_generation_prompt %} t3 {% endif %}"
     )
-    settings = {"chat_template": template, "bos_token": {"content": "t4"}}
+    settings = {"chat_template": template, "bos_token": "t4"}
     (tmp_path / "glm4_moe" / "tokenizer_config.json").write_text(json.dumps(settings))
     losses = list(map(float, losses_by_step(main("finetune", arguments)).values()))
     assert losses[-1] < losses[0] / 2
@@ -196,13 +197,17 @@ def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
     assert first == 5
 
 
-def test_wrong_data_is_named(main, tmp_path):
-    arguments = tuning_arguments("qwen3_moe", tmp_path, [{"text": "t5 t6"}, {"prompt": "t5"}], "--output", "adapter")
-    with pytest.raises(SystemExit, match=r"data.jsonl:2 must have \"prompt\" and \"completion\", \"text\", or"):
-        main("finetune", arguments)
-    (tmp_path / "data.jsonl").write_text('{"text": "t5 t6"}\n{"text": ')
-    with pytest.raises(SystemExit, match=r"data.jsonl:2 must be a JSON object, got {\"text\":"):
-        main("finetune", arguments)
+@pytest.mark.thorough
+def test_a_loss_that_is_not_finite_ends_the_training(main, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_text("as it was")
+    rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
+    options = "--steps", 24, "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 1e38
+    options += "--checkpoints", tmp_path / "checkpoints", "--save-every", 1, "--output", tmp_path / "adapter"
+    with pytest.raises(SystemExit, match=r"step \d+: the loss or an adapter is nan, so nothing more is written"):
+        main("finetune", tuning_arguments("qwen3_moe", tmp_path, rows, *options))
+    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_model.safetensors"]
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "as it was"
 
 
 def test_flops_of_fine_tuning():

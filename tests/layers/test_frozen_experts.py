@@ -197,6 +197,25 @@ def test_errors_name_shapes_and_print_no_array():
         layer(X)
 
 
+def test_frozen_layers_beside_trained_ones():
+    """Layers of equal sizes share what JAX keeps of one; each gets its own gradients, in any order of programs."""
+    layers = nnx.List([make(seed) for seed in range(3)])
+    plain = nnx.List([make(seed, implementation="xla") for seed in range(3)])
+
+    def loss_of_all(layers, x):
+        for layer in layers:
+            x = x + layer(x)
+        return jnp.sum(jnp.square(x))
+
+    for trained, remat in (((0, 1, 2), False), ((0,), False), ((0, 1, 2), True)):
+        wrt = nnx.All(nnx.Param, nnx.Any(*map(nnx.PathContains, trained)))
+        loss = nnx.remat(loss_of_all) if remat else loss_of_all
+        got = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, wrt)))(layers, jnp.asarray(X))
+        want = nnx.jit(nnx.grad(loss_of_all, argnums=nnx.DiffState(0, wrt)))(plain, jnp.asarray(X))
+        assert {path[0] for path, _ in nnx.to_flat_state(want)} == set(trained)
+        assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-4)
+
+
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @RECIPES
 def test_frozen_experts_leave_no_dw_in_the_compiled_program(recipe, platform, keyed_by_names):

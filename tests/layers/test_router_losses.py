@@ -174,7 +174,7 @@ OTHER_ERRORS = {
     "mask": (
         lambda: router_z_loss(LOGITS, mask=jnp.ones((8, 4), bool)),
         ValueError,
-        "mask must be [T] with T equal to logits's 8, got [8, 4]",
+        "mask must be [T] = [8], got [8, 4]",
     ),
     "z-logits": (lambda: router_z_loss(CHOICES), TypeError, "logits must be a float array, got int32"),
     "update-sizes": (

@@ -5,9 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
+import jgg
 import jgg.linen
 import jgg.models
 import jgg.nnx
@@ -49,3 +51,25 @@ def test_what_is_sown_is_what_the_docstring_says(sown_in):
         for name, dtype, shape in listed
     }
     assert said == {name: (value.dtype.name, str(list(value.shape))) for name, (value,) in sown.items()}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_layer_s_losses_are_those_of_the_tokens_that_count(given):
+    layer, mask = jgg.nnx.MoE(8, 16, num_experts=4, topk=2, rngs=nnx.Rngs(0)), np.arange(15).reshape(3, 5) % 4 > 0
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    topk_indices = jnp.broadcast_to(jnp.array([2, 3]), (3, 5, 2)) if given else None
+    y, sown = nnx.capture(layer, nnx.Intermediate)(jnp.where(mask[..., None], x, jnp.nan), topk_indices, mask=mask)
+    logits = jgg.router_logits(x[mask], layer.w_router[...])
+    np.testing.assert_allclose(
+        sown["load_balancing_loss"][0],
+        jgg.load_balancing_loss(logits, sown["topk_indices"][0][mask]), rtol=1e-6,
+    )  # fmt: skip
+    np.testing.assert_allclose(sown["router_z_loss"][0], jgg.router_z_loss(logits), rtol=1e-6)
+    np.testing.assert_array_equal(y[mask], layer(x, topk_indices)[mask])  # the masked ones are computed as others
+    assert sown["group_sizes"][0].sum() == 30
+
+
+def test_a_mask_of_another_shape_is_named():
+    layer = jgg.linen.MoE(16, num_experts=4, topk=2)
+    with pytest.raises(ValueError, match=re.escape("mask must be [...] = [3, 5], got [15]")):
+        layer.init(jax.random.key(0), X, mask=jnp.ones(15))

@@ -72,6 +72,10 @@ def test_values_and_gradients_are_those_of_the_definition(name):
     check(name, jnp.float32, 1e-5)
 
 
+def test_float16_on_a_cpu():
+    check("all", jnp.float16, 0.005)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bfloat16_on_a_gpu(name):

@@ -142,6 +142,11 @@ def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):
     assert "Loading layers" in err
 
 
+def test_a_decoder_needs_rngs():
+    with pytest.raises(TypeError, match=r"rngs must be an nnx\.Rngs, got None"):
+        jgg.models.Decoder(jgg.models.model_config(config_of("qwen3_moe")), rngs=None)
+
+
 def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
     config = config_of("qwen3_moe") | {"num_hidden_layers": 8, "num_local_experts": 16, "moe_intermediate_size": 128}
     model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -158,6 +163,14 @@ def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
 WRONG_ARGUMENTS = {
     "experts must be 'dense', 'as stored' or a jgg.Fp8, got 'fp8'": (ValueError, {"experts": "fp8"}),
     "dtype must be one of float32, float16, bfloat16, got float64": (TypeError, {"dtype": "float64"}),
+    "param_dtype must be one of float32, float16, bfloat16, got float8_e4m3fn": (
+        TypeError,
+        {"param_dtype": jnp.float8_e4m3fn},
+    ),
+    "lora_param_dtype must be one of float32, float16, bfloat16, got float64": (
+        TypeError,
+        {"lora_rank": 2, "lora_param_dtype": "float64"},
+    ),
     "remat must be one of ": (ValueError, {"remat": "some"}),
     "unroll must be ": (ValueError, {"unroll": 0}),
     "lora_rank must be None or a positive int, got 0": (ValueError, {"lora_rank": 0}),

@@ -46,7 +46,7 @@ def test_a_stop_token_ends_its_sequence_and_repeats():
     greedy = expected["greedy"]
     stop = int(greedy[1, 2])
     model = loaded("qwen3_moe")
-    got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, stop_tokens=(stop, 64))
+    got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, stop_tokens=(stop, 64, 2**40, -1))
     wanted = greedy.copy()
     for row in wanted:
         ends = np.flatnonzero(row == stop)
@@ -75,16 +75,82 @@ def test_draws_follow_the_temperature_and_top_p():
     assert len(set(np.asarray(draw(key=jax.random.key(1)))[:, 0]) - set(kept)) > 3
 
 
+def test_the_coldest_and_the_narrowest_draws_are_greedy():
+    expected, model = reference("qwen3_moe"), loaded("qwen3_moe")
+    for temperature, top_p in ((1e-38, 1.0), (1e-60, 0.9), (1.0, 1e-50)):  # float32 has zero for them, or nearly so
+        options = {"temperature": temperature, "top_p": top_p, "key": jax.random.key(0)}
+        got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, **options)
+        np.testing.assert_array_equal(got, expected["greedy"])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_a_nan_in_padding_reaches_no_token(family):
+    expected, model = reference(family), loaded(family)
+    is_read = np.arange(9) < LENGTHS[:, None]
+    unused = np.setdiff1d(np.arange(64), [*expected["prompts"][is_read], *np.ravel(expected["greedy"])])[0]
+    model.w_embedding[...] = model.w_embedding[...].at[unused].set(jnp.nan)
+    prompts = np.where(is_read, expected["prompts"], unused)
+    got = jgg.models.generate(model, prompts, 6, lengths=LENGTHS)
+    np.testing.assert_array_equal(got, expected["greedy"])
+
+
+def test_ids_that_the_vocabulary_lacks_give_minus_one_in_a_traced_program():
+    expected, model = reference("qwen3_moe"), loaded("qwen3_moe")
+    prompts = jnp.asarray(expected["prompts"], jnp.int16).at[1, 3].set(64).at[0, 1:].set(-1)  # -1: padding, not read
+
+    @jax.jit
+    def run(prompts, lengths):
+        return jgg.models.generate(model, prompts, 6, lengths=lengths)
+
+    wanted = expected["greedy"].copy()
+    wanted[1] = -1
+    np.testing.assert_array_equal(run(prompts, jnp.asarray([-5, 5, 99])), wanted)  # clipped to 1, 5 and 9
+    np.testing.assert_array_equal(run(prompts.at[1, 3].set(-1), jnp.asarray(LENGTHS)), wanted)
+
+
+@pytest.mark.thorough
+def test_vmap_draws_with_a_key_of_each_prompt():
+    prompts, keys = jnp.asarray(reference("qwen3_moe")["prompts"])[:, None], jax.random.split(jax.random.key(3), 3)
+    draw = functools.partial(jgg.models.generate, loaded("qwen3_moe"), max_new_tokens=6, temperature=1.5, top_p=0.9)
+    got = jax.vmap(lambda prompt, length, key: draw(prompt, lengths=length, key=key))(prompts, LENGTHS[:, None], keys)
+    each = [draw(prompt, lengths=[length], key=key) for prompt, length, key in zip(prompts, LENGTHS, keys, strict=True)]
+    np.testing.assert_array_equal(got, each)
+
+
+def test_no_prompts_give_no_tokens():
+    assert jgg.models.generate(loaded("qwen3_moe"), np.zeros((0, 3), int), 6).shape == (0, 6)
+
+
+IDS = "tokens must be ids from 0 to 63, the last of the model's vocabulary, got"
 WRONG = {
     "max_new_tokens must be a positive int, got 0": (ValueError, {"max_new_tokens": 0}),
     "tokens must be [B, S], 2-dimensional, got [3]": (ValueError, {"tokens": [1, 2, 3]}),
     "tokens must be [B, S] with S at least 1, got [2, 0]": (ValueError, {"tokens": np.zeros((2, 0), int)}),
     "tokens must be an integer array": (TypeError, {"tokens": [[1.0, 2.0]]}),
+    "tokens must be [B, S] with S at least 1, got [1, 0]": (ValueError, {"tokens": [[]]}),
+    "tokens must be an array, got rows of unequal lengths in a list": (TypeError, {"tokens": [[1, 2], [3]]}),
+    f"{IDS} 64 at [0, 1]": (ValueError, {"tokens": jnp.array([[1, 64, 2]])}),
+    f"{IDS} -100 at [1, 0]": (ValueError, {"tokens": [[1, -100], [-100, 2]], "lengths": [1, 2]}),
+    f"{IDS} 4294967301 at [0, 0]": (ValueError, {"tokens": np.array([[2**32 + 5]])}),
+    "max_new_tokens must be at most 2**31 - 1 - S, 2147483644, got 2147483645": (
+        ValueError,
+        {"max_new_tokens": 2**31 - 3},
+    ),
     "lengths must be [B], [1], got [2]": (ValueError, {"lengths": [1, 2]}),
     "lengths must be between 1 and the 3 columns of tokens, got [4]": (ValueError, {"lengths": [4]}),
+    "lengths must be between 1 and the 3 columns of tokens, got [4294967297]": (ValueError, {"lengths": [2**32 + 1]}),
     "temperature must be 0 or more, got -1.0": (ValueError, {"temperature": -1}),
+    "temperature must be a finite number, got 1000": (ValueError, {"temperature": 10**400}),
     "top_p must be more than 0 and at most 1, got 0.0": (ValueError, {"top_p": 0}),
     "key must be a random key with temperature 1.0, got None": (ValueError, {"temperature": 1.0}),
+    "key must be a random key, as jax.random.key returns it, got int": (TypeError, {"key": 0}),
+    "key must be a random key, as jax.random.key returns it, got float32 [2]": (TypeError, {"key": np.ones(2, "f4")}),
+    "key must be one random key, for all prompts, got keys [3]": (
+        ValueError,
+        {"key": jax.random.split(jax.random.key(0), 3)},
+    ),
+    "stop_tokens must be a collection of ints, got 5": (TypeError, {"stop_tokens": 5}),
+    "stop_tokens must be a collection of ints, got [5]": (TypeError, {"stop_tokens": [[5]]}),
     "model must be a jgg.models.Decoder, got": (TypeError, {"model": nnx.Module()}),
 }
 

@@ -1,9 +1,12 @@
 """Whole models give the logits that Hugging Face's transformers gives, and learn as it does."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgg.models
 from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
@@ -18,13 +21,36 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_bfloat16_gives_nearly_the_same_logits(family):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
+def test_16_bits_give_nearly_the_same_logits(family, dtype):
     expected = reference(family)
-    model = loaded(family, dtype=jnp.bfloat16)
+    model = loaded(family, dtype=dtype)
     logits = jax.jit(lambda model, tokens: model(tokens))(model, expected["tokens"])
     assert logits.dtype == jnp.float32
     error, size = (np.linalg.norm(array) for array in (logits - expected["logits"], expected["logits"]))
     assert error < 0.2 * size  # a token may go to another expert
+
+
+def test_ids_that_the_vocabulary_lacks_are_refused_or_give_nan_in_a_traced_program():
+    expected, model = reference("qwen3_moe"), loaded("qwen3_moe")
+    run = jax.jit(lambda model, tokens: model(tokens))
+    for unknown in (64, -1, -100, 2**31 - 1):
+        tokens = jnp.asarray(expected["tokens"], jnp.int32).at[1, 4].set(unknown)
+        message = f"tokens must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 4]."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(tokens)
+        logits = run(model, tokens)
+        np.testing.assert_allclose(logits[0], expected["logits"][0], rtol=0, atol=1e-4)
+        assert np.isnan(logits[1]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 13), pytest.param((2, 0), marks=pytest.mark.thorough)])
+def test_no_tokens_give_no_logits(shape):
+    model, tokens = loaded("gpt_oss"), np.zeros(shape, int)
+    assert jax.eval_shape(lambda: model(tokens, segments=tokens)).shape == (*shape, 64)
+    graphdef, state = nnx.split(model)
+    sum_of = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state).losses(tokens, tokens).sum()))
+    assert not any(np.any(gradient) for gradient in jax.tree.leaves(sum_of(state)))
 
 
 @pytest.mark.gpu

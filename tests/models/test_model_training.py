@@ -15,6 +15,7 @@ import jgg.hf
 import jgg.models
 from jgg.models import loss
 from jgg.nnx import Frozen
+from tests.support.closeness import assert_close
 from tests.support.digests import digest
 from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, reference
 
@@ -66,11 +67,16 @@ def test_steps_of_adamw_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("remat", ["names", "all"])
 @pytest.mark.parametrize("family", ["glm4_moe"])
-def test_rematerialization_changes_no_gradient(family, remat):
-    loss, gradients = loss_and_gradients(loaded(family, remat=remat), reference(family)["tokens"])
-    wanted = plain_gradients(family)
-    np.testing.assert_allclose(loss, wanted[0], rtol=1e-6)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), gradients, wanted[1])
+def test_frozen_experts_and_rematerialization_change_no_gradient(family, remat):
+    """Experts are frozen in the program before, from which the next one must take nothing but what is the same."""
+    tokens, wanted = reference(family)["tokens"], plain_gradients(family)
+    beside_experts = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("w_gate_up")))
+    for kind in [beside_experts] * (remat == "all") + [nnx.Param]:
+        loss, gradients = loss_and_gradients(loaded(family, remat=remat if kind is nnx.Param else "none"), tokens, kind)
+        np.testing.assert_allclose(loss, wanted[0], rtol=1e-6)
+        flat = dict(nnx.to_flat_state(wanted[1]))
+        for path, gradient in nnx.to_flat_state(gradients):
+            np.testing.assert_allclose(gradient[...], flat[path][...], rtol=0, atol=1e-5, err_msg=str(path))
 
 
 @pytest.mark.parametrize(("unroll", "remat"), [(2, "all"), (9, "none")])
@@ -117,6 +123,33 @@ def test_what_the_experts_sow_is_stacked_over_their_layers():
     assert values["topk_indices"].shape == (2, *tokens.shape, 2)
     np.testing.assert_array_equal(values["group_sizes"].sum(axis=1), 2 * tokens.size)
     assert "load_balancing_loss" not in vars(model)
+
+
+def losses_of_routers(model, tokens, targets, segments, mask=None):
+    """(the sum of all routers' losses, the losses of the targets), and the gradient of the sum."""
+    graphdef, state = nnx.split(model)
+
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        losses, sown = nnx.capture(model.losses, nnx.Intermediate)(tokens, targets, segments, mask=mask)
+        return sown["load_balancing_loss"][0].sum() + sown["router_z_loss"][0].sum(), losses
+
+    return jax.jit(jax.value_and_grad(run, has_aux=True))(state)
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.thorough)])
+def test_masked_tokens_count_in_no_loss_of_the_routers(remat):
+    model, tokens = loaded("glm4_moe", remat=remat), reference("glm4_moe")["tokens"]
+    # the second row has 4 tokens and 9 of padding, which are a segment of their own; a row has both without padding
+    segments, mask = np.array([[1] * 13, [1] * 4 + [0] * 9]), np.array([[1] * 13, [1] * 4 + [0] * 9])
+    packed = np.concatenate([tokens[0], tokens[1, :4]])[None]
+    of_packed = np.array([[1] * 13 + [2] * 4])
+    (got, losses), gradients = losses_of_routers(model, tokens, tokens, segments, mask)
+    (want, of_targets), wanted = losses_of_routers(model, packed, packed, of_packed)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(losses[mask > 0], of_targets[0], rtol=1e-4)
+    assert_close(gradients, wanted, 1e-4)
+    assert abs(losses_of_routers(model, tokens, tokens, segments)[0][0] - want) > 1e-2 * want
 
 
 def test_adapters_of_attention_and_experts_learn_and_merge(tmp_path):
@@ -177,6 +210,23 @@ def test_losses_by_parts_are_those_of_all_logits(family, num_parts, monkeypatch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
 
 
+def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 64))
+    targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)
+
+    @jax.jit
+    def run(targets, weights):
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, 1.0, None), x, w)
+        return pull_back(weights), losses
+
+    weights = is_known.astype(jnp.float32)
+    (gradients, losses), (want_gradients, want) = run(targets, weights), run(jnp.where(is_known, targets, 0), weights)
+    np.testing.assert_array_equal(losses, np.where(is_known, want, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)  # what has no weight has no part in them
+    dx, _ = run(targets, jnp.ones((2, 3)))[0]
+    np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
+
+
 def test_losses_never_have_all_logits():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
     graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -200,6 +250,12 @@ def test_wrong_targets_are_named():
         model.losses(tokens, np.zeros((2, 4), int))
     with pytest.raises(TypeError, match="targets must be an integer array"):
         model.losses(tokens, np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=re.escape("mask must be [B, S] = [2, 3], got [3]")):
+        model.losses(tokens, tokens, mask=np.ones(3))
+    for unknown in (-100, -1, 64):
+        message = f"targets must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 2]."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model.losses(tokens, [[0, 0, 0], [0, 0, unknown]])
 
 
 @pytest.mark.gpu

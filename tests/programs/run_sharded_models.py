@@ -145,6 +145,16 @@ def check_generation():
     np.testing.assert_array_equal(got, want)
 
 
+def check_mask():
+    """The routers' losses of the tokens that count, which devices have different numbers of."""
+    mask, losses = np.arange(7) < np.arange(8)[:, None], []
+    for sharding in (None, MoESharding(mesh(), **ALL)):
+        model = loaded("qwen3_moe", sharding=sharding)
+        _, sown = nnx.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask))(model)
+        losses.append([sown[name][0] for name in ("load_balancing_loss", "router_z_loss")])
+    assert_close(*losses, 1e-5, "the routers' losses")
+
+
 def check_what_is_kept():
     """The backward pass gathers parameters again: no device keeps one whole between the passes."""
     model = loaded("glm4_moe", sharding=MoESharding(mesh(), fsdp="a"))
@@ -167,7 +177,7 @@ def main():
     for name in CASES:
         check(name)
         print(name, flush=True)
-    for further in (check_folders, check_adapters, check_quantized, check_generation, check_what_is_kept):
+    for further in (check_folders, check_adapters, check_quantized, check_generation, check_mask, check_what_is_kept):
         further()
         print(further.__name__, flush=True)
     print("all right", flush=True)

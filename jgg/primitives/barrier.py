@@ -1,0 +1,68 @@
+"""A barrier, which orders computations, for values that may turn out to be unused: those are not computed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import partial_eval as pe
+
+_barrier = Primitive("jgg_barrier")
+_barrier.multiple_results = True
+
+
+def barrier[Values](values: Values) -> Values:
+    """Returns a pytree of arrays as it is; what uses a result is computed after all the arrays that are used.
+
+    It is `jax.lax.optimization_barrier`, except that an array whose result nothing uses is left out. With JAX's, each
+    operand is computed as soon as one result is used. So a rule for gradients may order the products of all gradients
+    without knowing which of them are asked for. It could not know: `custom_vjp` with `symbolic_zeros` tells the forward
+    rule, but JAX may call the backward rule with the residuals' tree of another trace of the same forward rule, where
+    other gradients were asked for.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    return jax.tree.unflatten(structure, _barrier.bind(*leaves))
+
+
+def _compute(*arrays: jax.Array) -> list[jax.Array]:
+    return list(jax.lax.optimization_barrier(arrays))
+
+
+def _differentiate(arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[Sequence[jax.Array], list[Any]]:
+    return _barrier.bind(*arrays), _of_nonzero(tangents)
+
+
+def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
+    return _of_nonzero(cotangents)
+
+
+def _of_nonzero(tangents: Sequence[Any]) -> list[Any]:
+    """The tangents behind a barrier, but those that are zero by themselves."""
+    is_zero = [type(tangent) is ad.Zero for tangent in tangents]
+    results = iter(_barrier.bind(*(each for each, zero in zip(tangents, is_zero, strict=True) if not zero)))
+    return [each if zero else next(results) for each, zero in zip(tangents, is_zero, strict=True)]
+
+
+def _batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+    return _barrier.bind(*arrays), axes
+
+
+def _drop_unused(used: Sequence[bool], _: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    """The rule for dead code: which operands are still used, and the equation of them alone."""
+    if not any(used):
+        return list(used), None
+    operands, results = (
+        [variable for variable, is_used in zip(variables, used, strict=True) if is_used]
+        for variables in (equation.invars, equation.outvars)
+    )
+    return list(used), equation.replace(invars=operands, outvars=results)
+
+
+_barrier.def_abstract_eval(lambda *types: list(types))
+_barrier.def_impl(lambda *arrays: xla.apply_primitive(_barrier, *arrays))
+mlir.register_lowering(_barrier, mlir.lower_fun(_compute, multiple_results=True))
+ad.primitive_jvps[_barrier] = _differentiate
+ad.primitive_transposes[_barrier] = _transpose
+batching.primitive_batchers[_barrier] = _batch
+pe.dce_rules[_barrier] = _drop_unused

@@ -1,0 +1,66 @@
+"""examples/finetune.py reads messages by all chat templates of TRL as transformers does, with six tokenizers."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import finetune
+import folders
+import pytest
+
+from tests.support import tokenizers
+from tests.support.frameworks import framework
+
+pytestmark = framework("trl")
+
+KINDS = (
+    tokenizers.byte_level, tokenizers.byte_level_with_bos, tokenizers.llama, tokenizers.unigram, tokenizers.words,
+    tokenizers.word_pieces,
+)  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},
+}
+TURN = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]
+PARTS = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TURN]
+ROWS = [
+    {"messages": TURN},
+    {"messages": [{"role": "system", "content": "three"}, *TURN, *TURN]},
+    {"messages": PARTS},
+    {"messages": TURN, "tools": [TOOL]},
+    {"messages": [TURN[0], TURN[1] | {"content": "<think>\none\n</think>\n\ntwo three"}]},
+]
+
+
+def templates():
+    """The files; none if TRL is not installed, which importing it would need PyTorch for."""
+    found = importlib.util.find_spec("trl")
+    return sorted(Path(found.origin).parent.glob("chat_templates/*.jinja")) if found else []
+
+
+@pytest.mark.parametrize("template", templates(), ids=lambda path: path.stem)
+def test_messages_by_the_templates_of_trl(template, tmp_path):
+    num_read = 0
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (tmp_path / "chat_template.jinja").write_text(template.read_text())
+    for make in KINDS:
+        make().save(str(tmp_path / "tokenizer.json"))
+        tokenizer = folders.load_tokenizer(tmp_path)
+        for row in ROWS:
+            (tmp_path / "data.jsonl").write_text(json.dumps(row))
+            options = argparse.Namespace(folder=tmp_path, data=tmp_path / "data.jsonl", sequence_length=10_000)
+            try:
+                wanted = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
+            except Exception:  # the template does not take such messages
+                with pytest.raises(SystemExit, match=r"data\.jsonl:1: the chat template fails"):
+                    finetune.read_examples(options)
+                continue
+            ((ids, first),) = finetune.read_examples(options)
+            assert ids.tolist() == wanted
+            answer, before = tokenizer.decode(ids[first:]), tokenizer.decode(ids[:first])
+            if "two three" in tokenizer.decode(ids):  # some templates leave out a string, others a list of parts
+                assert "two three" in answer and not before.endswith(("two", "two three"))
+                num_read += 1
+    assert num_read >= len(KINDS)

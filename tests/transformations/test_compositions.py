@@ -1,0 +1,35 @@
+"""Layers that are right alone are right together: any parameters frozen, in any layer, in any order of programs."""
+
+import numpy as np
+import pytest
+
+from tests.support import compositions
+from tests.support.closeness import distance
+
+# few programs to compile, in which gradients were zero while the backward rule asked JAX which of them are trained
+QUICK, THOROUGH = (3, 7, 8), (1, 2, 10, 13, 14)
+
+
+def chains():
+    """(implementation, seed): few in `make test`, more in CI and on a GPU, many in the sweep."""
+    for seed in range(100):
+        mark = () if seed in QUICK else pytest.mark.thorough if seed in THOROUGH else pytest.mark.sweep
+        yield pytest.param(None, seed, marks=mark)
+    for seed in range(24):
+        yield pytest.param("triton", seed, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("implementation", "seed"), [*chains()])
+def test_programs_after_each_other(implementation, seed):
+    for number, program in enumerate(compositions.chain(seed)):
+        y, gradients = compositions.results_and_gradients(program, implementation, seed)
+        want_y, want = compositions.results_and_gradients(program, "plain", seed)
+        tolerance = 0.25 if any(layer.is_quantized for layer in program.layers) else 1e-4
+        what = f"program {number}: {program}"
+        assert distance(y, want_y) < tolerance, what
+        assert gradients.keys() == want.keys()
+        for name, expected in want.items():
+            if np.any(expected):
+                assert distance(gradients[name], expected) < tolerance, f"{name} of {what}"
+            else:
+                assert not np.any(gradients[name]), f"{name} of {what}"
