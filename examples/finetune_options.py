@@ -14,7 +14,8 @@ from folders import one_line
 import jgg
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
-TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down")
+TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
+FURTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
 # what a run that goes on from a checkpoint may change
 FREE = {"output", "checkpoints", "remat", "save_every", "log_every", "epochs"}
 
@@ -56,7 +57,10 @@ def parse(description: str | None, arguments: list[str] | None) -> argparse.Name
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
     parser.add_argument("--lora-rank", type=count, default=16, help="(%(default)s)")
     parser.add_argument("--lora-alpha", type=positive, default=32.0, help="(%(default)s)")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="matrices with adapters (all)")
+    parser.add_argument(
+        "--targets", nargs="+", choices=(*TARGETS, *FURTHER_TARGETS), default=TARGETS,
+        help="matrices with adapters (all but those of shared experts and routers)",
+    )  # fmt: skip
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
     parser.add_argument("--sequence-length", type=count, default=2048, help="longer examples are cut (%(default)s)")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="(%(default)s)")

@@ -22,24 +22,16 @@ import numpy as np
 from folders import check_vocabulary, continuation, encode, load_tokenizer, one_line, read_config, stop_tokens
 
 import jgg
-import jgg.hf
 import jgg.models
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
-# the modules of transformers by the parts of their names that say which matrix they are
-MATRICES = {f"self_attn.{name}_proj": f"w_{name}" for name in "qkvo"}
 
 
 def load(folder: Path, adapter: Path | None, experts) -> jgg.models.Decoder:
     """The model, with the adapters of a folder, if one is given."""
-    if adapter is None:
-        return jgg.models.load(folder, experts=experts)
-    read = jgg.hf.load_adapter(adapter, jgg.hf.read_config(folder))
-    targets = {param for terms in read.layers.values() for param in terms}
-    targets |= {matrix for part, matrix in MATRICES.items() if any(f".{part}." in name for name in read.others)}
-    options = {"lora_rank": read.settings["r"], "lora_alpha": read.settings["lora_alpha"]}
-    model = jgg.models.load(folder, experts=experts, lora_targets=tuple(sorted(targets)), **options)
-    jgg.models.load_adapter(model, adapter)
+    model = jgg.models.load(folder, experts=experts)
+    if adapter is not None:
+        jgg.models.load_adapter(model, adapter)
     return model
 
 

@@ -14,9 +14,10 @@ from jgg.core.arguments import as_array, as_flag, as_int, check_floats
 from jgg.core.dense import dense_product
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
-from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
+from jgg.experts.arguments import MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
+from jgg.experts.layer_arrays import LayerArrays
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
-from jgg.experts.lora import Lora
+from jgg.experts.lora import OF_DENSE, TARGETS, Lora, add_term
 from jgg.experts.mesh import map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
@@ -59,28 +60,6 @@ class Metrics(NamedTuple):
     topk_indices: jax.Array
 
 
-class LayerArrays(NamedTuple):
-    """The arrays of `MoELayer.apply`, checked: x [T, H], parameters, selection_bias, topk_indices [T, k], mask [T]."""
-
-    x: jax.Array
-    w_router: jax.Array
-    w_gate_up: Matrices
-    w_down: Matrices
-    b_router: jax.Array | None = None
-    b_gate_up: jax.Array | None = None
-    b_down: jax.Array | None = None
-    w_shared_gate_up: jax.Array | None = None
-    w_shared_down: jax.Array | None = None
-    w_shared_gate: jax.Array | None = None
-    w_gate_up_lora_a: jax.Array | None = None
-    w_gate_up_lora_b: jax.Array | None = None
-    w_down_lora_a: jax.Array | None = None
-    w_down_lora_b: jax.Array | None = None
-    selection_bias: jax.Array | None = None
-    topk_indices: jax.Array | None = None
-    mask: jax.Array | None = None
-
-
 @dataclasses.dataclass(unsafe_hash=True)
 class MoELayer(LayerOptions, InFeatures):
     """An MoE layer, dropless, without its parameters: `InFeatures` and `LayerOptions`, checked.
@@ -100,7 +79,9 @@ class MoELayer(LayerOptions, InFeatures):
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
         _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
-        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets)
+        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_DENSE))
+        if not plain["shared_features"] and any("shared" in target for target in lora.targets):
+            raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
         plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -152,12 +133,12 @@ class MoELayer(LayerOptions, InFeatures):
         return self.lora.shapes(self.shapes)
 
     def adapters(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
-        """Returns the LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them for a layer.
+        """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them.
 
         Args:
           params: arrays by the names in `adapter_shapes`.
         """
-        return self.lora.terms(params)
+        return self.lora.of(dict(zip(TARGETS, TARGETS, strict=True))).terms(params)
 
     def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
@@ -203,7 +184,8 @@ class MoELayer(LayerOptions, InFeatures):
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
             named = {name: array for name, array in arrays._asdict().items() if array is not None}
-            specs = dict.fromkeys([*self.shapes, "selection_bias"], jax.P()) | sharding.weight_specs("ekn")
+            whole = *self.shapes, *self.adapter_shapes, "selection_bias"
+            specs = dict.fromkeys(whole, jax.P()) | sharding.weight_specs("ekn")
             of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
@@ -258,7 +240,11 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
-        logits = compute_logits(arrays.x, arrays.w_router, arrays.b_router, options.precision, options.implementation)
+        w_router, term = arrays.w_router, self._term(arrays, "w_router")
+        if term is not None:
+            delta = jnp.matmul(*(factor.astype(jnp.float32) for factor in (term.a, term.b)), precision="highest")
+            w_router = jax.lax.stop_gradient(w_router).astype(jnp.float32) + delta * term.scale
+        logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
             logits, arrays.selection_bias, arrays.topk_indices, how, topk=self.topk, score=self.score,
             normalize=self.normalize, scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
@@ -291,13 +277,20 @@ class MoELayer(LayerOptions, InFeatures):
         choices = routing.topk_weights, routing.topk_indices
         return compute_mlp_on_device(tokens, *weights, *choices, terms, sharding, options)
 
+    def _term(self, arrays: LayerArrays, name: str) -> LowRank | None:
+        """The term beside a matrix that has no axis for experts, if there is one."""
+        return self.lora.of({name: name}).terms(arrays._asdict()).get(name)
+
     def _shared(self, arrays: LayerArrays, precision: jax.lax.Precision) -> jax.Array:
         """The shared experts' y of all tokens."""
         assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
         activation, tokens = find_activation(self.activation), arrays.x
 
-        def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-            return dense_product(x, w.astype(x.dtype), precision)
+        def dot(x: jax.Array, w: jax.Array, term: LowRank | None = None) -> jax.Array:
+            w = w if term is None else jax.lax.stop_gradient(w)
+            return add_term(dense_product(x, w.astype(x.dtype), precision), x, term, precision)
 
-        y = dot(activation(dot(tokens, arrays.w_shared_gate_up)).astype(tokens.dtype), arrays.w_shared_down)
+        of_up, of_down = (self._term(arrays, name) for name in ("w_shared_gate_up", "w_shared_down"))
+        hidden = activation(dot(tokens, arrays.w_shared_gate_up, of_up)).astype(tokens.dtype)
+        y = dot(hidden, arrays.w_shared_down, of_down)
         return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))

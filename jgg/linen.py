@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.quantized import is_quantized
 from jgg.experts.layer_options import LayerOptions, check_layer
-from jgg.experts.lora import lora_init
+from jgg.experts.lora import adapter_init
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.sharding import MoESharding
@@ -91,7 +91,7 @@ class MoE(nn.Module, LayerOptions):
             params[name] = self.param(name, init, shape, self.param_dtype)
         adapters = {}
         for name, shape in layer.adapter_shapes.items():
-            init = lora_init if name.endswith("_a") else nn.initializers.zeros
+            init = adapter_init(name, shape)
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             adapters[name] = self.param(name, init, shape, self.lora_param_dtype)
         selection_bias = None

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_dtype, check, check_instance
 from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
-from jgg.experts.lora import lora_init
+from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, dense_init, expert_init
@@ -133,7 +133,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
         for name, shape in layer.adapter_shapes.items():
-            init = lora_init if name.endswith("_a") else nnx.initializers.zeros
+            init = adapter_init(name, shape)
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, lora_param_dtype)))
         if self.use_selection_bias:
@@ -182,7 +182,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         return y
 
     def adapters(self) -> dict[str, LowRank]:
-        """Returns the LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them for a layer."""
+        """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them."""
         layer = self.layer
         return layer.adapters({name: self._value(name) for name in layer.adapter_shapes})
 

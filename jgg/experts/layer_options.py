@@ -49,11 +49,14 @@ class LayerOptions:
       use_router_bias: the router's logits have a bias.
       shared_features: hidden features of the shared experts, taken together; 0 for none.
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
-      lora_rank: r, the rank of LoRA adapters beside the experts' matrices, which then get no gradient; None for none.
-        Beside w [E, K, N] they are the parameters named as w with "_lora_a", [E, K, r], and "_lora_b", [E, r, N], and
-        add `lora_alpha / lora_rank * a @ b` to it.
-      lora_alpha: a number that is not trained; None for lora_rank, so that the scale is 1.
-      lora_targets: the matrices that have adapters.
+      lora_rank: r, the rank of LoRA adapters beside matrices, which then get no gradient; None for none. Beside
+        w [E, K, N] they are the parameters named as w with "_lora_a", [E, K, r], and "_lora_b", [E, r, N], and add
+        `lora_alpha / lora_rank * a @ b` to it. A tuple has one rank for each of lora_targets.
+      lora_alpha: a number that is not trained, or one for each of lora_targets; None for lora_rank, so that the scale
+        is 1.
+      lora_targets: the matrices that have adapters: the experts' "w_gate_up" and "w_down", and the shared experts'
+        "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], and the router's "w_router" [H, E], whose adapters have
+        no axis for experts.
     """
 
     hidden_features: int
@@ -72,8 +75,8 @@ class LayerOptions:
     use_router_bias: bool = False
     shared_features: int = 0
     use_shared_gate: bool = False
-    lora_rank: int | None = None
-    lora_alpha: float | None = None
+    lora_rank: int | tuple[int, ...] | None = None
+    lora_alpha: float | tuple[float, ...] | None = None
     lora_targets: tuple[str, ...] = TARGETS
 
 

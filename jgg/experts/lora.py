@@ -7,14 +7,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.low_rank import LowRank
 
 TARGETS = "w_gate_up", "w_down"
-
-# that of Flax's nnx.LoRA, for each expert; b starts at zero, so that a new adapter changes nothing
-lora_init = jax.nn.initializers.he_uniform(batch_axis=(0,))
+OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +22,11 @@ class Lora:
 
     Attributes:
       rank, alpha, targets: `lora_rank`, `lora_alpha` and `lora_targets` of `LayerOptions`, without None for alpha where
-        there is a rank.
+        there is a rank. A tuple has one number for each of the targets.
     """
 
-    rank: int | None
-    alpha: float | None
+    rank: int | tuple[int, ...] | None
+    alpha: float | tuple[float, ...] | None
     targets: tuple[str, ...]
 
     @classmethod
@@ -39,40 +38,93 @@ class Lora:
         names: tuple[Any, ...] = () if isinstance(targets, str) else tuple(targets)
         is_choice = names and all(name in known and names.count(name) == 1 for name in names)
         check(is_choice, f"lora_targets must be {expected}, got {targets!r}.")
+        for name, value in (("lora_rank", rank), ("lora_alpha", alpha)):
+            check(
+                not isinstance(value, tuple | list) or len(value) == len(names),
+                f"{name} must be a number or one for each of lora_targets, {names}, got {value!r}.",
+            )
         if rank is None:
             check(alpha is None, f"lora_alpha must be None without a lora_rank, got {alpha!r}.")
             return cls(None, None, names)
-        rank = as_int("lora_rank", rank, 1, "None or a positive int")
-        return cls(rank, float(rank) if alpha is None else as_finite("lora_alpha", alpha), names)
+        own = _each(lambda value: as_int("lora_rank", value, 1, "None or a positive int"), rank)
+        scales = _each(lambda value: as_finite("lora_alpha", value), alpha) if alpha is not None else _each(float, own)
+        return cls(own, scales, names)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each target; empty without a rank."""
+        return {} if self.rank is None else dict(zip(self.targets, self._of_each(self.rank), strict=True))
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scale of each target's term, alpha / rank; empty without a rank."""
+        alphas = zip(self.ranks.items(), self._of_each(self.alpha), strict=False)
+        return {name: alpha / rank for (name, rank), alpha in alphas}
+
+    def _of_each(self, value: Any) -> tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,) * len(self.targets)
+
+    def of(self, names: Mapping[str, str]) -> Self:
+        """The options of those targets that are among these names, each under the name that is given for it."""
+        there = [index for index, target in enumerate(self.targets) if target in names]
+        if self.rank is None or not there:
+            return type(self)(None, None, ())
+        rank, alpha = self.rank, self.alpha
+        rank = tuple(rank[index] for index in there) if isinstance(rank, tuple) else rank
+        alpha = tuple(alpha[index] for index in there) if isinstance(alpha, tuple) else alpha
+        return type(self)(rank, alpha, tuple(names[self.targets[index]] for index in there))
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The shapes of a and b beside weights of these shapes, [E, K, N] or [K, N], by name; of targets among them."""
         shapes: dict[str, tuple[int, ...]] = {}
-        if self.rank is None:
-            return shapes
-        for target in self.targets:
+        for target, rank in self.ranks.items():
             if target in weights:
                 (a, b), (*experts, rows, columns) = adapter_names(target), weights[target]
-                shapes |= {a: (*experts, rows, self.rank), b: (*experts, self.rank, columns)}
+                shapes |= {a: (*experts, rows, rank), b: (*experts, rank, columns)}
         return shapes
 
     def terms(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
         """The terms by the names of the weights that they are beside."""
-        terms: dict[str, LowRank] = {}
-        if self.rank is None or self.alpha is None:
-            return terms
-        for target in self.targets:
-            a, b = adapter_names(target)
-            terms[target] = LowRank(params[a], params[b], self.alpha / self.rank)
-        return terms
+        pairs = {target: adapter_names(target) for target in self.ranks}
+        return {target: LowRank(params[a], params[b], self.scales[target]) for target, (a, b) in pairs.items()}
 
     def merge(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters with each term merged into its weights, and its b zero."""
+        """The parameters with each term merged into its weights, [E, K, N] or [K, N], and its b zero."""
         merged = dict(params)
         for target, term in self.terms(params).items():
-            check_instance(target, params[target], jax.Array | np.ndarray, "a float array, to be merged into")
-            merged |= {target: term.merge(params[target], "ekn"), adapter_names(target)[1]: jnp.zeros_like(term.b)}
+            w = params[target]
+            check_instance(target, w, jax.Array | np.ndarray, "a float array, to be merged into")
+            if w.ndim == 3:
+                own = term.merge(w, "ekn")
+            else:
+                own = LowRank(term.a[None], term.b[None], term.scale).merge(w[None], "ekn")[0]
+            merged |= {target: own, adapter_names(target)[1]: jnp.zeros_like(term.b)}
         return merged
+
+
+def _each(convert: Any, value: Any) -> Any:
+    """The value, or each of a tuple or list, converted."""
+    return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
+
+
+def add_term(
+    y: jax.Array, x: jax.Array, term: LowRank | None, precision: jax.lax.PrecisionLike = None
+) -> jax.Array:  # fmt: skip
+    """`y + scale * (x @ a) @ b` in the dtype of x, for y [..., N], a [K, r] and b [r, N]; y where there is no term."""
+    if term is None:
+        return y
+    a, b = (jnp.asarray(part).astype(x.dtype) for part in (term.a, term.b))
+    return y + jnp.dot(jnp.dot(x, a, precision=precision), b, precision=precision) * term.scale
+
+
+def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:
+    """The initializer of an adapter's a or b [..., rows, columns]: for a that of Flax's nnx.LoRA, in each matrix.
+
+    b is zero, so that a new adapter changes nothing.
+    """
+    if name.endswith("_b"):
+        return jax.nn.initializers.zeros
+    return jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(shape) - 2)))
 
 
 def adapter_names(target: str) -> tuple[str, str]:

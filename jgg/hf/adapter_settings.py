@@ -1,20 +1,26 @@
 """Reads and writes adapter_config.json, PEFT's settings of a LoRA adapter; every error names the file and the key."""
 
 import dataclasses
+import itertools
 import math
 import re
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check, check_instance
+from jgg.hf.patterns import check_pattern, matches, matches_end
 
 # what changes more than a low-rank term of a matrix
 _REFUSED = (
     "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias",
-    "modules_to_save", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
+    "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+    "velora_config",
 )  # fmt: skip
+_OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
 # other ways to begin change the weights that the adapter is beside
 _INITIALIZATIONS = True, False, "gaussian", "eva", "orthogonal", None
+_LARGEST = 1e38  # about that of float32
 _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
 
 
@@ -36,27 +42,42 @@ class AdapterSettings:
         values, where = self.values, self.where
         method, bias, begin = values.get("peft_type"), values.get("bias"), values.get("init_lora_weights")
         check(method == "LORA", f"peft_type of {where} must be 'LORA', got {method!r}.")
-        check(bias in ("none", None), f"bias of {where} must be 'none', got {bias!r}.")
-        check(begin in _INITIALIZATIONS, f"init_lora_weights of {where} must be in {_INITIALIZATIONS}, got {begin!r}.")
+        check(bias in ("none", None), f"bias of {where} must be 'none', got {bias!r}{_OTHERWISE}")
+        check(
+            begin in _INITIALIZATIONS,
+            f"init_lora_weights of {where} must be in {_INITIALIZATIONS}, got {begin!r}{_OTHERWISE}",
+        )
         for key in _REFUSED:
-            check(not values.get(key), f"{key} of {where} must be absent, null or false, got {values.get(key)!r}.")
+            check(
+                not values.get(key),
+                f"{key} of {where} must be absent, null or false, got {values.get(key)!r}{_OTHERWISE}",
+            )
         for key in ("rank_pattern", "alpha_pattern"):
             patterns = values.get(key) or {}
             check_instance(f"{key} of {where}", patterns, Mapping, "null or an object")
             for pattern in patterns:
                 self._check_pattern(key, pattern)
-        for key in ("target_parameters", "target_modules"):
-            targets = values.get(key) or []
-            if key == "target_modules" and isinstance(targets, str):
-                self._check_pattern(key, targets)
-            elif not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
-                raise TypeError(f"{key} of {where} must be a list of names, got {targets!r}.")
+        for key in ("target_parameters", "target_modules", "exclude_modules"):
+            self._check_names(key)
+        layers = self._layers
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise TypeError(f"layers_to_transform of {where} must be null, an int or a list of ints, got {layers!r}.")
+        self._check_names("layers_pattern")
+
+    def _check_names(self, key: str) -> None:
+        """Raises unless a setting has names, or one pattern, where PEFT takes one."""
+        names = self.values.get(key) or []
+        if isinstance(names, str) and key != "target_parameters":
+            self._check_pattern(key, names)
+        elif not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{key} of {self.where} must be a list of names, got {names!r}.")
 
     def _check_pattern(self, key: str, pattern: str) -> None:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{key} of {self.where} must be regular expressions, got {pattern!r}: {error}.") from error
+            check_pattern(pattern)
+        except ValueError as error:
+            shown = reprlib.repr(pattern)
+            raise ValueError(f"{key} of {self.where} must be regular expressions, got {shown}: {error}.") from error
 
     def rank(self, name: str) -> int:
         """Returns r of the module or parameter of this name."""
@@ -64,12 +85,14 @@ class AdapterSettings:
 
     def scale(self, name: str, rank: int) -> float:
         """Returns the scale of a term of this rank."""
-        alpha = self._value_for(name, "alpha_pattern", "lora_alpha")
-        return as_finite(f"lora_alpha of {name} in {self.where}", alpha) / self._divisor(rank)
+        what = f"lora_alpha of {name} in {self.where}"
+        alpha = as_finite(what, self._value_for(name, "alpha_pattern", "lora_alpha"))
+        check(abs(alpha) < _LARGEST, f"{what} must be less than {_LARGEST}, got {alpha}.")
+        return alpha / self._divisor(rank)
 
     def _value_for(self, name: str, patterns: str, default: str) -> Any:
         for pattern, value in (self.values.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
+            if matches_end(pattern, name):
                 return value
         return self.values.get(default)
 
@@ -79,27 +102,46 @@ class AdapterSettings:
 
     def targets_parameter(self, name: str) -> bool:
         """Returns whether target_parameters have the parameter of this name."""
-        return any(_ends_with(name, target) for target in self.values.get("target_parameters") or ())
+        return _has_end_of(name, self.values.get("target_parameters") or ())
 
-    def check_targets(self, parameters: Collection[str], modules: Collection[str]) -> None:
-        """Raises ValueError if a target is neither one of these parameters of experts nor one of these modules."""
-        for target in self.values.get("target_parameters") or ():
-            # the adapter of another module's parameter has the module's name
-            is_found = any(_ends_with(name, target) for name in parameters) or any(
-                _ends_with(name, target.rpartition(".")[0] or target) for name in modules
-            )
-            check(is_found, self._unmatched("target_parameters", target))
-        targets = self.values.get("target_modules") or []
+    def targets_module(self, name: str) -> bool:
+        """Returns whether target_modules have the linear module of this name, which is not the model's head."""
+        targets, excluded = (self.values.get(key) or () for key in ("target_modules", "exclude_modules"))
+        is_excluded = matches(excluded, name) if isinstance(excluded, str) else _has_end_of(name, excluded)
+        if is_excluded:
+            return False
         if isinstance(targets, str):
-            is_found = any(targets == "all-linear" or re.fullmatch(targets, name) for name in modules)
-            check(is_found, self._unmatched("target_modules", targets))
-            return
-        for target in targets:
-            check(any(_ends_with(name, target) for name in modules), self._unmatched("target_modules", target))
+            return targets.lower() == "all-linear" or matches(targets, name)
+        return _has_end_of(name, targets) and (not self._layers or self._layer_of(name) in self._layers)
 
-    def _unmatched(self, key: str, target: str) -> str:
-        return (
-            f"{key} of {self.where} must be names with an adapter in the file of tensors, got {target!r}, without one."
+    def check_has_tensors(self, parameters: Collection[str], found: Collection[str]) -> None:
+        """Raises ValueError if target_parameters have one of these parameters, but none of those that were found."""
+        for target in self.values.get("target_parameters") or ():
+            check(
+                not any(_ends_with(name, target) for name in parameters)
+                or any(_ends_with(name, target) for name in found),
+                f"target_parameters of {self.where} must be names with an adapter in the file of tensors, got "
+                f"{target!r}, without one.",
+            )
+
+    @property
+    def _layers(self) -> Any:
+        """The layers that target_modules are meant for; an empty list for all."""
+        layers = self.values.get("layers_to_transform")
+        return [] if layers is None else [layers] if isinstance(layers, int) else layers
+
+    def _layer_of(self, name: str) -> int | None:
+        """The first number of a module's name that follows one of layers_pattern, or any name if there is none."""
+        given, parts = self.values.get("layers_pattern") or ".*", name.split(".")
+        patterns = [given] if isinstance(given, str) else given
+        return next(
+            (
+                int(number)
+                for pattern in patterns
+                for part, number in itertools.pairwise(parts)
+                if number.isdecimal() and matches(pattern, part)
+            ),
+            None,
         )
 
     def with_terms(self, terms: Mapping[str, tuple[int, float]], experts: Collection[str]) -> "AdapterSettings":
@@ -143,6 +185,10 @@ def new_settings(where: str, settings: Mapping[str, Any], terms: Mapping[str, tu
 def as_number(value: float) -> int | float:
     """The value as PEFT writes it: whole numbers without a point."""
     return int(value) if value == int(value) else value
+
+
+def _has_end_of(name: str, targets: Collection[str]) -> bool:
+    return any(_ends_with(name, target) for target in targets)
 
 
 def _ends_with(name: str, target: str) -> bool:

@@ -2,24 +2,32 @@
 
 import dataclasses
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jgg.core.arguments import as_int, check, check_instance
+from jgg.core.arguments import as_flag, as_int, check, check_instance
 from jgg.core.files import replacing
+from jgg.hf.adapter_experts import (
+    FUSED,
+    PREFIX,
+    ExpertsReader,
+    flat,
+    names_of_parameters,
+    pair_of,
+    pattern_of_experts,
+    places,
+)
 from jgg.hf.adapter_settings import AdapterSettings, new_settings
 from jgg.hf.checkpoints import family, moe_layer
-from jgg.hf.families import Family
-from jgg.hf.files import check_names, check_shape, opened, read_object, read_tensor
+from jgg.hf.files import opened, read_object, read_tensor
+from jgg.hf.settings import language_model
 from jgg.low_rank import LowRank, as_low_rank
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_FUSED = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # in the order in which PEFT wraps them
+_DTYPES = "float16", "bfloat16", "float32", "float64"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,54 +46,82 @@ class Adapter:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def load_adapter(folder: str | Path, config: Mapping[str, Any]) -> Adapter:
+def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slowest: bool = False) -> Adapter:
     """Reads a LoRA adapter that PEFT wrote: adapter_config.json and adapter_model.safetensors.
 
     The experts' adapters may be of fused parameters ("target_parameters", as PEFT 0.21 stores them) or of each expert's
     modules. From modules, each parameter gets one term: a has the terms of gate and up side by side, of rank 2 r, and
-    b is zero outside the blocks of each. `settings` are then without these modules. Dropout is not applied.
+    b is zero outside the blocks of each. `settings` are then without these modules. Dropout is not applied. As in PEFT,
+    target_modules may have names that the model has not.
 
     Args:
       folder: the adapter's folder.
       config: content of the model's config.json, as `read_config` returns it.
+      is_expert_slowest: True for an adapter of fused experts that Unsloth wrote before 2026-09-17: the columns of their
+        lora_B have all ranks of expert 0 first. PEFT's have rank 0 of all experts first. Both have the same shape, so
+        nothing in the files tells them apart. `save_adapter` writes PEFT's order.
 
     Returns: an Adapter of NumPy arrays, whose scales are lora_alpha / r or, with use_rslora, lora_alpha / sqrt(r).
 
     Raises:
       FileNotFoundError: the folder or a file is missing.
-      ValueError: a file is damaged; a tensor of an expert is missing, is not expected or has a wrong shape; a target
-        has no tensors; or the adapter is more than low-rank terms, as with DoRA, biases or modules_to_save. The
-        message names the file and the key or tensor.
-      TypeError: a setting has the wrong type.
+      ValueError: a file is damaged; a tensor of an expert is missing, is not expected or has a wrong shape; a tensor is
+        not of floats of 16 bits or more; a parameter of experts is a target without tensors; or the adapter is more
+        than low-rank terms, as with DoRA, biases or modules_to_save. The message names the file and the key or tensor.
+      TypeError: an argument or a setting has the wrong type.
     """
     own, shapes, folder = family(config), moe_layer(config).shapes, Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder must be a folder with {SETTINGS} and {TENSORS}, got {folder}.")
-    if not (folder / SETTINGS).exists():
-        raise FileNotFoundError(f"{folder} must have {SETTINGS}, got none.")
-    settings = AdapterSettings(str(folder / SETTINGS), read_object(folder / SETTINGS))
-    with opened(folder / TENSORS) as file:
-        tensors = {name: read_tensor(file, folder / TENSORS, name) for name in file.keys()}  # noqa: SIM118
-    pattern = _pattern_of_experts(own)
+    is_expert_slowest = as_flag("is_expert_slowest", is_expert_slowest)
+    settings, tensors = read_settings(folder), _read_tensors(folder)
+    pattern, where = pattern_of_experts(own), str(folder / TENSORS)
     found = {name: int(match[1]) for name in tensors if (match := pattern.match(name))}
-    reader = _Reader(own, shapes, settings, {name: tensors[name] for name in found}, str(folder / TENSORS))
+    of_experts = {name: tensors[name] for name in found}
+    reader = ExpertsReader(own, shapes, settings, of_experts, where, is_expert_slowest)
     layers: dict[int, dict[str, LowRank]] = {}
     for layer in sorted(set(found.values())):
         layers[layer] = reader.read({name for name, index in found.items() if index == layer}, layer)
     others = {name: tensor for name, tensor in tensors.items() if name not in found}
-    modules = sorted({_module_of(name) for name in others if ".lora_" in name})
-    places = " or ".join(sorted({own.fused_name(0), f"{own.block_name(0)}experts"}))
+    experts = " or ".join(sorted({own.fused_name(0), f"{own.block_name(0)}experts"}))
     for name in others:
         check(
             "experts" not in name.split("."),
-            f"{name} is not expected in {folder / TENSORS}: layer 0 of a {config['model_type']} model has its experts "
-            f"in {places}.",
+            f"{name} is not expected in {where}: layer 0 of a {config['model_type']} model has its experts in "
+            f"{experts}.",
         )
-    settings.check_targets(reader.parameters, [*modules, *reader.modules])
+    numbers = range(as_int("num_hidden_layers", language_model(config).get("num_hidden_layers") or 0, 0)) or layers
+    parameters = [name for number in numbers for name in names_of_parameters(own, number).values()]
+    settings.check_has_tensors(parameters, reader.parameters)
     values = settings.values
     if reader.modules:
-        values = {**values, "target_modules": modules}
+        values = {**values, "target_modules": sorted({_module_of(name) for name in others if ".lora_" in name})}
     return Adapter(layers, others, values)
+
+
+def names_of_experts(config: Mapping[str, Any], layer: int, param: str) -> tuple[str, list[str]]:
+    """The names of "w_gate_up" or "w_down" in PEFT: the fused parameter, and the modules of expert 0."""
+    own = family(config)
+    parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
+    return names_of_parameters(own, layer)[param], [own.block_name(layer) + part.replace("{e}", "0") for part in parts]
+
+
+def read_settings(folder: Path) -> AdapterSettings:
+    """Reads adapter_config.json; raises if the folder or the file is missing, or the settings are wrong."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder must be a folder with {SETTINGS} and {TENSORS}, got {folder}.")
+    if not (folder / SETTINGS).exists():
+        raise FileNotFoundError(f"{folder} must have {SETTINGS}, got none.")
+    return AdapterSettings(str(folder / SETTINGS), read_object(folder / SETTINGS))
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Reads adapter_model.safetensors; raises unless all its tensors are floats that need no scales."""
+    path = folder / TENSORS
+    with opened(path) as file:
+        tensors = {name: read_tensor(file, path, name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        dtype = tensor.dtype.name
+        check(dtype in _DTYPES, f"{name} of {path} must have one of the dtypes {', '.join(_DTYPES)}, got {dtype}.")
+    return tensors
 
 
 def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter) -> None:
@@ -121,16 +157,16 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
     for key, params in adapter.layers.items():
         layer = as_int("layers of adapter", key, 0)
         check_instance(f"layer {layer} of adapter", params, Mapping, "a mapping from parameters to LowRanks")
-        surplus = sorted(params.keys() - _FUSED.keys())
-        check(not surplus, f"layer {layer} of adapter must have terms of {', '.join(_FUSED)}, got {surplus}.")
-        names = _names_of_parameters(own, layer)
+        surplus = sorted(params.keys() - FUSED.keys())
+        check(not surplus, f"layer {layer} of adapter must have terms of {', '.join(FUSED)}, got {surplus}.")
+        names = names_of_parameters(own, layer)
         experts |= set(names.values())
-        for param, place in _places(own, layer, [param for param in _FUSED if param in params]):
+        for param, place in places(own, layer, [param for param in FUSED if param in params]):
             what = f"{param} of layer {layer}"
             low_rank = as_low_rank(what, params[param], "ekn", shapes[param])
             terms[names[param]] = low_rank.a.shape[2], low_rank.scale
-            tensors |= zip(pair_of(place), _flat(params[param], own.is_swapped), strict=True)
-    pattern = _pattern_of_experts(own)
+            tensors |= zip(pair_of(place), flat(params[param], own.is_swapped), strict=True)
+    pattern = pattern_of_experts(own)
     for name, tensor in adapter.others.items():
         check(not pattern.match(name), f"others of adapter must be tensors of modules other than experts, got {name}.")
         tensors[name] = np.ascontiguousarray(tensor)
@@ -146,129 +182,6 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
             raise OSError(f"{folder / TENSORS} could not be written: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads the experts' terms of one layer after the other.
-
-    Attributes:
-      tensors: the tensors of experts by their names in PEFT's file.
-      where: the file of the tensors, for messages.
-      parameters, modules: the fused parameters and the modules of experts that were read.
-    """
-
-    own: Family
-    shapes: Mapping[str, tuple[int, ...]]
-    settings: AdapterSettings
-    tensors: Mapping[str, np.ndarray]
-    where: str
-    parameters: list[str] = dataclasses.field(default_factory=list)
-    modules: list[str] = dataclasses.field(default_factory=list)
-
-    def read(self, present: set[str], layer: int) -> dict[str, LowRank]:
-        """Returns the terms of a layer, of which these are the tensors."""
-        fused = re.compile(re.escape(_PREFIX + self.own.fused_name(layer)) + r"\.(base_layer\.)*lora_")
-        read = self._of_parameters if any(map(fused.match, present)) else self._of_modules
-        return read(present, layer)
-
-    def _check_names(self, present: set[str], expected: set[str], layer: int) -> None:
-        check_names(present, expected, f"among the experts' tensors of layer {layer} in {self.where}")
-
-    def _of_parameters(self, present: set[str], layer: int) -> dict[str, LowRank]:
-        names = _names_of_parameters(self.own, layer)
-        targeted = [param for param, name in names.items() if self.settings.targets_parameter(name)]
-        places = dict(_places(self.own, layer, targeted))
-        self._check_names(present, {name for place in places.values() for name in pair_of(place)}, layer)
-        self.parameters.extend(names[param] for param in targeted)
-        return {param: self._of_parameter(param, places[param], names[param]) for param in targeted}
-
-    def _of_parameter(self, param: str, place: str, name: str) -> LowRank:
-        experts, rows, columns = self.shapes[param]
-        inner, outer = (columns, rows) if self.own.is_swapped else (rows, columns)
-        rank = self.settings.rank(name)
-        of_a, of_b = pair_of(place)
-        check_shape(of_a, self.tensors[of_a], (experts * rank, inner))
-        check_shape(of_b, self.tensors[of_b], (outer, rank * experts))
-        # A has the expert slowest, B the expert fastest
-        a = self.tensors[of_a].reshape(experts, rank, inner)
-        b = self.tensors[of_b].reshape(outer, rank, experts).transpose(2, 1, 0)
-        if self.own.is_swapped:
-            a, b = b, a
-        return LowRank(a.swapaxes(1, 2), b, self.settings.scale(name, rank))
-
-    def _of_modules(self, present: set[str], layer: int) -> dict[str, LowRank]:
-        block, expected, terms = self.own.block_name(layer), set[str](), {}
-        for param in _FUSED:
-            parts = [name.removesuffix(".weight") for name in self.own.tensors[param].names if "{e}" in name]
-            modules = {
-                part: [block + part.replace("{e}", str(expert)) for expert in range(self.shapes[param][0])]
-                for part in parts
-            }
-            there = [part for part in parts if any(name in present for of in modules[part] for name in pair_of(of))]
-            own = [module for part in there for module in modules[part]]
-            expected |= {name for module in own for name in pair_of(module)}
-            if there and expected <= present:
-                terms[param] = self._of_module(param, block, parts, there, own)
-        self._check_names(present, expected, layer)
-        return terms
-
-    def _of_module(self, param: str, block: str, parts: list[str], there: list[str], modules: list[str]) -> LowRank:
-        """Returns the term of some of a parameter's parts; that of one part is zero in the columns of the others."""
-        ranks = {self.settings.rank(module) for module in modules}
-        scales = {self.settings.scale(module, rank) for rank in ranks for module in modules}
-        check(
-            len(ranks) == len(scales) == 1,
-            f"The experts' modules {there} of {block} must have one rank and one lora_alpha in {self.settings.where}, "
-            f"got ranks {sorted(ranks)} and scales {sorted(scales)}.",
-        )
-        (rank,), (scale,) = ranks, scales
-        experts, rows, columns = self.shapes[param]
-        width = columns // len(parts)
-        a, own = (
-            dataclasses.replace(
-                self.own.tensors[param], names=tuple(f"{_PREFIX}{block}{part}.lora_{factor}.weight" for part in there)
-            ).filled("", (experts, *shape), self.tensors.__getitem__)
-            for factor, shape in (("A", (rows, len(there) * rank)), ("B", (rank, len(there) * width)))
-        )
-        b = np.zeros((experts, len(there), rank, len(parts), width), own.dtype)
-        for index, part in enumerate(there):
-            b[:, index, :, parts.index(part)] = own[..., index * width : (index + 1) * width]
-        self.modules.extend(modules)
-        return LowRank(a, b.reshape(experts, len(there) * rank, columns), scale)
-
-
-def _flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:
-    """Yields lora_A and lora_B of a fused parameter: A has the expert slowest, B the expert fastest."""
-    a, b = np.asarray(low_rank.a).swapaxes(1, 2), np.asarray(low_rank.b)  # both [E, r, features]
-    if is_swapped:
-        a, b = b, a
-    yield np.ascontiguousarray(a.reshape(-1, a.shape[2]))
-    yield np.ascontiguousarray(b.transpose(2, 1, 0).reshape(b.shape[2], -1))
-
-
-def pair_of(place: str) -> tuple[str, str]:
-    """The names of the two tensors of a module's adapter."""
-    return f"{_PREFIX}{place}.lora_A.weight", f"{_PREFIX}{place}.lora_B.weight"
-
-
-def _places(own: Family, layer: int, targeted: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields each parameter with the module that holds its adapter: PEFT wraps the experts once for each parameter."""
-    for index, param in enumerate(targeted, 1):
-        yield param, own.fused_name(layer) + ".base_layer" * (len(targeted) - index)
-
-
-def _names_of_parameters(own: Family, layer: int) -> dict[str, str]:
-    """The names of a layer's fused parameters in transformers 5."""
-    return {param: f"{own.fused_name(layer)}.{name}" for param, name in _FUSED.items()}
-
-
-def _pattern_of_experts(own: Family) -> re.Pattern[str]:
-    """A pattern of the beginning of experts' tensors in PEFT's file, with the layer's index as its group."""
-    blocks = {own.block, own.fused_block or own.block}
-    roots = {"experts"} | {name.partition(".")[0] for param in _FUSED for name in own.tensors[param].names}
-    choices = (f"(?:{'|'.join(map(re.escape, sorted(names)))})" for names in (blocks, roots))
-    return re.compile(re.escape(f"{_PREFIX}{own.prefix}layers.") + r"(\d+)\." + r"\.".join(choices) + r"\.")
-
-
 def _module_of(name: str) -> str:
     """The module that a tensor's adapter is of, without PEFT's wrappers."""
-    return name.removeprefix(_PREFIX).partition(".lora_")[0].replace(".base_layer", "")
+    return name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "")

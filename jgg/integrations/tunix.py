@@ -12,7 +12,7 @@ from flax import nnx
 from jax.interpreters import pxla
 
 from jgg.core.arguments import check
-from jgg.experts.lora import TARGETS, Lora, adapter_names, lora_init
+from jgg.experts.lora import TARGETS, Lora, adapter_init, adapter_names
 from jgg.experts.moe import moe_mlp
 from jgg.integrations.plugs import Framework, log_experts
 from jgg.low_rank import LowRank
@@ -91,7 +91,7 @@ def add_lora(
         experts, features, hidden = layer.gate_proj.shape
         shapes = lora.shapes({"w_gate_up": (experts, features, 2 * hidden), "w_down": (experts, hidden, features)})
         for name, shape in shapes.items():
-            init = lora_init if name.endswith("_a") else nnx.initializers.zeros
+            init = adapter_init(name, shape)
             init = init if sharding is None else sharding.split_init(init, name)
             setattr(layer, name, nnx.LoRAParam(init(rngs.params(), shape, layer.gate_proj.dtype)))
         layer.jgg_lora = lora

@@ -37,6 +37,7 @@ class ModelConfig:
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
       init_scale: standard deviation of new matrices.
+      name: what transformers finds the model by, a folder or a name of the Hugging Face Hub; None if it is not known.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     init_scale: float = 0.02
+    name: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def hf(self) -> dict[str, Any]:

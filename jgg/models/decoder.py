@@ -16,7 +16,7 @@ from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
 from jgg.models.loss import logits_of, losses_of
-from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
+from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.tokens import as_segments, as_tokens, check_shape, embedded, runs_of
@@ -63,10 +63,10 @@ class Layer(nnx.Module):
 
 def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
     init = nnx.initializers.normal(config.init_scale)
-    targets = tuple(name for name in options.lora.targets if name in OF_EXPERTS)
     adapters: dict[str, Any] = {}
-    if targets and options.lora.rank is not None:
-        adapters = {"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha, "lora_targets": targets}
+    lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
+    if lora.rank is not None:
+        adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
     return jgg.nnx.MoE(
         **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype,
         lora_param_dtype=options.lora_param_dtype, kernel_init=init, router_init=init,
@@ -98,9 +98,11 @@ class Decoder(nnx.Module):
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
         to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
-      lora_rank, lora_alpha: as in `jgg.nnx.MoE`.
-      lora_targets: the matrices that have LoRA adapters, among "w_q", "w_k", "w_v", "w_o", "w_gate_up" and "w_down";
-        those of the experts get no gradient then.
+      lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
+      lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
+        the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers,
+        "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router", by default all but the last three.
+        Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of the experts, as in `jgg.grouped_gemm`.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
@@ -116,8 +118,9 @@ class Decoder(nnx.Module):
 
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
-        remat: str = "none", unroll: int = 1, quantization: Fp8 | None = None, lora_rank: int | None = None,
-        lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
+        remat: str = "none", unroll: int = 1, quantization: Fp8 | None = None,
+        lora_rank: int | tuple[int, ...] | None = None, lora_alpha: float | tuple[float, ...] | None = None,
+        lora_targets: tuple[str, ...] = TARGETS,
         lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None,
         sharding: MoESharding | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip

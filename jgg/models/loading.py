@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
+from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
 from jgg.fp8 import Fp8, quantize_weights
 from jgg.hf.checkpoints import Checkpoint, Header, family, read_config, read_params
@@ -24,7 +25,7 @@ from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config
-from jgg.models.parts import OF_EXPERTS, TARGETS, adapter_init
+from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import EMBEDDING, HEAD, OF_LAYERS, Stack, ends, expected_shapes, module_of, prefix, stacks
 from jgg.nnx import Frozen
@@ -35,10 +36,11 @@ _DTYPES = "F64", "F32", "F16", "BF16"  # of weights, as safetensors names them
 
 def load(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
-    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1, lora_rank: int | None = None,
-    lora_alpha: float | None = None, lora_targets: tuple[str, ...] = TARGETS,
-    lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None, sharding: MoESharding | None = None,
-    rngs: nnx.Rngs | None = None, show_progress: bool = True,
+    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1,
+    lora_rank: int | tuple[int, ...] | None = None, lora_alpha: float | tuple[float, ...] | None = None,
+    lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None, sharding: MoESharding | None = None, rngs: nnx.Rngs | None = None,
+    show_progress: bool = True,
 ) -> Decoder:  # fmt: skip
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -74,6 +76,7 @@ def load(
     checkpoint, content = Checkpoint(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
         config = _tied_as_stored(model_config(content), checkpoint)
+    config = dataclasses.replace(config, name=_name_of(folder))
     rngs = nnx.Rngs(0) if rngs is None else rngs
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
     param_dtype = dtype if param_dtype is None else param_dtype
@@ -99,6 +102,14 @@ def _tied_as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if not config.is_tied or EMBEDDING not in checkpoint or HEAD not in checkpoint:
         return config
     return dataclasses.replace(config, is_tied=np.array_equal(checkpoint[EMBEDDING], checkpoint[HEAD]))
+
+
+def _name_of(folder: str | Path) -> str:
+    """What transformers finds the model of a folder by: its name on the Hub for a folder in the Hub's cache."""
+    *_, repository, kind, _ = "", "", "", *Path(folder).parts
+    if kind == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return str(folder)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
 from jgg.core.dense import dense_product
 from jgg.core.problem import DTYPES
+from jgg.experts.lora import OF_DENSE as OF_MOE
 from jgg.experts.lora import TARGETS as OF_EXPERTS
-from jgg.experts.lora import Lora
+from jgg.experts.lora import Lora, adapter_init, adapter_names, add_term
 from jgg.fp8 import Fp8
 from jgg.low_rank import LowRank
 from jgg.models.config import ModelConfig
@@ -22,7 +23,9 @@ from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
 
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
-TARGETS = *OF_ATTENTION, *OF_EXPERTS
+OF_DENSE = "w_dense_gate_up", "w_dense_down"
+TARGETS = *OF_ATTENTION, *OF_EXPERTS, *OF_DENSE
+ALL_TARGETS = *TARGETS, *OF_MOE  # the last are of MoE layers, and not of their experts
 REMAT = "none", "names", "all"
 
 
@@ -43,14 +46,15 @@ class Options:
     @classmethod
     def checked(
         cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str, unroll: int,
-        quantization: Fp8 | None, lora_rank: int | None, lora_alpha: float | None, lora_targets: tuple[str, ...],
+        quantization: Fp8 | None, lora_rank: int | tuple[int, ...] | None,
+        lora_alpha: float | tuple[float, ...] | None, lora_targets: tuple[str, ...],
         implementation: str | None, sharding: MoESharding | None,
     ) -> "Options":  # fmt: skip
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
-        lora = Lora.checked(lora_rank, lora_alpha, lora_targets, TARGETS)
+        lora = Lora.checked(lora_rank, lora_alpha, lora_targets, ALL_TARGETS)
         return cls(
             dtype, param_dtype, lora_param_dtype, remat, as_int("unroll", unroll, 1), quantization, lora,
             implementation, checked_sharding(sharding),
@@ -72,35 +76,26 @@ def set_params(
         setattr(module, name, nnx.LoRAParam(adapter))
 
 
-def adapter_init(name: str, shape: tuple[int, ...]) -> jax.nn.initializers.Initializer:
-    """The initializer of an adapter's a or b [..., rows, columns]; b is zero, so that a new adapter changes nothing."""
-    if name.endswith("_b"):
-        return nnx.initializers.zeros
-    return nnx.initializers.he_uniform(batch_axis=tuple(range(len(shape) - 2)))
-
-
 def linear(module: nnx.Module, x: jax.Array, name: str, lora: Lora) -> jax.Array:
     """`x @ w` with a module's matrix "w_name" in the dtype of x, plus its adapter and its bias, where it has them."""
 
     def param(name: str) -> jax.Array:
         return getattr(module, name)[...].astype(x.dtype)
 
-    y = dense_product(x, param(f"w_{name}"))
+    term = None
     if hasattr(module, f"w_{name}_lora_a"):
-        assert lora.alpha is not None and lora.rank is not None
-        y += (x @ param(f"w_{name}_lora_a")) @ param(f"w_{name}_lora_b") * (lora.alpha / lora.rank)
+        a, b = adapter_names(f"w_{name}")
+        term = LowRank(getattr(module, a)[...], getattr(module, b)[...], lora.scales[f"w_{name}"])
+    y = add_term(dense_product(x, param(f"w_{name}")), x, term)
     return y + jnp.broadcast_to(param(f"b_{name}"), y.shape) if hasattr(module, f"b_{name}") else y
 
 
 def merge_adapters(module: nnx.Module, lora: Lora) -> None:
     """Merges a module's adapters of matrices [K, N] into them, and sets their b to zero."""
-    for name in lora.targets:
-        if hasattr(module, f"{name}_lora_a"):
-            w, a, b = (getattr(module, f"{name}{part}") for part in ("", "_lora_a", "_lora_b"))
-            assert lora.alpha is not None and lora.rank is not None
-            term = LowRank(a[...][None], b[...][None], lora.alpha / lora.rank)
-            w[...] = term.merge(w[...][None], "ekn")[0]
-            b[...] = jnp.zeros_like(b[...])
+    names = {name: name for name in lora.targets if hasattr(module, f"{name}_lora_a")}
+    params = {part: getattr(module, part)[...] for name in names for part in (name, *adapter_names(name))}
+    for name, value in lora.of(names).merge(params).items():
+        getattr(module, name)[...] = value
 
 
 def norm(x: jax.Array, scale: nnx.Param[jax.Array], epsilon: float) -> jax.Array:
@@ -119,10 +114,11 @@ class Mlp(nnx.Module):
     """The gated MLP of a dense layer."""
 
     def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None:
-        self.config, self.options = config, options
+        own = options.lora.of({name: name.replace("w_dense_", "w_") for name in OF_DENSE})
+        self.config, self.options = config, dataclasses.replace(options, lora=own)
         hidden = config.dense_features
         shapes = {"w_gate_up": (config.features, 2 * hidden), "w_down": (hidden, config.features)}
-        set_params(self, shapes, config.init_scale, options, rngs)
+        set_params(self, shapes, config.init_scale, self.options, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [..., H] to the same shape."""

@@ -100,7 +100,7 @@ def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
         spec = spec_of(path, array.shape, sharding)
         if spec == P() or ("moe" in path and path[-1] in experts):
             return array
-        return _gather(array if path[-1] == "w_router" else array.astype(dtype), sharding.named(spec))
+        return _gather(array if path[-1].startswith("w_router") else array.astype(dtype), sharding.named(spec))
 
     return _map_arrays(whole, state)
 

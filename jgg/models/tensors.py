@@ -9,6 +9,7 @@ from jgg.hf.checkpoints import param_shapes
 from jgg.hf.families import FAMILIES
 from jgg.hf.tensors import Tensor, as_is, matrix
 from jgg.models.decoder import Decoder, Layer
+from jgg.models.parts import OF_ATTENTION, OF_DENSE, OF_EXPERTS, OF_MOE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # parameters of a `Decoder` beside its layers
@@ -25,6 +26,11 @@ OF_LAYERS = {
 }
 OF_LAYERS |= {f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"}
 OF_LAYERS |= {f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"}
+
+# the matrices that may have adapters, by their names in lora_targets
+_MATRICES = {name: f"attention.{name}" for name in OF_ATTENTION}
+_MATRICES |= {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}
+_MATRICES |= {name: f"moe.{name}" for name in (*OF_MOE, *OF_EXPERTS)}
 
 
 class Stack(NamedTuple):
@@ -62,6 +68,48 @@ def stacks(model: Decoder) -> Iterator[Stack]:
     if model.dense_layers is not None:
         yield Stack(model.dense_layers, 0)
     yield Stack(model.layers, model.config.num_dense_layers)
+
+
+class Matrix(NamedTuple):
+    """A matrix of stacked layers that may have LoRA adapters.
+
+    Attributes:
+      target: its name in lora_targets.
+      name: the name of its variable in the stack.
+      modules: the modules of transformers that it is of, in the order of its columns, for each layer's number; those of
+        experts are not named.
+    """
+
+    stack: Stack
+    target: str
+    name: str
+    modules: dict[int, list[str]]
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it has a matrix for each expert, which `jgg.hf` names."""
+        return self.target in OF_EXPERTS
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in one layer."""
+        return self.stack.variables[self.name].shape[1:]
+
+
+def matrices(model: Decoder) -> Iterator[Matrix]:
+    """The model's matrices that may have adapters."""
+    own = FAMILIES[model.config.model_type]
+    for stack in stacks(model):
+        variables = stack.variables
+        for target, name in _MATRICES.items():
+            if name in variables:
+                modules: dict[int, list[str]] = {}
+                for number in stack.numbers:
+                    is_of_moe = target in OF_MOE
+                    block = own.fused_name(number).removesuffix("experts") if is_of_moe else prefix(number)
+                    tensor = own.tensors[target] if is_of_moe else OF_LAYERS.get(name, Tensor(()))
+                    modules[number] = [block + part.removesuffix(".weight") for part in tensor.names]
+                yield Matrix(stack, target, name, modules)
 
 
 def module_of(module: nnx.Module, path: Iterable[Any]) -> Any:

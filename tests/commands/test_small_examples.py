@@ -87,13 +87,13 @@ def test_expert_parallelism():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("adapter", "experts"),
-    [([], "bfloat16"), ([str(ROOT / "tests/data/model_adapters/glm4_moe")], "fp8")],
+    [([], "bfloat16"), ([str(ROOT / "tests/data/model_adapters/glm4_moe-all")], "fp8")],
     ids=["base-bfloat16", "adapter-fp8"],
 )
 def test_generate(adapter, experts, main, tmp_path):
     folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
     options = {"experts": jgg.Fp8()} if experts == "fp8" else {}
-    model = jgg.models.load(folder, **options, **({"lora_rank": 2, "lora_alpha": 3.0} if adapter else {}))
+    model = jgg.models.load(folder, **options)
     if adapter:
         jgg.models.load_adapter(model, adapter[0])
     new = jgg.models.generate(model, [[5, 6, 7]], 5)[0].tolist()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 
 import jax
@@ -209,17 +211,16 @@ WRONG_SETTINGS = [
     ({"r": "2"}, "r of model.layers.0.mlp.experts.gate_up_proj in {} must be a positive int, got '2'"),
     ({"r": None}, "r of model.layers.0.mlp.experts.gate_up_proj in {} must be a positive int, got None"),
     ({"lora_alpha": "3"}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be a number, got '3'"),
+    ({"lora_alpha": 1e300}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be less than 1e+38, got"),
     ({"use_rslora": 1}, "use_rslora of {} must be True or False, got 1"),
     ({"rank_pattern": [1]}, "rank_pattern of {} must be null or an object, got list"),
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern of {} must be regular expressions, got '('"),
     ({"target_modules": "("}, "target_modules of {} must be regular expressions, got '('"),
     ({"target_parameters": "experts"}, "target_parameters of {} must be a list of names, got 'experts'"),
-    ({"target_modules": ["q_proj", "v_proj"]}, "target_modules of {} must be names with an adapter in the file of"),
-    ({"target_modules": r".*\.v_proj"}, "target_modules of {} must be names with an adapter in the file of tensors"),
-    (
-        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
-        "target_parameters of {} must be names with an adapter in the file of tensors, got 'router.weight', without",
-    ),
+    ({"alpha_pattern": {r"(a)\1": 1}}, r"alpha_pattern of {} must be regular expressions, got '(a)\\1': \1 is not sup"),
+    ({"exclude_modules": 3}, "exclude_modules of {} must be a list of names, got 3"),
+    ({"layers_to_transform": [1.5]}, "layers_to_transform of {} must be null, an int or a list of ints, got [1.5]"),
+    ({"lora_alpha": 10**400}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be a finite number"),
 ]  # fmt: skip
 
 
@@ -235,6 +236,9 @@ def test_what_is_wrong_in_settings_is_named(settings, message, edited, tmp_path)
     [
         {"target_modules": "all-linear"},
         {"target_modules": r".*\.q_proj"},
+        {"target_modules": ["q_proj", "v_proj", "no_proj"]},
+        {"exclude_modules": r".*\.k_proj", "layers_to_transform": [0, 1]},
+        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
         {"lora_dropout": 0.1},
         {"init_lora_weights": "gaussian"},
     ],
@@ -258,14 +262,19 @@ WRONG_TENSORS = [
     ("qwen3_moe", LAYER + "base_layer.lora_A.weight", None, r"base_layer\.lora_A\.weight is missing among"),
     ("olmoe", LAYER + "base_layer.lora_A.weight", (12, 10), r"base_layer\.lora_A\.weight is not expected among"),
     ("qwen3_moe", LAYER + "0.up_proj.lora_A.weight", (2, 10), r"up_proj\.lora_A\.weight is not expected among"),
-    ("qwen3_moe", LAYER + "lora_A.weight", (8, 7), r"experts\.lora_A\.weight must have shape \[8, 6\], got \[8, 7\]"),
-    ("qwen3_moe", LAYER + "lora_B.weight", (10, 12), r"lora_B\.weight must have shape \[10, 8\], got \[10, 12\]"),
+    (
+        "qwen3_moe",
+        LAYER + "lora_A.weight",
+        (8, 7),
+        r"\.lora_A\.weight of .* must have shape \[8, 6\], got \[8, 7\]",
+    ),
+    ("qwen3_moe", LAYER + "lora_B.weight", (10, 12), r"lora_B\.weight of .* must have shape \[10, 8\], got \[10, 12\]"),
     ("mixtral_modules", GATE + "lora_A.weight", None, r"experts\.2\.w1\.lora_A\.weight is missing among the experts'"),
     (
         "mixtral_modules",
         GATE + "lora_A.weight",
         (1, 10),
-        r"w1\.lora_A\.weight must have shape \[2, 10\], got \[1, 10\]",
+        r"w1\.lora_A\.weight of .* must have shape \[2, 10\], got \[1, 10\]",
     ),
     ("mixtral_modules", GATE + "lora_magnitude_vector", (6,), r"lora_magnitude_vector is not expected among"),
 ]
@@ -298,8 +307,70 @@ def test_target_parameters_are_no_modules(edited):
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_modules_of_one_term_have_one_rank_and_scale(key, edited):
-    with pytest.raises(ValueError, match=r"modules \['experts.*w1', 'experts.*w3'\] of .* must have one rank and one"):
+    with pytest.raises(ValueError, match=r"experts\.0\.w3 and the same module of all other experts must have one rank"):
         edited("mixtral_modules", {key: {r"experts\.1\.w3": 4}})
+
+
+def test_parts_of_one_term_may_differ_in_rank_and_scale(edited):
+    """Gate of rank 2 and up of rank 1, with the same alpha: b of up makes up for the scale."""
+
+    def up_of_rank_1(tensors):
+        cut = {"lora_A": lambda array: array[:1], "lora_B": lambda array: array[:, :1]}
+        return {
+            name: cut[name.split(".")[-2]](array) if ".w3." in name else array for name, array in tensors.items()
+        }  # fmt: skip
+
+    whole, adapter = load_case("mixtral_modules"), edited("mixtral_modules", {"rank_pattern": {"w3": 1}}, up_of_rank_1)
+    for layer, terms in adapter.layers.items():
+        term, old = terms["w_gate_up"], whole.layers[layer]["w_gate_up"]
+        assert (term.a.shape[2], term.scale) == (3, old.scale)
+        up = 3 * np.matmul(old.a[..., 2:3], old.b[:, 2:3, 6:])  # scaled by alpha / 1
+        np.testing.assert_allclose(term.delta("ekn")[..., 6:], up, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(term.delta("ekn")[..., :6], old.delta("ekn")[..., :6])
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "llama4"])
+def test_the_order_in_which_unsloth_had_experts(case, tmp_path):
+    shutil.copytree(DATA / case, tmp_path / "old")
+    config, tensors = jgg.hf.read_config(DATA / case), load_file(DATA / case / TENSORS)
+    for name, array in tensors.items():
+        if "experts" in name and "lora_B" in name:
+            by_rank = array.reshape(len(array), -1, 4)  # [out, r, E]
+            tensors[name] = np.ascontiguousarray(by_rank.swapaxes(1, 2).reshape(array.shape))
+    save_file(tensors, tmp_path / "old" / TENSORS)
+    adapter = jgg.hf.load_adapter(tmp_path / "old", config, is_expert_slowest=True)
+    assert_same_terms(adapter, load_case(case))
+    jgg.hf.save_adapter(tmp_path / "new", config, adapter)
+    assert_same_tensors(load_file(tmp_path / "new" / TENSORS), load_file(DATA / case / TENSORS))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, bool, np.complex64, ml_dtypes.float8_e4m3fn])
+def test_tensors_that_are_no_floats_of_16_bits_or_more_are_named(dtype, tmp_path):
+    shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
+    path, name = tmp_path / "olmoe" / TENSORS, LAYER + "lora_A.weight"
+    tensors = load_file(path)
+    if dtype == ml_dtypes.float8_e4m3fn:  # which safetensors cannot write from NumPy
+        header = json.dumps({name: {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 6]}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    else:
+        save_file(tensors | {name: tensors[name].astype(dtype)}, path)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} of {path} must have one of the dtypes float16, .*, got"):
+        jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
+
+
+@pytest.mark.parametrize("file", [SETTINGS, TENSORS])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file, tmp_path):
+    shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
+    (tmp_path / "olmoe" / file).unlink()
+    os.mkfifo(tmp_path / "olmoe" / file)
+    with pytest.raises(ValueError, match=rf"{file} must be a regular file\."):
+        jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_patterns_do_not_take_exponential_time(key, edited):
+    endless = r"(([a-z]+|\.|\d)+)+!"
+    edited("qwen3_moe_modules", {key: {endless: 2} if key == "rank_pattern" else endless})
 
 
 def test_files_that_are_damaged_or_missing_are_named(tmp_path):

@@ -86,14 +86,23 @@ def test_new_adapters_change_nothing(options, prepare):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lora_targets": ("w_down",), "use_bias": True, "shared_features": 12}], ids=["both", "down"]
-)
+    "options",
+    [
+        {},
+        {
+            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"), "lora_rank": (2, 3, 5), "use_bias": True,
+            "shared_features": 12,
+        },
+    ],
+    ids=["both", "down and shared"],
+)  # fmt: skip
 def test_as_with_merged_weights(options):
     """In every framework: y, and all gradients, those of a and b by differentiating the merged weights."""
     layer = make_trained(**options)
     function, params = layer.layer, params_of(layer)
     targets = layer.lora_targets
-    base = MoELayer(144, **(SIZES | options))
+    base = MoELayer(144, **(SIZES | options | {"lora_rank": None}))
+    scales = {name: 8 / params[f"{name}_lora_a"].shape[-1] for name in targets}
 
     @jax.jit
     @jax.value_and_grad
@@ -101,7 +110,7 @@ def test_as_with_merged_weights(options):
         weights = dict(params)
         for name in targets:
             a, b = weights.pop(f"{name}_lora_a"), weights.pop(f"{name}_lora_b")
-            weights[name] += 8 / 5 * jnp.einsum("ekr,ern->ekn", a, b, precision="highest")
+            weights[name] += scales[name] * jnp.matmul(a, b, precision="highest")
         return jnp.sum(jnp.square(base.apply(weights, X, precision="highest")[0]))
 
     want_loss, want_gradients = want(params)
@@ -117,7 +126,7 @@ def test_as_with_merged_weights(options):
         else:
             assert_close(gradient, want_gradients[name], 5e-5, name=name)
 
-    assert layer.adapters().keys() == set(targets)
+    assert layer.adapters().keys() == set(targets) - {"w_shared_gate_up", "w_router"}
     for name, term in layer.adapters().items():
         want_weights = params[name] + 8 / 5 * jnp.matmul(term.a, term.b, precision="highest")
         assert_close(term.merge(params[name], "ekn"), want_weights, 1e-6)
@@ -204,13 +213,24 @@ def test_load_params_keeps_adapters_or_loads_them():
     jax.tree.map(np.testing.assert_array_equal, params_of(abstract), params)
 
 
-TARGETS = "lora_targets must be a tuple of one or both of ('w_gate_up', 'w_down'), got "
+KNOWN = "w_gate_up", "w_down", "w_shared_gate_up", "w_shared_down", "w_router"
+TARGETS = f"lora_targets must be a tuple of some of {KNOWN}, got "
 ERRORS = {
     "rank": (ValueError, {"lora_rank": 0}, "lora_rank must be None or a positive int, got 0."),
     "rank's type": (TypeError, {"lora_rank": 4.0}, "lora_rank must be None or a positive int, got 4.0."),
     "alpha": (ValueError, LORA | {"lora_alpha": np.inf}, "lora_alpha must be a finite number, got inf."),
     "alpha alone": (ValueError, {"lora_alpha": 8}, "lora_alpha must be None without a lora_rank, got 8."),
     "targets": (ValueError, LORA | {"lora_targets": ("w_up",)}, TARGETS + "('w_up',)."),
+    "shared": (
+        ValueError,
+        LORA | {"lora_targets": ("w_shared_down",)},
+        "shared_features must be 1 or more for lora_targets ('w_shared_down',), got 0.",
+    ),
+    "ranks": (
+        ValueError,
+        {"lora_rank": (2, 3, 4)},
+        "lora_rank must be a number or one for each of lora_targets, ('w_gate_up', 'w_down'), got (2, 3, 4).",
+    ),
     "no targets": (ValueError, LORA | {"lora_targets": ()}, TARGETS + "()."),
     "a name": (ValueError, LORA | {"lora_targets": "w_down"}, TARGETS + "'w_down'."),
     "no tuple": (TypeError, LORA | {"lora_targets": 3}, TARGETS + "int."),

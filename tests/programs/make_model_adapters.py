@@ -4,10 +4,10 @@
     python -m tests.programs.make_model_adapters
     python -m tests.programs.make_model_adapters --open FOLDER
 
-Each folder is what `save_pretrained` writes of a random adapter of attention, experts and dense layers beside the model
-in tests/data/models, and logits.npy, float32 logits of the tokens in that model's reference.npz. With --open, PEFT
-opens the folders in FOLDER, named as the families, which `jgg.models.save_adapter` wrote; each has logits.npy of
-jgg, which PEFT's must be. Made, and opened, with torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
+Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
+float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
+cases, which `jgg.models.save_adapter` wrote; each has logits.npy of jgg, which PEFT's must be. Made, and opened, with
+torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
 """
 
 import argparse
@@ -23,62 +23,81 @@ from transformers import AutoModelForCausalLM
 DATA = Path(__file__).parents[1] / "data"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SEVEN = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+DENSE = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+SHARED = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+USUAL = {"r": 2, "target_modules": ATTENTION, "target_parameters": EXPERTS}
+# the options of LoRA; what precedes a hyphen is the family
 CASES = {
-    "qwen3_moe": (ATTENTION, EXPERTS),
-    "gpt_oss": (ATTENTION, EXPERTS),
-    "mixtral": (ATTENTION, EXPERTS),
-    "glm4_moe": (ATTENTION, EXPERTS + [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]),
-}
+    "qwen3_moe": USUAL,
+    "gpt_oss": USUAL,
+    "mixtral": USUAL,
+    "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
+    "olmoe-seven-patterns": {
+        "target_modules": SEVEN,
+        "rank_pattern": {"q_proj": 3, r"layers\.0\.self_attn\.v_proj": 2, "layers.1.*down_proj": 2},
+        "alpha_pattern": {"k_proj|o_proj": 5, "model.layers.1.self_attn.v_proj": 7},
+    },
+    "granitemoe-seven-excluded": {
+        "target_modules": SEVEN, "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj",
+    },
+    "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
+    "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
+    "glm4_moe-all": {
+        "target_modules": r".*\.[qo]_proj", "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
+    },
+}  # fmt: skip
 
 
-def base(family):
+def base(case):
+    family = case.partition("-")[0]
     return AutoModelForCausalLM.from_pretrained(
         DATA / "models" / family, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
 
 
-def logits_of(family, adapted):
+def logits_of(case, adapted):
+    family = case.partition("-")[0]
     with np.load(DATA / "models" / family / "reference.npz") as file, torch.no_grad():
         return adapted(torch.from_numpy(file["tokens"]).long()).logits.numpy()
 
 
-def make(family):
-    modules, parameters = CASES[family]
-    lora = LoraConfig(
-        r=2, lora_alpha=3, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
-    )  # fmt: skip
-    adapted, generator = get_peft_model(base(family), lora), torch.Generator().manual_seed(0)
+def make(case):
+    lora = LoraConfig(**{"r": 1, "lora_alpha": 3, "task_type": "CAUSAL_LM"} | CASES[case])
+    adapted, generator = get_peft_model(base(case), lora), torch.Generator().manual_seed(0)
     named = {name: parameter for name, parameter in sorted(adapted.named_parameters()) if "lora_" in name}
     for name, parameter in named.items():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        if "up_proj.lora_A" in name:  # jgg has one for gate and up of a dense layer
+        if case == "glm4_moe" and "up_proj.lora_A" in name:  # as jgg has one for gate and up of a dense layer
             parameter.data.copy_(named[name.replace("up_proj", "gate_proj")].data)
-    folder = DATA / "model_adapters" / family
+    folder = DATA / "model_adapters" / case
     adapted.save_pretrained(folder)
     (folder / "README.md").unlink()
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
-    np.save(folder / "logits.npy", logits_of(family, adapted))
+    np.save(folder / "logits.npy", logits_of(case, adapted))
 
 
-def check_opens(family, folder):
+def check_opens(case, folder):
     """Raises unless PEFT finds each tensor its place, and the logits are those of jgg."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that are missing
-        adapted = PeftModel.from_pretrained(base(family), str(folder / family))
-    np.testing.assert_allclose(logits_of(family, adapted), np.load(folder / family / "logits.npy"), rtol=0, atol=1e-4)
-    print(f"{family}: PEFT opens it, and gives the same logits")
+        adapted = PeftModel.from_pretrained(base(case), str(folder / case))
+    np.testing.assert_allclose(logits_of(case, adapted), np.load(folder / case / "logits.npy"), rtol=0, atol=1e-4)
+    print(f"{case}: PEFT opens it, and gives the same logits")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--open", type=Path, metavar="FOLDER")
     folder = parser.parse_args().open
-    for family in CASES:
+    for case in CASES:
         if folder is None:
-            make(family)
-        elif (folder / family).exists():
-            check_opens(family, folder)
+            make(case)
+        elif (folder / case).exists():
+            check_opens(case, folder)
 
 
 if __name__ == "__main__":

@@ -104,8 +104,10 @@ def check_folders():
 def check_adapters():
     """Adapters' gradients beside frozen experts, and merged parameters, which stay in their places."""
     sharding = MoESharding(mesh(), **ALL)
-    whole = loaded("qwen3_moe", lora_rank=2)
-    model = loaded("qwen3_moe", lora_rank=2, sharding=sharding)
+    whole, model = loaded("glm4_moe"), loaded("glm4_moe", sharding=sharding)
+    for each in (whole, model):
+        jgg.models.load_adapter(each, DATA.parent / "model_adapters" / "glm4_moe-all")
+    assert_in_place(nnx.state(model), sharding)
     (_, got), (_, want) = (loss_and_gradients(each, TOKENS, nnx.LoRAParam) for each in (model, whole))
     assert_in_place(got, sharding)
     assert_close(got, want, 1e-4, "gradients of adapters")

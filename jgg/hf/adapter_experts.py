@@ -1,0 +1,173 @@
+"""The LoRA adapters of experts in PEFT's file: the names of their tensors, and low-rank terms of them and back."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jgg.core.arguments import check
+from jgg.hf.adapter_settings import AdapterSettings
+from jgg.hf.families import Family
+from jgg.hf.files import check_names, check_shape
+from jgg.low_rank import LowRank
+
+PREFIX = "base_model.model."
+FUSED = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # in the order in which PEFT wraps them
+
+
+def pair_of(place: str) -> tuple[str, str]:
+    """The names of the two tensors of a module's adapter."""
+    return f"{PREFIX}{place}.lora_A.weight", f"{PREFIX}{place}.lora_B.weight"
+
+
+def places(own: Family, layer: int, targeted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields each parameter with the module that holds its adapter: PEFT wraps the experts once for each parameter."""
+    for index, param in enumerate(targeted, 1):
+        yield param, own.fused_name(layer) + ".base_layer" * (len(targeted) - index)
+
+
+def names_of_parameters(own: Family, layer: int) -> dict[str, str]:
+    """The names of a layer's fused parameters in transformers 5."""
+    return {param: f"{own.fused_name(layer)}.{name}" for param, name in FUSED.items()}
+
+
+def pattern_of_experts(own: Family) -> re.Pattern[str]:
+    """A pattern of the beginning of experts' tensors in PEFT's file, with the layer's index as its group."""
+    blocks = {own.block, own.fused_block or own.block}
+    roots = {"experts"} | {name.partition(".")[0] for param in FUSED for name in own.tensors[param].names}
+    choices = (f"(?:{'|'.join(map(re.escape, sorted(names)))})" for names in (blocks, roots))
+    return re.compile(re.escape(f"{PREFIX}{own.prefix}layers.") + r"(\d+)\." + r"\.".join(choices) + r"\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsReader:
+    """Reads the experts' terms of one layer after the other.
+
+    Attributes:
+      tensors: the tensors of experts by their names in PEFT's file.
+      where: the file of the tensors, for messages.
+      is_expert_slowest: whether the columns of a fused parameter's lora_B have the expert slowest.
+      parameters, modules: the fused parameters and the modules of experts that were read.
+    """
+
+    own: Family
+    shapes: Mapping[str, tuple[int, ...]]
+    settings: AdapterSettings
+    tensors: Mapping[str, np.ndarray]
+    where: str
+    is_expert_slowest: bool = False
+    parameters: list[str] = dataclasses.field(default_factory=list)
+    modules: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, present: set[str], layer: int) -> dict[str, LowRank]:
+        """Returns the terms of a layer, of which these are the tensors."""
+        fused = re.compile(re.escape(PREFIX + self.own.fused_name(layer)) + r"\.(base_layer\.)*lora_")
+        read = self._of_parameters if any(map(fused.match, present)) else self._of_modules
+        return read(present, layer)
+
+    def _check_names(self, present: set[str], expected: set[str], layer: int) -> None:
+        check_names(present, expected, f"among the experts' tensors of layer {layer} in {self.where}")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        check_shape(f"{name} of {self.where}", self.tensors[name], shape)
+
+    def _of_parameters(self, present: set[str], layer: int) -> dict[str, LowRank]:
+        names = names_of_parameters(self.own, layer)
+        targeted = [param for param, name in names.items() if self.settings.targets_parameter(name)]
+        by_param = dict(places(self.own, layer, targeted))
+        self._check_names(present, {name for place in by_param.values() for name in pair_of(place)}, layer)
+        self.parameters.extend(names[param] for param in targeted)
+        return {param: self._of_parameter(param, by_param[param], names[param]) for param in targeted}
+
+    def _of_parameter(self, param: str, place: str, name: str) -> LowRank:
+        experts, rows, columns = self.shapes[param]
+        inner, outer = (columns, rows) if self.own.is_swapped else (rows, columns)
+        rank = self.settings.rank(name)
+        of_a, of_b = pair_of(place)
+        self._check_shape(of_a, (experts * rank, inner))
+        self._check_shape(of_b, (outer, rank * experts))
+        # A has the expert slowest, B the expert fastest
+        a = self.tensors[of_a].reshape(experts, rank, inner)
+        if self.is_expert_slowest:
+            b = self.tensors[of_b].reshape(outer, experts, rank).transpose(1, 2, 0)
+        else:
+            b = self.tensors[of_b].reshape(outer, rank, experts).transpose(2, 1, 0)
+        if self.own.is_swapped:
+            a, b = b, a
+        return LowRank(a.swapaxes(1, 2), b, self.settings.scale(name, rank))
+
+    def _of_modules(self, present: set[str], layer: int) -> dict[str, LowRank]:
+        block, expected = self.own.block_name(layer), set[str]()
+        found: dict[str, list[list[str] | None]] = {}  # the modules of all experts of each of a parameter's parts
+        for param in FUSED:
+            for part in self.own.tensors[param].names:
+                if "{e}" in part:
+                    name = block + part.removesuffix(".weight")
+                    modules = [name.replace("{e}", str(expert)) for expert in range(self.shapes[param][0])]
+                    own = {name for module in modules for name in pair_of(module)}
+                    expected |= own if own & present else set()
+                    found.setdefault(param, []).append(modules if own & present else None)
+        self._check_names(present, expected, layer)
+        terms: dict[str, LowRank] = {}
+        for param, parts in found.items():
+            if any(parts):
+                shape = (*self.shapes[param][:-1], self.shapes[param][-1] // len(parts))
+                terms[param] = side_by_side([self._of_part(part, shape) if part else None for part in parts], shape[-1])
+        return terms
+
+    def _of_part(self, modules: list[str], shape: tuple[int, ...]) -> LowRank:
+        """Returns the term of one part of a parameter, such as gate, whose shape is [E, rows, columns]."""
+        ranks = {self.settings.rank(module) for module in modules}
+        scales = {self.settings.scale(module, rank) for rank in ranks for module in modules}
+        check(
+            len(ranks) == len(scales) == 1,
+            f"{modules[0]} and the same module of all other experts must have one rank and one lora_alpha in "
+            f"{self.settings.where}, got ranks {sorted(ranks)} and scales {sorted(scales)}.",
+        )
+        (rank,), (scale,) = ranks, scales
+        of_a, of_b = zip(*map(pair_of, modules), strict=True)
+        for names, own in ((of_a, (rank, shape[1])), (of_b, (shape[2], rank))):
+            for name in names:
+                self._check_shape(name, own)
+        self.modules.extend(modules)
+        a, b = (np.stack([self.tensors[name].T for name in names]) for names in (of_a, of_b))
+        return LowRank(a, b, scale)
+
+
+def side_by_side(parts: Sequence[LowRank | None], width: int) -> LowRank:
+    """One term beside a matrix whose columns are those of several modules, some of which have a term.
+
+    Args:
+      parts: for each module a term of a [.., K, r] and b [.., r, width], or None. At least one is a term.
+
+    Returns: a has the parts' a side by side; b is zero outside the blocks of each. The scale is that of the first term;
+      b of another scale is multiplied by their ratio.
+    """
+    terms = [part for part in parts if part is not None]
+    first, a = terms[0], np.concatenate([term.a for term in terms], axis=-1)
+    b = np.zeros((*a.shape[:-2], a.shape[-1], len(parts) * width), np.result_type(*[term.b for term in terms]))
+    row = 0
+    for index, part in enumerate(parts):
+        if part is not None:
+            rank = part.a.shape[-1]
+            b[..., row : row + rank, index * width : (index + 1) * width] = rescaled(part, first.scale).b
+            row += rank
+    return LowRank(a, b, first.scale)
+
+
+def rescaled(term: LowRank, scale: float) -> LowRank:
+    """The same term with another scale, which b makes up for."""
+    if term.scale == scale:
+        return term
+    b = np.asarray(term.b)
+    return LowRank(term.a, (b * np.float64(term.scale / scale)).astype(b.dtype), scale)
+
+
+def flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:
+    """Yields lora_A and lora_B of a fused parameter: A has the expert slowest, B the expert fastest."""
+    a, b = np.asarray(low_rank.a).swapaxes(1, 2), np.asarray(low_rank.b)  # both [E, r, features]
+    if is_swapped:
+        a, b = b, a
+    yield np.ascontiguousarray(a.reshape(-1, a.shape[2]))
+    yield np.ascontiguousarray(b.transpose(2, 1, 0).reshape(b.shape[2], -1))
