@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from tests.support import split_tokens
 from tests.support.closeness import assert_close, distance
 
 P = jax.P
@@ -134,7 +135,8 @@ def products():
     dw = jgg.grouped_gemm_dw(x, dy, **order, **options)
     routing = jgg.route(x, TOPK)
     losses = jgg.load_balancing_loss(x, routing.topk_indices), jgg.router_z_loss(x)
-    return forward, dx, dw, routing, losses
+    d_logits = jax.grad(lambda x: jnp.sum(jnp.sin(jgg.route(x, TOPK).topk_weights)))(x)
+    return forward, dx, dw, routing, losses, d_logits
 
 
 def check_refused(name):
@@ -314,6 +316,7 @@ def main():
     check_scan()
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     check_fp8()
+    split_tokens.check_router()
     check_explicit_mesh()
     print("all right", flush=True)
 

@@ -1,0 +1,54 @@
+"""Functions of tokens that plain `jax.jit` splits over devices as these do not divide them, against one device."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jgg
+from tests.support.closeness import assert_close
+
+EXPERTS, TOPK = 8, 2
+MESHES = {(4, 2): ("a", "b"), (2, 2, 2): ("a", "b", "c"), (8,): ("a",)}
+GIVEN = {"topk_indices": [[-1, 3], [9, -1], [5, 5], [0, -1], [-1, -1]]}
+# how logits become weights, each in another way
+ROUTERS = (
+    {},
+    {"normalize": False},
+    {"score": "sigmoid"},
+    {"score": "sigmoid", "normalize": False, "num_groups": 4, "topk_groups": 2},
+    GIVEN,
+)
+
+
+def mesh_of(shape):
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, MESHES[shape], axis_types=kinds)
+
+
+def router_gradients(logits, split):
+    """The gradient of each router's weights, which are split as they are, or after padding to a multiple of 8."""
+
+    def loss(logits, options, pads):
+        weights = jgg.route(logits, TOPK, **options).topk_weights
+        if pads:
+            weights = jnp.pad(weights, ((0, -len(weights) % 8), (0, 0)))
+        weights = split(weights)
+        return jnp.sum(weights * jnp.cos(jnp.arange(weights.size)).reshape(weights.shape))
+
+    gradients = {}
+    for options, pads, count in itertools.product(ROUTERS, (False, True), (3, 5)):
+        own = {name: jnp.asarray(value)[:count] if name in GIVEN else value for name, value in options.items()}
+        gradients[f"{options} of {count}, {pads}"] = jax.grad(loss)(logits[:count], own, pads)
+    return gradients
+
+
+def check_router():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((5, EXPERTS)), jnp.float32)
+    want = jax.jit(functools.partial(router_gradients, split=lambda array: array))(logits)
+    for shape in MESHES:
+        sharding = jax.NamedSharding(mesh_of(shape), jax.P("a"))
+        constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        assert_close(jax.jit(functools.partial(router_gradients, split=constrain))(logits), want, name=f"{shape}")
