@@ -177,6 +177,26 @@ def check_uneven():
         function((P(), P(None, None, "a"), P()), *arrays)
 
 
+def check_parts_of_an_axis_are_refused():
+    """Rows, and weights, that are split over parts of an axis, as a reshape of arrays split over it leaves them."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AUTO,))
+    ones = functools.partial(jnp.ones, dtype=jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def function(split, x, w):
+        arrays = {"x": x, "w": w}
+        arrays[split] = jax.lax.with_sharding_constraint(arrays[split] * 2, jax.NamedSharding(mesh, P("a")))
+        sizes = jnp.asarray([1, 3, 0, 0], jnp.int32)
+        return jgg.ragged_dot(arrays["x"].reshape(4, 12), arrays["w"].reshape(4, 12, 8), sizes)
+
+    for split, refusal in (
+        ("x", "An array of rows [4, 12] must not be split over its rows, got "),
+        ("w", "Weights [4, 12, 8] must be split over whole axes of the mesh, got "),
+    ):
+        with refuses(refusal, "jgg.sharding.MoESharding"):
+            function(split, ones(48), ones(384))
+
+
 def check_explicit_is_refused():
     """On Explicit axes every split is refused, when the program is traced."""
     floats, (group_sizes, _), _ = make()
@@ -310,6 +330,7 @@ def main():
             check(name)
             print(name, flush=True)
     check_uneven()
+    check_parts_of_an_axis_are_refused()
     check_explicit_is_refused()
     check_group_offset()
     check_out_sharding()
@@ -317,6 +338,7 @@ def main():
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     check_fp8()
     split_tokens.check_router()
+    split_tokens.check_parts_of_an_axis()
     check_explicit_mesh()
     print("all right", flush=True)
 

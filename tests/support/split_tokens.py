@@ -52,3 +52,27 @@ def check_router():
         sharding = jax.NamedSharding(mesh_of(shape), jax.P("a"))
         constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         assert_close(jax.jit(functools.partial(router_gradients, split=constrain))(logits), want, name=f"{shape}")
+
+
+# name: (function, its array, how 8 devices along one axis or 4 of them split it); parts of the axis split what follows
+OVER_PARTS_OF_AN_AXIS = {
+    "16 experts in 4 groups": (functools.partial(jgg.route, topk=2, num_groups=4, topk_groups=2), (4, 16), (None, "a")),
+    "the same by sigmoid": (
+        functools.partial(jgg.route, topk=2, score="sigmoid", num_groups=4, topk_groups=2), (4, 16), (None, "a"),
+    ),
+    "6 tokens": (functools.partial(jgg.route, topk=2), (6, 16), ("a",)),
+    "2 tokens of chosen experts": (functools.partial(jgg.sort_by_expert, num_experts=4), (2, 3), ("a",)),
+    "6 tokens of chosen experts": (functools.partial(jgg.sort_by_expert, num_experts=4), (6, 2), ("a",)),
+    "6 tokens and a loss": (
+        lambda logits: jgg.load_balancing_loss(logits, jgg.route(logits, 2).topk_indices), (6, 16), ("a",),
+    ),
+}  # fmt: skip
+
+
+def check_parts_of_an_axis():
+    for name, (function, shape, spec) in OVER_PARTS_OF_AN_AXIS.items():
+        array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        array = np.abs(2 * array).astype(np.int32) if "chosen" in name else array
+        sharding = jax.NamedSharding(mesh_of((8,)), jax.P(*spec))
+        split = jax.jit(lambda array: function(jax.lax.with_sharding_constraint(array, sharding)))  # noqa: B023
+        assert_close(split(array), jax.jit(function)(array), name=name)
