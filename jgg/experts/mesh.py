@@ -32,7 +32,7 @@ class MoESharding:
     | tensor | replicated | split over I | y is summed |
 
     Args:
-      mesh: a mesh of Auto or Explicit axes.
+      mesh: a mesh, each of whose axes may be Auto or Explicit.
       data: one axis, or a tuple of several; () for none.
       fsdp, expert, tensor: one axis each, or None.
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
@@ -198,14 +198,28 @@ def check_divides(
 
 
 def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.Array:
-    """The array, split as `spec` says on Explicit axes; raises if weights are split in another way already."""
-    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    """The array, split over Explicit axes as `spec` says; raises if weights are split in another way already."""
+    explicit = _of_explicit_axes(spec, array.ndim, sharding)
+    if explicit is None:
         return array
-    spec = P(*spec, *[None] * (array.ndim - len(spec)))
     got = jax.typeof(array).sharding.spec
-    if name.startswith(("w_", "b_")) and got != spec and any(part is not None for part in got):
-        raise ValueError(f"{name} must be split as {spec} by sharding.weight_specs, got {got}.")
-    return jax.sharding.reshard(array, sharding.named(spec))
+    if name.startswith(("w_", "b_")) and got != explicit and any(part is not None for part in got):
+        raise ValueError(f"{name} must be split as {explicit} by sharding.weight_specs, got {got}.")
+    return jax.sharding.reshard(array, sharding.named(explicit))
+
+
+def _of_explicit_axes(spec: P, num_axes: int, sharding: MoESharding) -> P | None:
+    """The part of a spec that types say, those of Explicit axes; None for a mesh that has none."""
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    if jax.sharding.AxisType.Explicit not in kinds.values():
+        return None
+
+    def explicit(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        names = names if isinstance(names, tuple) else () if names is None else (names,)
+        names = tuple(name for name in names if kinds[name] == jax.sharding.AxisType.Explicit)
+        return names[0] if len(names) == 1 else names or None
+
+    return P(*map(explicit, (*spec, *[None] * (num_axes - len(spec)))))
 
 
 def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:
