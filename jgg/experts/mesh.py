@@ -84,6 +84,11 @@ class MoESharding:
         return P(self.token_axes or None)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split anything."""
+        return self.token_axes if self.tensor is None else (*self.token_axes, self.tensor)
+
+    @property
     def gather_axis(self) -> str | None:
         """The axis along which stored weights are gathered: `fsdp`, if it has several devices."""
         return self.fsdp if self.size(self.fsdp) > 1 else None
@@ -150,6 +155,37 @@ def map_tokens[Result](
         for name, array in arrays.items()
     }  # fmt: skip
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=(parts,), out_specs=out_specs)(arrays)
+
+
+def check_outside_shard_map(sharding: MoESharding) -> None:
+    """Raises inside a `jax.shard_map` over axes that the sharding splits, or of which its mesh knows nothing."""
+    around = jax.sharding.get_abstract_mesh()
+    taken = [axis for axis in sharding.axes if axis in around.manual_axes]
+    if taken:
+        raise ValueError(
+            f"sharding must split over axes of the mesh that no jax.shard_map around this call maps over, got {taken}. "
+            "Inside jax.shard_map, on each device's own arrays, call jgg.sharding.moe_mlp_on_device."
+        )
+    if around.manual_axes and sharding.mesh != around:
+        raise ValueError(
+            "sharding.mesh must be jax.sharding.get_abstract_mesh() inside jax.shard_map over other axes, "
+            f"{list(around.manual_axes)}, got {sharding.mesh}."
+        )
+
+
+def check_inside_shard_map(sharding: MoESharding) -> None:
+    """Raises outside a `jax.shard_map` over all axes that the sharding splits."""
+    for axis in sharding.axes:
+        try:
+            devices = jax.lax.axis_size(axis)
+        except NameError:
+            devices = 0
+        if devices != sharding.size(axis):
+            raise ValueError(
+                f"sharding must split over axes of the jax.shard_map around this call, {axis!r} over "
+                f"{sharding.size(axis)} devices, got {devices or 'no such axis'}. Outside jax.shard_map, on arrays of "
+                "all devices, call jgg.sharding.sharded_moe_mlp."
+            )
 
 
 def specs_of_parts(array: Any, spec: P) -> Any:
