@@ -15,6 +15,7 @@ from jgg.core.arguments import as_array, check, check_instance, check_integers, 
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
+from jgg.models.embedding import embed
 from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
@@ -186,7 +187,9 @@ class Decoder(nnx.Module):
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
-        x = split_batch(table[split_batch(tokens, sharding)] * config.embedding_scale, sharding)
+        # a sharding splits sequences evenly
+        x = embed(table, tokens) if sharding is None else table[split_batch(tokens, sharding)]
+        x = split_batch(x * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         run = functools.partial(self._scan, positions=positions, rotation=rotation, segments=segments)
         if self.dense_layers is not None:

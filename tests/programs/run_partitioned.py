@@ -338,6 +338,7 @@ def main():
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     check_fp8()
     split_tokens.check_router()
+    split_tokens.check_reads_and_writes()
     split_tokens.check_parts_of_an_axis()
     check_explicit_mesh()
     print("all right", flush=True)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from jgg.models.attention import Cache
+from jgg.models.embedding import embed
 from tests.support.closeness import assert_close
 
 EXPERTS, TOPK = 8, 2
@@ -52,6 +54,42 @@ def check_router():
         sharding = jax.NamedSharding(mesh_of(shape), jax.P("a"))
         constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         assert_close(jax.jit(functools.partial(router_gradients, split=constrain))(logits), want, name=f"{shape}")
+
+
+def reads_and_writes(floats, numbers, split):
+    """What else of jgg reads or writes rows by index, with arrays that are split: values and gradients."""
+    table, rows = floats
+    tokens, positions = split(numbers), split(jnp.broadcast_to(jnp.arange(1, 3), numbers.shape))
+
+    def loss(table):
+        return jnp.sum(jnp.exp(split(jnp.exp(embed(table, tokens)))))
+
+    def balance(logits):
+        chosen = split(jgg.route(logits, TOPK).topk_indices)
+        return jgg.load_balancing_loss(split(logits), chosen, mask=split(numbers[:, 0])) + jgg.router_z_loss(
+            split(logits)
+        )
+
+    keys = split(jnp.exp(rows))[:, :, None]
+    cache = Cache(*[jnp.zeros((2, len(rows), 4, 1, rows.shape[2]), jnp.float32)] * 2)
+    return {
+        "embeddings": jax.grad(loss)(table),
+        "balance": jax.value_and_grad(balance)(rows[:, 0]),
+        "cache": cache.write(jnp.int32(1), positions, keys, keys),
+    }
+
+
+def check_reads_and_writes():
+    rng = np.random.default_rng(0)
+    floats = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((7, EXPERTS), (3, 2, EXPERTS))]
+    numbers = jnp.asarray([[0, 3], [5, 0], [6, -7]], jnp.int32)
+    want = jax.jit(functools.partial(reads_and_writes, split=lambda array: array))(floats, numbers)
+    for shape, names in MESHES.items():
+        for spec in {names[:1], names}:
+            sharding = jax.NamedSharding(mesh_of(shape), jax.P(spec))
+            constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+            got = jax.jit(functools.partial(reads_and_writes, split=constrain))(floats, numbers)
+            assert_close(got, want, name=f"{shape}, {spec}")
 
 
 # name: (function, its array, how 8 devices along one axis or 4 of them split it); parts of the axis split what follows
