@@ -52,13 +52,13 @@ class Split(NamedTuple):
         return self.shape[axis] % self.ways[axis] == 0
 
 
-def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[jax.Device, int]]:
+def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[Any, int]]:
     """For each axis of an array as long as there are devices, where each device's part starts."""
     indices = sharding.devices_indices_map((len(sharding.device_set),) * num_axes)
     return [{device: own[axis].start or 0 for device, own in indices.items()} for axis in range(num_axes)]
 
 
-def _names_of(starts: dict[jax.Device, int], mesh: Any) -> Names | None:
+def _names_of(starts: dict[Any, int], mesh: Any) -> Names | None:
     """The mesh axes, from major to minor, that split an axis whose parts start so; None if no whole axes do."""
     if mesh.empty or starts.keys() != set(mesh.devices.flat):
         return None
