@@ -18,7 +18,7 @@ from jgg.experts.arguments import MlpOptions, as_matrices, check_shapes, in_quan
 from jgg.experts.layer_arrays import LayerArrays
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
 from jgg.experts.lora import OF_DENSE, TARGETS, Lora, add_term
-from jgg.experts.mesh import map_tokens
+from jgg.experts.mesh import check_outside_shard_map, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.fp8 import Fp8
@@ -201,6 +201,8 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> LayerArrays:  # fmt: skip
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         check_sharding(self, sharding)
+        if sharding is not None:
+            check_outside_shard_map(sharding)
         if (selection_bias is None) == self.use_selection_bias:
             wanted, got = ("[E]", "None") if self.use_selection_bias else ("None", "an array")
             raise ValueError(

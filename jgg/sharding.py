@@ -10,10 +10,17 @@ from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array, as_array_or_none, as_int, check, check_instance
-from jgg.core.quantized import QuantizedArray, QuantizedWeights
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
 from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes, checked_terms
 from jgg.experts.lora import adapter_names
-from jgg.experts.mesh import MoESharding, check_interleaved, map_tokens, specs_of_parts
+from jgg.experts.mesh import (
+    MoESharding,
+    check_inside_shard_map,
+    check_interleaved,
+    check_outside_shard_map,
+    map_tokens,
+    specs_of_parts,
+)
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.fp8 import Fp8
 from jgg.low_rank import LowRank
@@ -67,29 +74,20 @@ def sharded_moe_mlp(
 
     Raises:
       ValueError: shapes disagree with each other or with the mesh; on Explicit axes also if the weights are split in
-        another way than `sharding.weight_specs` says.
+        another way than `sharding.weight_specs` says; or this is called inside a `jax.shard_map` over the same axes,
+        where `moe_mlp_on_device` must be called.
       TypeError: a dtype is unsupported.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
+    check_outside_shard_map(sharding)
     options = MlpOptions.checked(
         activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
         quantization=quantization, implementation=implementation, residual_names=residual_names,
     )  # fmt: skip
-    arrays: dict[str, Any] = {
-        "x": as_array("x", x),
-        "w_gate_up": as_matrices("w_gate_up", w_gate_up),
-        "w_down": as_matrices("w_down", w_down),
-        "topk_weights": as_array("topk_weights", topk_weights),
-        "topk_indices": as_array("topk_indices", topk_indices),
-    }
-    biases = {"b_gate_up": as_array_or_none("b_gate_up", b_gate_up), "b_down": as_array_or_none("b_down", b_down)}
-    check_shapes(
-        arrays["x"], arrays["w_gate_up"], arrays["w_down"], biases["b_gate_up"], biases["b_down"], options
+    arrays, terms = _checked(
+        x, w_gate_up, w_down, topk_weights, topk_indices, b_gate_up, b_down, low_rank_gate_up, low_rank_down,
+        sharding, options, on_device=False,
     )  # fmt: skip
-    check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
-    check_interleaved(options.interleaved, options.activation, sharding)
-    arrays |= {name: bias for name, bias in biases.items() if bias is not None}
-    terms = checked_terms(low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], w_layout)
     for name, term in terms.items():
         arrays |= dict(zip(adapter_names(name), (term.a, term.b), strict=True))
 
@@ -98,24 +96,21 @@ def sharded_moe_mlp(
         for name, term in terms.items():
             a, b = adapter_names(name)
             own_terms[name] = dataclasses.replace(term, a=part[a], b=part[b])
-        return compute_mlp_on_device(
-            part["x"], part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"),
-            part["topk_weights"], part["topk_indices"], own_terms, sharding, options,
-        )  # fmt: skip
+        return _compute(part, own_terms, sharding, options)
 
     return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
 
 
 def moe_mlp_on_device(
-    x: jax.Array,
-    w_gate_up: jax.Array | QuantizedArray | QuantizedWeights,
-    w_down: jax.Array | QuantizedArray | QuantizedWeights,
-    topk_weights: jax.Array,
-    topk_indices: jax.Array,
+    x: ArrayLike,
+    w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
+    w_down: ArrayLike | QuantizedArray | QuantizedWeights,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
     *,
     sharding: MoESharding,
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     low_rank_gate_up: LowRank | None = None,
     low_rank_down: LowRank | None = None,
     activation: ActivationLike = "swiglu",
@@ -129,26 +124,67 @@ def moe_mlp_on_device(
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
     Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
+    Raises: ValueError, TypeError: as `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the
+      `jax.shard_map`, or has another number of devices there.
     """
+    check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
+    check_inside_shard_map(sharding)
     options = MlpOptions.checked(
         activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
         quantization=quantization, implementation=implementation, residual_names=residual_names,
     )  # fmt: skip
-    check_choices(x, topk_weights, topk_indices)
+    arrays, terms = _checked(
+        x, w_gate_up, w_down, topk_weights, topk_indices, b_gate_up, b_down, low_rank_gate_up, low_rank_down,
+        sharding, options, on_device=True,
+    )  # fmt: skip
+    return _compute(arrays, terms, sharding, options)
+
+
+def _checked(
+    x: ArrayLike, w_gate_up: ArrayLike | Matrices, w_down: ArrayLike | Matrices, topk_weights: ArrayLike,
+    topk_indices: ArrayLike, b_gate_up: ArrayLike | None, b_down: ArrayLike | None, low_rank_gate_up: LowRank | None,
+    low_rank_down: LowRank | None, sharding: MoESharding, options: MlpOptions, *, on_device: bool,
+) -> tuple[dict[str, Any], dict[str, LowRank]]:  # fmt: skip
+    """The arrays that are given, by name, and the terms of low rank; raises where they disagree.
+
+    Args:
+      on_device: whether these are the shards of one device.
+    """
+    arrays: dict[str, Any] = {
+        "x": as_array("x", x),
+        "w_gate_up": as_matrices("w_gate_up", w_gate_up),
+        "w_down": as_matrices("w_down", w_down),
+        "topk_weights": as_array("topk_weights", topk_weights),
+        "topk_indices": as_array("topk_indices", topk_indices),
+    }
+    biases = {"b_gate_up": as_array_or_none("b_gate_up", b_gate_up), "b_down": as_array_or_none("b_down", b_down)}
+    weights = [arrays["w_gate_up"], arrays["w_down"]]
+    if on_device:
+        weights = [_gathered(name, arrays[name], sharding, options) for name in ("w_gate_up", "w_down")]
+    check_shapes(arrays["x"], weights[0], weights[1], biases["b_gate_up"], biases["b_down"], options)
+    check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     check_interleaved(options.interleaved, options.activation, sharding)
-    specs = sharding.weight_specs(w_layout)
-    w_gate_up, w_down = as_matrices("w_gate_up", w_gate_up), as_matrices("w_down", w_down)
-    whole_gate_up = _gathered(w_gate_up, specs["w_gate_up"], sharding)
-    whole_down = _gathered(w_down, specs["w_down"], sharding)
-    check_shapes(x, whole_gate_up, whole_down, b_gate_up, b_down, options)
-    terms = checked_terms(low_rank_gate_up, low_rank_down, w_gate_up, w_down, w_layout)
+    terms = checked_terms(
+        low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], options.w_layout
+    )  # fmt: skip
+    return arrays | {name: bias for name, bias in biases.items() if bias is not None}, terms
+
+
+def _compute(
+    part: Mapping[str, Any], terms: Mapping[str, LowRank], sharding: MoESharding, options: MlpOptions
+) -> tuple[jax.Array, jax.Array]:
+    """y and the overflow of one device's checked arrays."""
     return compute_mlp_on_device(
-        x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, topk_indices, terms, sharding, options
+        part["x"], part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"),
+        part["topk_weights"], part["topk_indices"], terms, sharding, options,
     )  # fmt: skip
 
 
-def _gathered(w: Matrices, spec: P, sharding: MoESharding) -> Any:
+def _gathered(name: str, w: Matrices, sharding: MoESharding, options: MlpOptions) -> Any:
     """The shapes and dtypes of a device's weights once they are gathered over the `fsdp` axis."""
+    quantized = w.forms.straight if isinstance(w, QuantizedWeights) else w
+    if isinstance(quantized, QuantizedArray):
+        block_of(quantized, f"{name}.")
     if sharding.fsdp is None:
         return w
 
@@ -157,7 +193,7 @@ def _gathered(w: Matrices, spec: P, sharding: MoESharding) -> Any:
         shape = [size * devices if at == axis else size for at, size in enumerate(part.shape)]
         return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
 
-    return jax.tree.map(gathered, w, specs_of_parts(w, spec))
+    return jax.tree.map(gathered, w, specs_of_parts(w, sharding.weight_specs(options.w_layout)[name]))
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:

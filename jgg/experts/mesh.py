@@ -32,7 +32,7 @@ class MoESharding:
     | tensor | replicated | split over I | y is summed |
 
     Args:
-      mesh: a mesh of Auto or Explicit axes.
+      mesh: a mesh, each of whose axes may be Auto or Explicit.
       data: one axis, or a tuple of several; () for none.
       fsdp, expert, tensor: one axis each, or None.
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
@@ -82,6 +82,11 @@ class MoESharding:
     def token_spec(self) -> P:
         """PartitionSpec of x, y [T, H] and every other array with one row per token."""
         return P(self.token_axes or None)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split anything."""
+        return self.token_axes if self.tensor is None else (*self.token_axes, self.tensor)
 
     @property
     def gather_axis(self) -> str | None:
@@ -152,6 +157,37 @@ def map_tokens[Result](
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=(parts,), out_specs=out_specs)(arrays)
 
 
+def check_outside_shard_map(sharding: MoESharding) -> None:
+    """Raises inside a `jax.shard_map` over axes that the sharding splits, or of which its mesh knows nothing."""
+    around = jax.sharding.get_abstract_mesh()
+    taken = [axis for axis in sharding.axes if axis in around.manual_axes]
+    if taken:
+        raise ValueError(
+            f"sharding must split over axes of the mesh that no jax.shard_map around this call maps over, got {taken}. "
+            "Inside jax.shard_map, on each device's own arrays, call jgg.sharding.moe_mlp_on_device."
+        )
+    if around.manual_axes and sharding.mesh != around:
+        raise ValueError(
+            "sharding.mesh must be jax.sharding.get_abstract_mesh() inside jax.shard_map over other axes, "
+            f"{list(around.manual_axes)}, got {sharding.mesh}."
+        )
+
+
+def check_inside_shard_map(sharding: MoESharding) -> None:
+    """Raises outside a `jax.shard_map` over all axes that the sharding splits."""
+    for axis in sharding.axes:
+        try:
+            devices = jax.lax.axis_size(axis)
+        except NameError:
+            devices = 0
+        if devices != sharding.size(axis):
+            raise ValueError(
+                f"sharding must split over axes of the jax.shard_map around this call, {axis!r} over "
+                f"{sharding.size(axis)} devices, got {devices or 'no such axis'}. Outside jax.shard_map, on arrays of "
+                "all devices, call jgg.sharding.sharded_moe_mlp."
+            )
+
+
 def specs_of_parts(array: Any, spec: P) -> Any:
     """The PartitionSpec of each array in a QuantizedArray or QuantizedWeights, in its place; of an array its own."""
     each: Any = spec  # where types say that an array stands
@@ -198,14 +234,28 @@ def check_divides(
 
 
 def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.Array:
-    """The array, split as `spec` says on Explicit axes; raises if weights are split in another way already."""
-    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    """The array, split over Explicit axes as `spec` says; raises if weights are split in another way already."""
+    explicit = _of_explicit_axes(spec, array.ndim, sharding)
+    if explicit is None:
         return array
-    spec = P(*spec, *[None] * (array.ndim - len(spec)))
     got = jax.typeof(array).sharding.spec
-    if name.startswith(("w_", "b_")) and got != spec and any(part is not None for part in got):
-        raise ValueError(f"{name} must be split as {spec} by sharding.weight_specs, got {got}.")
-    return jax.sharding.reshard(array, sharding.named(spec))
+    if name.startswith(("w_", "b_")) and got != explicit and any(part is not None for part in got):
+        raise ValueError(f"{name} must be split as {explicit} by sharding.weight_specs, got {got}.")
+    return jax.sharding.reshard(array, sharding.named(explicit))
+
+
+def _of_explicit_axes(spec: P, num_axes: int, sharding: MoESharding) -> P | None:
+    """The part of a spec that types say, those of Explicit axes; None for a mesh that has none."""
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    if jax.sharding.AxisType.Explicit not in kinds.values():
+        return None
+
+    def explicit(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        names = names if isinstance(names, tuple) else () if names is None else (names,)
+        names = tuple(name for name in names if kinds[name] == jax.sharding.AxisType.Explicit)
+        return names[0] if len(names) == 1 else names or None
+
+    return P(*map(explicit, (*spec, *[None] * (num_axes - len(spec)))))
 
 
 def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:

@@ -57,7 +57,7 @@ def compute_mlp_on_device(
             weights = in_quantization(rows, w_gate_up, w_down, b_gate_up, b_down, options.quantization)
             return compute_mlp(rows, with_terms(weights, terms), routing, options)
 
-        if sharding.expert is None:
+        if sharding.expert is None or num_rows == 0:  # JAX gathers no arrays without elements
             routing = Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
             return mlp(x, routing), jnp.int32(0)
         placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))

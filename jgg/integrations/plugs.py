@@ -22,7 +22,6 @@ from jgg.launching.choice import is_plain_jax
 from jgg.sharding import MoESharding
 
 _logger = logging.getLogger("jgg")
-_NAMES = {"hopper": "Hopper kernels", "plain": "plain Triton kernels"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +141,8 @@ def _kernels_of(problem: GroupedGemmProblem) -> str:
     target = known_target()
     if target is None or is_plain_jax(None) or problem.is_empty or problem.is_symbolic:
         return "plain JAX"
-    return _NAMES[choose_config(KernelConfigForward, problem, target).kernel]
+    kernel = choose_config(KernelConfigForward, problem, target).kernel
+    return "plain Triton kernels" if kernel == "plain" else f"{kernel.capitalize()} kernels"
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 Call `install` before a model is trained. `add_lora` gives experts LoRA adapters, which tunix's own LoRA does not.
 """
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,16 +22,20 @@ from jgg.router.routing import route
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 _TUNIX = Framework("tunix", "google-tunix", tested=("0.1.7",))
+_MODEL = "tunix.models.qwen3.model"
 
 
 def install() -> None:
     """Makes tunix compute the experts of Qwen3-MoE models by jgg. Call it once, before a model is traced.
 
+    It also makes the gradient of Qwen3's embeddings right where devices cannot share sequences evenly: see `encode`.
+
     A log line at INFO says for each size by which kernels.
 
     Raises: ImportError: tunix cannot be imported, or this version of it lacks what jgg replaces.
     """
-    _TUNIX.replace("tunix.models.qwen3.model", "MoELayer.__call__", moe_layer)
+    _TUNIX.replace(_MODEL, "MoELayer.__call__", moe_layer)
+    _TUNIX.replace(_MODEL, "Embedder.encode", encode)
 
 
 def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
@@ -44,12 +50,37 @@ def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
 
     Returns: y in the shape and dtype of x.
     """
+    sharding = _sharding(self)
+    if sharding is None or math.prod(x.shape[:-1]) % sharding.size(*sharding.token_axes) == 0:
+        return _experts(self, x, sharding)
+    whole = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding.named(jax.P()))
+    return whole(_experts(self, whole(x), None))
+
+
+@jax.named_scope("embedder_encode")
+def encode(self: Any, x: jax.Array) -> jax.Array:
+    """Computes `tunix.models.qwen3.model.Embedder.encode`, the embeddings of tokens, with a right gradient.
+
+    Where devices cannot share sequences evenly, all of them get all embeddings before tunix splits these. The gradient
+    of the table is a scatter, to whose row 0 XLA would else add the values of its padding.
+
+    Args:
+      x: integer [batch, sequence].
+    """
+    embeddings, mesh = self.input_embedding[(x,)], pxla.thread_resources.env.physical_mesh
+    axes = self.shd_config.act_btd
+    if any(size % mesh.shape.get(axis, 1) for size, axis in zip(x.shape, axes, strict=False)):
+        embeddings = jax.lax.with_sharding_constraint(embeddings, jax.NamedSharding(mesh, jax.P()))
+    module, name = _TUNIX.find(_MODEL, "shard")
+    return getattr(module, name)(embeddings.astype(self.dtype), axes)
+
+
+def _experts(self: Any, x: jax.Array, sharding: MoESharding | None) -> jax.Array:
+    """The experts' y of x, split over devices as the sharding says; None for plain jit."""
     rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
     routing = route(self.router(rows), self.experts_per_tok)
     w_gate_up = jnp.concatenate([self.gate_proj[...], self.up_proj[...]], axis=-1)
-    terms, sharding = adapters_of(self), _sharding(self)
-    if sharding is not None and len(rows) % sharding.size(*sharding.token_axes):
-        sharding = None  # as for the two tokens that qwix traces a model with
+    terms = adapters_of(self)
     log_experts("tunix", rows, w_gate_up, self.dtype, self.experts_per_tok, sharding)
     if sharding is None:
         y = moe_mlp(rows, w_gate_up, self.down_proj[...], routing, w_layout="ekn", **_options_of(terms))
@@ -83,7 +114,7 @@ def add_lora(
     Raises: ValueError: the model has no experts, or a number or target is wrong.
     """
     lora = Lora.checked(rank, alpha, targets)
-    owner, _ = _TUNIX.find("tunix.models.qwen3.model", "MoELayer.__call__")
+    owner, _ = _TUNIX.find(_MODEL, "MoELayer.__call__")
     layers: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, owner)]
     check(len(layers) > 0, "model must have layers of tunix.models.qwen3.model.MoELayer, got none.")
     for layer in layers:

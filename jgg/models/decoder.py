@@ -15,11 +15,12 @@ from jgg.core.arguments import check_instance
 from jgg.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
+from jgg.models.embedding import embed, embedded
 from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
-from jgg.models.tokens import as_segments, as_tokens, check_shape, embedded, runs_of
+from jgg.models.tokens import as_segments, as_tokens, check_shape, runs_of
 from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
@@ -212,7 +213,9 @@ class Decoder(nnx.Module):
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
         table = self._end("w_embedding").astype(self.options.dtype)
-        x = split_batch(embedded(table, split_batch(tokens, sharding)) * config.embedding_scale, sharding)
+        # a sharding splits sequences evenly
+        x = embed(table, tokens) if sharding is None else embedded(table, split_batch(tokens, sharding))
+        x = split_batch(x * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
         if self.dense_layers is not None:

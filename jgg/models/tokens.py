@@ -1,7 +1,7 @@
 """Arguments of whole models that are integers: tokens, targets, segments and lengths.
 
 Values are checked where they are known. A traced program has no values yet: there, an id that the vocabulary lacks
-gives NaN, in `embedded` here and in the losses.
+gives NaN, in `jgg.models.embedding` and in the losses.
 """
 
 import jax
@@ -82,11 +82,6 @@ def _first(numbers: np.ndarray, where: np.ndarray) -> str:
     """The first number of an array where a mask is True, and its place."""
     place = np.argwhere(where)[0].tolist() if where.any() else []
     return f"{numbers[tuple(place)]} at {place}"
-
-
-def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows [B, S, H] of a table [V, H] for tokens [B, S], NaN for an id that it lacks."""
-    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def runs_of(segments: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ device, and on a mesh with FSDP the weights too.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 from jgg.core.quantized import is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.primitive import define_primitive
+from jgg.primitives.splits import Names, Split
 
 ROWS, WHOLE = ".", "_"
 WAY_OUT = (
@@ -176,7 +177,7 @@ def _partitioned(bind, params, axes):
     """A function of operands with which each device computes bind(*operands, **parameters) for its part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
-    call.def_partition(partition, decode_shardings=True, sharding_rule=_sharding_rule(axes))
+    call.def_partition(partition, decode_shardings=False, sharding_rule=_sharding_rule(axes))
     return call
 
 
@@ -198,7 +199,7 @@ def _sharding_rule(axes):
 
 def _partition(bind, params, axes, mesh, operands, results):
     """The mesh, one device's computation, and the shardings of results and operands, as custom_partitioning wants."""
-    split = split_letters(axes, operands, results)
+    split = split_letters(axes, *([Split.of(array, mesh) for array in arrays] for arrays in (operands, results)))
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)
 
@@ -237,7 +238,7 @@ def _without_explicit_axes(function):
     return run
 
 
-def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
+def split_letters(axes: Axes, operands: Sequence[Split], results: Sequence[Split]) -> dict[str, Names]:
     """The mesh axes over which each letter is split: as in the weights or, without weights, as in the other arrays.
 
     Raises: ValueError: an array of rows is split over its rows, or weights are split unevenly.
@@ -245,47 +246,34 @@ def split_letters(axes: Axes, operands, results) -> dict[str, tuple[str, ...]]:
     arrays = [*zip(axes.operands, operands, strict=True), *zip(axes.results, results, strict=True)]
     for letters, array in arrays[: len(operands)]:
         _check_is_local(letters, array)
-    split: dict[str, tuple[str, ...]] = {}
+    split: dict[str, Names] = {}
     for letters, array in [pair for pair in arrays if _are_weights(pair[0])] or arrays:
         for axis, letter in enumerate(letters):
-            names = _names(array, axis)
+            names = array.names[axis]
             taken = {name for others in split.values() for name in others}
-            if letter not in (ROWS, WHOLE, *split) and names and _is_even(array, axis) and taken.isdisjoint(names):
+            if letter not in (ROWS, WHOLE, *split) and names and array.is_even(axis) and taken.isdisjoint(names):
                 split[letter] = names
     return split
 
 
-def _check_is_local(letters, operand):
+def _check_is_local(letters: str, operand: Split) -> None:
     """Raises ValueError if an operand would have to be gathered although it is too large: rows or weights."""
-    if letters[0] == ROWS and letters.strip(ROWS) and _names(operand, 0):
+    if letters[0] == ROWS and letters.strip(ROWS) and operand.ways[0] > 1:
         raise ValueError(
-            f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.sharding.spec}: "
+            f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.given}: "
             f"under jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"
         )
-    if _are_weights(letters) and not all(_is_even(operand, axis) for axis in range(len(letters))):
+    if _are_weights(letters) and not all(map(operand.is_even, range(len(letters)))):
         raise ValueError(
-            f"Weights {list(operand.shape)} must be split evenly, got {operand.sharding.spec}: they would have to be "
+            f"Weights {list(operand.shape)} must be split evenly, got {operand.given}: they would have to be "
             f"gathered. {WAY_OUT}"
         )
-
-
-def _are_weights(letters):
-    return len(letters) == 3
-
-
-def _is_even(array, axis):
-    names = _names(array, axis)
-    return not names or array.shape[axis] % math.prod(array.sharding.mesh.shape[name] for name in names) == 0
-
-
-def _names(array, axis) -> tuple[str, ...]:
-    """The mesh axes over which an array's axis is split."""
-    sharding = array.sharding
-    if sharding is None or sharding.is_fully_replicated:
-        return ()
-    if not isinstance(sharding, jax.NamedSharding):
+    if _are_weights(letters) and None in operand.names:
         raise ValueError(
-            f"An array {list(array.shape)} must be split by a jax.NamedSharding, got {sharding}. {WAY_OUT}"
+            f"Weights {list(operand.shape)} must be split over whole axes of the mesh, got {operand.given}: they would "
+            f"have to be gathered. {WAY_OUT}"
         )
-    names = sharding.spec[axis] if axis < len(sharding.spec) else None
-    return names if isinstance(names, tuple) else () if names is None else (names,)
+
+
+def _are_weights(letters: str) -> bool:
+    return len(letters) == 3

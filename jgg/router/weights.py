@@ -1,5 +1,6 @@
 """The weights of the experts that a router chose."""
 
+import functools
 import math
 
 import jax
@@ -36,8 +37,33 @@ def _weigh_chosen(chosen: jax.Array, score: str, normalize: bool) -> jax.Array:
     return jax.nn.softmax(terms)[:, :-1]
 
 
+@jax.custom_jvp
 def _of_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
-    """The scores [T, E] of the chosen experts, [T, k]."""
-    # not by take_along_axis, whose gradient checkify's index_checks cannot check
+    """The scores [T, E] of the chosen experts, [T, k]; each choice must lie in [0, E).
+
+    The transpose of this read would be a scatter, which XLA's partitioner gets wrong: where rows are split unevenly
+    over one axis of a mesh that has another axis, it adds the padding's values to element [0, 0]. So the derivative
+    compares indices instead.
+    """
     tokens = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
     return scores.at[tokens, topk_indices].get(out_sharding=jax.typeof(topk_indices).sharding)
+
+
+@_of_choices.defjvp
+def _of_choices_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    return _of_choices(*primals), _compared_choices(tangents[0], primals[1])
+
+
+@jax.jit
+@functools.partial(jax.checkpoint, prevent_cse=False)  # keeps topk_indices for the transpose, and no mask [T, E]
+def _compared_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
+    """Computes `_of_choices` in a form whose transpose has no scatter.
+
+    One choice of all tokens after the other: XLA fuses the transpose into one pass over [T, E], on CPUs too, where it
+    would write masks of all choices, [T, k, E].
+    """
+    experts = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+    choices = jnp.split(topk_indices, topk_indices.shape[1], axis=1)  # [T, 1] each
+    return jnp.stack([jnp.sum(jnp.where(each == experts, scores, 0.0), axis=1) for each in choices], axis=1)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.interpreters import pxla
 
 import jgg
 import jgg.hf
@@ -30,12 +31,25 @@ def promotion():
         yield
 
 
+@pytest.fixture(autouse=True)
+def constraints(monkeypatch):
+    """Makes tunix constrain how arrays are split, as it does on a GPU and not on CPUs."""
+    from tunix.models.qwen3 import model
+
+    def shard(x, names):
+        mesh = pxla.thread_resources.env.physical_mesh
+        return x if mesh.empty else jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*names)))
+
+    monkeypatch.setattr(model, "shard", shard)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """A function that puts jgg into tunix until the test ends."""
     from tunix.models.qwen3 import model
 
-    monkeypatch.setattr(model.MoELayer, "__call__", model.MoELayer.__call__)  # to be put back after the test
+    for owner, name in ((model.MoELayer, "__call__"), (model.Embedder, "encode")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back after the test
     return ours.install
 
 
@@ -98,12 +112,32 @@ def test_tokens_that_devices_cannot_share_evenly(installed):
         assert_close(gradients(layer, x[:1, :3]), want, 2e-4)
 
 
+@pytest.mark.parametrize("sequences", [2, 3])
+def test_a_model_of_fewer_sequences_than_devices(sequences, installed):
+    from tunix.models.qwen3 import model as qwen3
+
+    graph, state = nnx.split(qwen3.Qwen3(config(num_layers=1), rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (sequences, 6)).astype(np.int32)
+
+    @jax.jit
+    def loss(state, tokens):
+        positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), (sequences, 6, 6))
+        logits, _ = nnx.merge(graph, state)(tokens, positions, None, mask)
+        return jnp.sum(jnp.square(logits))
+
+    want = jax.value_and_grad(loss)(state, tokens)
+    installed()
+    with in_mesh(MESHES["both"]):
+        assert_close(jax.value_and_grad(loss)(state, tokens), want, 2e-4)
+
+
 def test_adapters_beside_those_of_qwix(installed):
     import qwix
     from tunix.models.qwen3 import model as qwen3
 
     installed()
-    with in_mesh(MESHES["both"]):
+    with in_mesh((2, 2)):  # qwix runs the model with two sequences, not jitted
         model = qwen3.Qwen3(config(), rngs=nnx.Rngs(0))
         provider = qwix.LoraProvider(module_path=".*(q|k|v|o|gate|up|down)_proj", rank=4, alpha=4.0)
         model = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))

@@ -182,6 +182,16 @@ def test_the_log_names_the_kernels_once(capability, dtype, kernels, caplog):
     ]
 
 
+def test_the_log_names_a_kernel_of_its_own(monkeypatch, caplog):
+    config = types.SimpleNamespace(kernel="blackwell")
+    monkeypatch.setattr(plugs, "choose_config", lambda *arguments: config)
+    lhs, rhs = jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), jax.ShapeDtypeStruct((3, 64, 48), jnp.bfloat16)
+    with caplog.at_level(logging.INFO, "jgg"), jgg.target(90):
+        plugs.log_grouped_gemm("Some", lhs, rhs)
+    (message,) = (message for message in caplog.messages if message.startswith("jgg computes"))
+    assert message.startswith("jgg computes the grouped GEMMs of Some by Blackwell kernels. On each device: rows [40,")
+
+
 def test_levanter_experts():
     x, w_gate_up, w_down = normal(0, T, H), normal(1, E, H, 2 * HIDDEN), normal(2, E, HIDDEN, H)
     routing = jgg.route(normal(3, T, E), K)

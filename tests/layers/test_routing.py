@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.test_util import check_grads
 
 import jgg
@@ -182,6 +183,24 @@ def test_route_gradient(name, order):
         return route(logits, 2, scale=0.5, selection_bias=selection_bias, **GRADIENTS[name]).topk_weights
 
     check_grads(weights, (logits,), order=order, modes=["rev"], eps=1e-3, atol=1e-2, rtol=1e-2)
+
+
+def test_route_in_forward_mode_twice_and_checked():
+    logits, topk_indices = random_logits(5, 6), np.asarray(route(random_logits(5, 6), 2).topk_indices)
+
+    def reference(logits):
+        return jnp.square(jax.nn.softmax(jnp.take_along_axis(logits, topk_indices, axis=1)))
+
+    def squares(logits):
+        return jnp.square(jgg.route(logits, 2).topk_weights)
+
+    for derivative in (jax.jacfwd, jax.hessian, lambda function: jax.jacrev(jax.jacrev(function))):
+        got, want = (jax.jit(derivative(function))(logits) for function in (squares, reference))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda logits: jnp.sum(squares(logits)))
+    error, got = jax.jit(checkify.checkify(gradient, checkify.all_checks))(logits)
+    error.throw()
+    np.testing.assert_allclose(got, gradient(logits), rtol=1e-6)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

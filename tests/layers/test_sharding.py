@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgg
+import jgg.nnx
 from jgg.primitives.partitioning import WAY_OUT, Axes, split_letters
+from jgg.primitives.splits import Split
 from jgg.sharding import MoESharding, interleave, moe_mlp_on_device, sharded_moe_mlp
 from tests.support import processes
 from tests.support.marks import PLAIN_JAX, on
 from tests.support.moe_runs import forward, indices_of
 from tests.support.sharded_cases import (
     CASES,
+    FEATURES,
     LOW_RANK_CASES,
     QUANTIZED,
     SEVERAL_GPUS,
@@ -125,7 +129,8 @@ def test_operands_are_split_as_the_weights_are_or_refused():
         else:
             refusal = None
         try:
-            split = split_letters(axes, operands, (jax.ShapeDtypeStruct((6, 12), jnp.float32),))
+            results = (jax.ShapeDtypeStruct((6, 12), jnp.float32),)
+            split = split_letters(axes, *([Split.of(each, MESH) for each in arrays] for arrays in (operands, results)))
         except ValueError as error:
             assert refusal and str(error).startswith(refusal) and str(error).endswith(WAY_OUT), operands
         else:
@@ -291,6 +296,64 @@ def test_on_a_device_inside_shard_map(quantize):
     )
     got, want = jax.jit(on_device)(arrays), jax.jit(lambda arrays: sharded_moe_mlp(**arrays, **options)[0])(arrays)
     np.testing.assert_array_equal(got, want)
+
+
+SCALES = jgg.QuantizedArray(np.zeros((8, 10, 12), jnp.float8_e4m3fn), np.ones((8, 2, 1), np.float32))
+# what is wrong with a call inside shard_map: (function, changed arguments, error, the message's beginning)
+WRONG_INSIDE = {
+    "the arrays of all devices": (
+        sharded_moe_mlp, {}, ValueError, "sharding must split over axes of the mesh that no jax.shard_map around",
+    ),
+    "a mesh": (moe_mlp_on_device, {"sharding": MESH}, TypeError, "sharding must be a jgg.sharding.MoESharding, got A"),
+    "an axis of none": (
+        moe_mlp_on_device, {"sharding": MoESharding(MESH, data="b")}, ValueError,
+        "sharding must split over axes of the jax.shard_map around this call, 'b' over 4 devices, got no such axis.",
+    ),
+    "more devices": (
+        moe_mlp_on_device, {"sharding": MoESharding(MESH, data="a")}, ValueError,
+        "sharding must split over axes of the jax.shard_map around this call, 'a' over 2 devices, got 1.",
+    ),
+    "tokens": (moe_mlp_on_device, {"x": [1.0]}, ValueError, "x must be [T, H], 2-dimensional, got [1]."),
+    "a bias": (moe_mlp_on_device, {"b_down": [1.0]}, ValueError, "b_down must be [E, N] = [8, 12], got [1]."),
+    "blocks": (moe_mlp_on_device, {"w_down": SCALES}, ValueError, "w_down.scales must be of blocks of (1, 32, 128) "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "changes", "error", "message"), WRONG_INSIDE.values(), ids=WRONG_INSIDE)
+def test_what_is_wrong_inside_shard_map(function, changes, error, message):
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    arrays, chosen, _ = make("uneven")
+    arguments = {**arrays, "topk_indices": chosen, "w_layout": "ekn", "sharding": MoESharding(mesh, data="a")} | changes
+    call = jax.shard_map(lambda: function(**arguments)[0], mesh=mesh, in_specs=(), out_specs=jax.P("a"))
+    with pytest.raises(error) as raised:
+        jax.eval_shape(call)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_layer_inside_shard_map_names_what_to_call():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = jgg.nnx.MoE(8, 8, num_experts=4, topk=2, sharding=MoESharding(mesh, data="a"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"call jgg\.sharding\.moe_mlp_on_device"):
+        jax.eval_shape(jax.shard_map(layer, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a")), jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])
+def test_no_tokens(exchange):
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    floats, chosen, _ = make("uneven")
+    floats |= {"x": floats["x"][:0], "topk_weights": floats["topk_weights"][:0]}
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(floats):
+        sharding = MoESharding(mesh, expert="a", exchange=exchange)
+        y, overflow = sharded_moe_mlp(**floats, topk_indices=chosen[:0], sharding=sharding, w_layout="ekn")
+        return jnp.sum(y), (y, overflow)
+
+    (_, (y, overflow)), gradients = run(floats)
+    assert y.shape == (0, FEATURES) and int(overflow) == 0
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, np.zeros_like(floats[name]), name)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])

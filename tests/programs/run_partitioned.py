@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from tests.support import split_tokens
 from tests.support.closeness import assert_close, distance
 
 P = jax.P
@@ -134,7 +135,8 @@ def products():
     dw = jgg.grouped_gemm_dw(x, dy, **order, **options)
     routing = jgg.route(x, TOPK)
     losses = jgg.load_balancing_loss(x, routing.topk_indices), jgg.router_z_loss(x)
-    return forward, dx, dw, routing, losses
+    d_logits = jax.grad(lambda x: jnp.sum(jnp.sin(jgg.route(x, TOPK).topk_weights)))(x)
+    return forward, dx, dw, routing, losses, d_logits
 
 
 def check_refused(name):
@@ -173,6 +175,26 @@ def check_uneven():
     assert_close(function((P(None, "b"), P("b"), P(None, "a")), *arrays), want, name="uneven x and bias")
     with refuses("Weights [2, 9, 9] must be split evenly, got P(None, None, 'a'): ", "jgg.sharding.MoESharding"):
         function((P(), P(None, None, "a"), P()), *arrays)
+
+
+def check_parts_of_an_axis_are_refused():
+    """Rows, and weights, that are split over parts of an axis, as a reshape of arrays split over it leaves them."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AUTO,))
+    ones = functools.partial(jnp.ones, dtype=jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def function(split, x, w):
+        arrays = {"x": x, "w": w}
+        arrays[split] = jax.lax.with_sharding_constraint(arrays[split] * 2, jax.NamedSharding(mesh, P("a")))
+        sizes = jnp.asarray([1, 3, 0, 0], jnp.int32)
+        return jgg.ragged_dot(arrays["x"].reshape(4, 12), arrays["w"].reshape(4, 12, 8), sizes)
+
+    for split, refusal in (
+        ("x", "An array of rows [4, 12] must not be split over its rows, got "),
+        ("w", "Weights [4, 12, 8] must be split over whole axes of the mesh, got "),
+    ):
+        with refuses(refusal, "jgg.sharding.MoESharding"):
+            function(split, ones(48), ones(384))
 
 
 def check_explicit_is_refused():
@@ -308,12 +330,16 @@ def main():
             check(name)
             print(name, flush=True)
     check_uneven()
+    check_parts_of_an_axis_are_refused()
     check_explicit_is_refused()
     check_group_offset()
     check_out_sharding()
     check_scan()
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     check_fp8()
+    split_tokens.check_router()
+    split_tokens.check_reads_and_writes()
+    split_tokens.check_parts_of_an_axis()
     check_explicit_mesh()
     print("all right", flush=True)
 

@@ -32,7 +32,8 @@ from tests.support.sharded_cases import (
     place,
 )
 
-KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.Explicit}
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+KINDS = {"Auto": (AUTO,) * 3, "Explicit": (EXPLICIT,) * 3, "both": (EXPLICIT, AUTO, EXPLICIT)}
 ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
 # those options that a mesh could treat differently
 LAYERS = {
@@ -44,7 +45,13 @@ X = np.random.default_rng(0).normal(size=(4, 3, 24)).astype(np.float32)
 
 
 def mesh_of(kind="Auto"):
-    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(KINDS[kind],) * 3)
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=KINDS[kind])
+
+
+def kind_of(name):
+    """The kind of mesh that a case of CASES runs on."""
+    axes, _, load = CASES[name]
+    return "Auto" if "tensor" not in axes else "Explicit" if load == "uneven" else "both"
 
 
 def check_layer(kind):
@@ -259,10 +266,10 @@ def check_interleave():
 def main():
     assert jax.device_count() == 8
     for name in CASES:
-        assert_case_is_right(name, mesh_of("Explicit" if "tensor" in CASES[name][0] else "Auto"))
+        assert_case_is_right(name, mesh_of(kind_of(name)))
         print(name, flush=True)
     for name in LOW_RANK_CASES[2:]:  # fsdp and tensor are among these too
-        assert_case_is_right(name, mesh_of("Explicit" if "tensor" in name else "Auto"), terms=make_terms())
+        assert_case_is_right(name, mesh_of(kind_of(name)), terms=make_terms())
     check_quantized_weights()
     check_float32_weights()
     check_quantizing_on_explicit_axes()
@@ -272,7 +279,7 @@ def main():
     check_interleave()
     check_flax()
     check_load_params()
-    for kind in KINDS:
+    for kind in LAYERS:
         check_layer(kind)
     print("all right", flush=True)
 
