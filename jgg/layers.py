@@ -98,7 +98,7 @@ class MoELayer(LayerOptions, InFeatures):
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
-        _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
+        plain["normalize"], plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
         lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets)
         plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
         for name, value in plain.items():
@@ -256,8 +256,8 @@ class MoELayer(LayerOptions, InFeatures):
         logits = compute_logits(arrays.x, arrays.w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
             logits, arrays.selection_bias, arrays.topk_indices, How(options.implementation, current_target()),
-            topk=self.topk, score=self.score, normalize=self.normalize, scale=self.scale, num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
+            topk=self.topk, score=self.score, normalize=bool(self.normalize), scale=self.scale,
+            num_groups=self.num_groups, topk_groups=self.topk_groups,
         )  # fmt: skip
         y, overflow = self._experts(arrays, routing, sharding, options)
         metrics = Metrics(

@@ -45,7 +45,7 @@ def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
     Returns: y in the shape and dtype of x.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-    routing = route(self.router(rows), self.experts_per_tok)
+    routing = route(self.router(rows), self.experts_per_tok, normalize=True)
     w_gate_up = jnp.concatenate([self.gate_proj[...], self.up_proj[...]], axis=-1)
     terms, sharding = adapters_of(self), _sharding(self)
     if sharding is not None and len(rows) % sharding.size(*sharding.token_axes):
