@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -169,8 +170,10 @@ def test_jax_starts_quietly_where_no_gpu_is():
     assert (out, errors) == ("", "")
 
 
-def test_citation_names_this_version():
+def test_the_version_is_the_one_that_files_repeat():
     assert f"\nversion: {jgg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == "Unreleased" if jgg.__version__.endswith(".dev0") else newest.startswith(f"{jgg.__version__} (")
 
 
 def test_import_starts_no_backend_and_loads_neither_triton_nor_what_measures():
