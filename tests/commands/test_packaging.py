@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -78,9 +79,9 @@ def source(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it and finds nothing stale."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("_jgg_command", "jgg", "kernels"):
+    for name in ("_jgg_command", "examples", "jgg", "kernels"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     return folder
@@ -146,6 +147,14 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
         "entry_points.txt",
         "licenses/LICENSE",
     }
+
+
+@pytest.mark.thorough
+def test_sdist_holds_the_examples(wheel_from_sdist):
+    (sdist,) = wheel_from_sdist.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= names
 
 
 def pip_commands(*arguments):
