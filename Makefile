@@ -93,12 +93,13 @@ venv: $(DEV_STAMP)
 
 # The plugin brings jax-cuda12-pjrt, which compiling does not need. It looks for CUDA's libraries and a GPU whenever JAX
 # starts, and writes a traceback if there are none.
-# versions.py has the version that `jgg --version` reads from what was installed.
+# versions.py has the version that `jgg --version` reads from what was installed. Python compiles what it imports; pip
+# would compile all, for a quarter of a minute.
 $(DEMO_STAMP) $(DEV_STAMP): pyproject.toml jgg/core/versions.py $(BIN)/python
 	@echo 'Installing jgg[$(EXTRAS)] into .venv, which takes a few minutes.'
 	@rm -f .venv/.installed-*
 	@$(BIN)/python -m pip uninstall -qq -y jax-$(OTHER_CUDA)-plugin jax-$(OTHER_CUDA)-pjrt
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
 	$(if $(GPU),,@$(BIN)/python -m pip uninstall -qq -y jax-cuda12-pjrt)
 	@touch $(STAMPS)
 

@@ -78,7 +78,7 @@ class MoELayer(LayerOptions, InFeatures):
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
-        _, plain["scale"] = check_scores(self.score, plain["normalize"], self.scale)
+        plain["normalize"], plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
         lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_DENSE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
@@ -249,7 +249,7 @@ class MoELayer(LayerOptions, InFeatures):
         logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
             logits, arrays.selection_bias, arrays.topk_indices, how, topk=self.topk, score=self.score,
-            normalize=self.normalize, scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
+            normalize=bool(self.normalize), scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
         )  # fmt: skip
         y, overflow = self._experts(arrays, routing, sharding, options)
         rows = routing.group_sizes

@@ -1,5 +1,7 @@
 """Makes implicit promotion of dtypes and ranks an error, names hypothesis's profiles, divides tests among workers."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,7 +42,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session):
+    """Writes the groups; and Python looks for garbage less often, and not among what was imported."""
     workers.write_groups(session.items)
+    gc.freeze()
+    gc.set_threshold(20_000)  # tracing makes so many objects that by default this takes a twelfth of the time
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs a wheel or an sdist into an empty environment, first without extras, and runs the quick start and a short demo
 # there, away from the checkout:
-#     tools/try_package.sh dist/jgg-0.2.0-py3-none-any.whl
+#     tools/try_package.sh dist/jgg-VERSION-py3-none-any.whl
 # $PYTHON is the interpreter, by default python3.
 set -eu
 

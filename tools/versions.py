@@ -45,7 +45,8 @@ def make_environment(name: str, folder: Path) -> Path:
         found = subprocess.run(find, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
         print(f"Installing {name}: {' '.join(pinned)}", flush=True)
         subprocess.run([found, "-m", "venv", "--clear", folder / name], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[flax,hf]", *requirements], check=True)
+        install = [python, "-m", "pip", "install", "-q", "--no-compile", "-e", f"{ROOT}[flax,hf]"]
+        subprocess.run([*install, *requirements], check=True)
         stamp.write_text(str(requirements))
     return python
 

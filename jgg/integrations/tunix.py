@@ -78,7 +78,7 @@ def encode(self: Any, x: jax.Array) -> jax.Array:
 def _experts(self: Any, x: jax.Array, sharding: MoESharding | None) -> jax.Array:
     """The experts' y of x, split over devices as the sharding says; None for plain jit."""
     rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-    routing = route(self.router(rows), self.experts_per_tok)
+    routing = route(self.router(rows), self.experts_per_tok, normalize=True)
     w_gate_up = jnp.concatenate([self.gate_proj[...], self.up_proj[...]], axis=-1)
     terms = adapters_of(self)
     log_experts("tunix", rows, w_gate_up, self.dtype, self.experts_per_tok, sharding)

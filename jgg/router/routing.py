@@ -51,7 +51,7 @@ def route(
     topk: int,
     *,
     score: str = "softmax",
-    normalize: bool = True,
+    normalize: bool | None = None,
     scale: float = 1.0,
     selection_bias: ArrayLike | None = None,
     num_groups: int = 1,
@@ -67,6 +67,7 @@ def route(
 
         Mixtral, gpt-oss, Granite-MoE   score="topk_softmax"
         Qwen3-MoE                       (the defaults)
+        Switch Transformer              (the defaults, with k = 1)
         OLMoE                           normalize=False
         DeepSeek-V2                     normalize=False, scale, num_groups, topk_groups
         DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
@@ -78,8 +79,10 @@ def route(
       topk: k, experts per token.
       score: "softmax" over all experts; "topk_softmax": the k highest logits are chosen, and the softmax is over these
         k; "sigmoid" of each logit.
-      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. With k = 1 the weight is
-        then 1 whatever the logits. "topk_softmax" weights always sum to 1, so normalize=False is an error.
+      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. None divides where k > 1.
+        With k = 1 a divided weight is 1 whatever the logits, so the logits get no gradient from it; None then keeps the
+        score, as Switch Transformer does. "topk_softmax" weights always sum to 1, with k = 1 too, so normalize=False is
+        an error.
       scale: finite number, factor of the weights.
       selection_bias: float [E], added to the scores where experts and groups are chosen; it gets no gradient. See
         `update_selection_bias`.
@@ -107,8 +110,8 @@ def route(
     """
     logits = as_logits(logits)
     num_experts = logits.shape[1]
-    normalize, scale = check_scores(score, normalize, scale)
     topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
+    normalize, scale = check_scores(score, topk, normalize, scale)
     if selection_bias is not None:
         selection_bias = as_selection_bias(selection_bias, num_experts)
     if topk_indices is not None:
@@ -246,10 +249,10 @@ def as_given_choices(topk_indices: ArrayLike, axes: str, shape: tuple[int, ...])
     return topk_indices
 
 
-def check_scores(score: str, normalize: bool, scale: float) -> tuple[bool, float]:
+def check_scores(score: str, topk: int, normalize: bool | None, scale: float) -> tuple[bool, float]:
     """`normalize` as a bool and `scale` as a float; raises if `route` does not allow them with this score."""
     check_one_of("score", score, SCORES)
-    normalize = as_flag("normalize", normalize)
+    normalize = topk > 1 or score == "topk_softmax" if normalize is None else as_flag("normalize", normalize)
     if score == "topk_softmax" and not normalize:
         raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")
     return normalize, as_finite("scale", scale)

@@ -125,6 +125,7 @@ def settings_of(*arguments):
     return bench_settings.Settings.from_args(make_parser("").parse_args(["bench", *arguments]))
 
 
+@pytest.mark.sweep
 def test_fp8_is_beside_bfloat16_and_a_dense_product_in_fp8(run_bench):
     sizes = ["--m=24", "--k=16", "--n=8", "--experts=4", "--topk=2"]
     code, _, result = run_bench(*sizes, "--dtype=fp8", "--op=dx,dw,gather")

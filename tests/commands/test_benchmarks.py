@@ -117,7 +117,7 @@ def changed(name, change):
     return layer_function
 
 
-@pytest.mark.parametrize("name", ["d w_router", pytest.param("y", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["d w_router", pytest.param("y", marks=pytest.mark.sweep)])
 def test_a_wrong_result_is_reported_and_not_timed(name, run_layers, monkeypatch):
     wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
     monkeypatch.setattr(layers, "layer_function", wrong_function)
@@ -160,7 +160,7 @@ def test_wrong_choices_are_told_from_close_ones():
     assert judge([0, 1, 2, 3], [3, 2, 1, 0]) == -np.inf
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_wrong_choice_is_reported(run_layers, monkeypatch):
     monkeypatch.setattr(layers, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
     code, output, _ = run_layers()
@@ -168,7 +168,7 @@ def test_a_wrong_choice_is_reported(run_layers, monkeypatch):
     assert "WRONG: an expert left out beats one chosen by" in output
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_bfloat16_stays_within_the_bounds():
     layer = Layer("narrow", tokens=64, hidden=256, expert_intermediate=128, experts=8, topk=4)
     problem = measuring.LayerProblem(layer, "bfloat16", "ekn")
@@ -270,6 +270,7 @@ def test_adapters_without_dense_products_have_a_reason(monkeypatch):
     assert missing == ["tiny dense in FP8: failed: RuntimeError: no FP8"]
 
 
+@pytest.mark.sweep
 def test_lora(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
@@ -293,7 +294,7 @@ def test_lora(monkeypatch, capsys):
     assert "rank 2: WRONG" in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "experts", "runs"),
     [

@@ -54,7 +54,7 @@ def test_a_layer_around_ragged_dot_is_beside_jgg(run_layers, monkeypatch):
     assert all((each["status"], each["seconds"]) == ("right", 2e-3) for each in passes.values())
 
 
-@pytest.mark.parametrize("w_layout", ["enk", pytest.param("ekn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("w_layout", ["enk", pytest.param("ekn", marks=pytest.mark.sweep)])
 def test_a_layer_around_ragged_dot_has_all_results(w_layout, monkeypatch):
     problem, which = measuring.LayerProblem(TINY, "float32", w_layout), measuring.FORWARD_BACKWARD
     arrays = problem.operands()
@@ -95,6 +95,7 @@ def test_a_peer_that_raises_is_no_failure_of_jgg(run_layers, monkeypatch):
     assert run_layers("--peers=ragged_dot")[0] == 0
 
 
+@pytest.mark.sweep
 def test_choices_by_rounded_logits_are_right_where_only_rounding_changed_them():
     """As of a router in bfloat16: the reference is of the experts that it chose."""
     layer = Layer("narrow", tokens=64, hidden=128, expert_intermediate=64, experts=8, topk=2)

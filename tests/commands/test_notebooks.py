@@ -59,7 +59,11 @@ def test_they_begin_with_colab(path):
 
 
 @pytest.mark.thorough
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.sweep] * ("time" in path.stem)) for path in notebooks.NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 # the client asks for an event loop in a way that newer Pythons warn of
 @pytest.mark.filterwarnings("default")
 def test_they_show_what_is_committed(path):

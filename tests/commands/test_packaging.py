@@ -3,9 +3,11 @@
 import functools
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -77,9 +79,9 @@ def source(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it and finds nothing stale."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("_jgg_command", "jgg", "kernels"):
+    for name in ("_jgg_command", "examples", "jgg", "kernels"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     return folder
@@ -147,6 +149,14 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
     }
 
 
+@pytest.mark.thorough
+def test_sdist_holds_the_examples(wheel_from_sdist):
+    (sdist,) = wheel_from_sdist.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= names
+
+
 def pip_commands(*arguments):
     """What `make` would have pip do in an empty checkout."""
     done = subprocess.run(["make", "-Bn", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -169,8 +179,10 @@ def test_jax_starts_quietly_where_no_gpu_is():
     assert (out, errors) == ("", "")
 
 
-def test_citation_names_this_version():
+def test_the_version_is_the_one_that_files_repeat():
     assert f"\nversion: {jgg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == "Unreleased" if jgg.__version__.endswith(".dev0") else newest.startswith(f"{jgg.__version__} (")
 
 
 def test_import_starts_no_backend_and_loads_neither_triton_nor_what_measures():

@@ -105,20 +105,24 @@ def test_scale_splits_as_the_layer_can_be():
 
 
 @pytest.mark.thorough
-def test_scale_measures_what_is_sent(tmp_path):
+@pytest.mark.parametrize(
+    "strategies", [["expert 2 by all_gather"], pytest.param(list(SENT), marks=pytest.mark.sweep)], ids=["one", "all"]
+)
+def test_scale_measures_what_is_sent(strategies, tmp_path):
     """In a process of its own with two devices: each strategy is right and sends what the formulas say."""
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"layers": [dataclasses.asdict(LAYER)]}))
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     command = ["scale", "--shapes", shapes, "--layer", "wide", "--dtype", "float32", "--steps", "1"]
+    command += ["--strategy", "all_gather"] if len(strategies) == 1 else []
     process = processes.start(
         "-m", "jgg", *command, "--buffer-factor", "2", "--out", tmp_path / "scale", JAX_PLATFORMS="cpu", XLA_FLAGS=flags
     )
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert "6/6" in errors  # the progress bar
+    assert f"{len(strategies) + 1}/{len(strategies) + 1}" in errors  # the progress bar
     measured = json.loads((tmp_path / "scale.json").read_text())["measurements"]
-    assert [m["name"] for m in measured] == ["one device", *SENT]
+    assert [m["name"] for m in measured] == ["one device", *strategies]
     for entry in measured:
         assert entry["error"] < 1e-5 and entry["overflow"] == 0 and entry["seconds"] > 0, entry
         assert entry["tokens"] == 64 * (1 if entry["name"] == "one device" else 2)

@@ -122,6 +122,7 @@ MAY_BE_NONE = {
     "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
     "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
     "residual_names", "ops", "topk_indices", "low_rank", "low_rank_gate_up", "low_rank_down", "lora_rank", "lora_alpha",
+    "normalize",
 }  # fmt: skip
 MUST_BE_GIVEN = {
     ("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "topk_indices"), ("sharded_moe_mlp", "sharding"),

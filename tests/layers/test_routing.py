@@ -223,6 +223,22 @@ def test_sigmoid_gradient_formula(normalize):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(logits), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_one_choice_trains_the_router_unless_its_weight_is_normalized():
+    logits = random_logits(5, 6)
+    logits64 = np.asarray(logits, np.float64)
+
+    def gradient(**options):
+        return jax.grad(lambda logits: jnp.sum(route(logits, 1, **options).topk_weights))(logits)
+
+    scores, chosen = np.exp(logits64) / np.sum(np.exp(logits64), 1, keepdims=True), np.eye(6)[np.argmax(logits64, 1)]
+    best = np.max(scores, 1, keepdims=True)
+    np.testing.assert_allclose(gradient(), best * (chosen - scores), rtol=1e-4, atol=1e-6)
+    scores = sigmoid(logits64)
+    np.testing.assert_allclose(gradient(score="sigmoid"), chosen * scores * (1 - scores), rtol=1e-4, atol=1e-6)
+    for options in ({"normalize": True}, {"score": "sigmoid", "normalize": True}, {"score": "topk_softmax"}):
+        np.testing.assert_array_equal(gradient(**options), np.zeros((5, 6)))
+
+
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
 def test_selection_bias_has_no_gradient(score):
     def loss(selection_bias):

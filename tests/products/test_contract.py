@@ -56,7 +56,7 @@ IN_EVERY_DTYPE = parametrize(
     on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16),
 )
 IN_FLOAT32 = parametrize(
-    thoroughly_on("xla", FLOAT32),
+    on("xla", FLOAT32, marks=[pytest.mark.sweep]),  # what None compiles to on a CPU
     on(None, FLOAT32),
     on("interpret", FLOAT32),
     on("triton", HIGHEST),

@@ -101,7 +101,7 @@ FAMILIES = {
     "qwen3": (qwen3, {}, 40, 16, 4, {}),
     "qwen3-next": (qwen3, {}, 9, 512, 10, {}),
     "olmoe": (olmoe, {}, 40, 64, 8, {"normalize": False}),
-    "switch": (olmoe, {}, 40, 8, 1, {"normalize": False}),
+    "switch": (olmoe, {}, 40, 8, 1, {}),
     "deepseek-v2": (deepseek_v2, {"scale": 16.0, "num_groups": 8, "topk_groups": 3}, 40, 160, 6, {"normalize": False}),
     "deepseek-v3": (deepseek_v3, V3, 200, 16, 4, SIGMOID),
     "negative-bias": (deepseek_v3, V3 | {"selection_bias": bias(16, 0.3, -2.0)}, 200, 16, 4, SIGMOID),
@@ -111,6 +111,7 @@ FAMILIES = {
     "kimi-k2": (deepseek_v3, {"scale": 2.827, "selection_bias": bias(384, 0.1)}, 20, 384, 8, SIGMOID),
     "no-bias": (deepseek_v3, V3 | {"selection_bias": 0.0}, 200, 16, 4, SIGMOID | {"selection_bias": None}),
     "llama4": (llama4, {}, 40, 16, 1, SMALL_SIGMOID),
+    "one-sigmoid": (llama4, {}, 40, 16, 1, SIGMOID),
     "softmax-bias": (biased_softmax, {"selection_bias": bias(16, 0.2)}, 200, 16, 4, {}),
     "topk-softmax-groups": (
         biased_topk_softmax,

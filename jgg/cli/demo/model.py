@@ -30,7 +30,7 @@ def make_model(settings: Settings, rngs: nnx.Rngs) -> jgg.models.Decoder:
         "num_experts": settings.experts,
         "num_experts_per_tok": settings.topk,
         "moe_intermediate_size": settings.hidden,
-        "norm_topk_prob": True,
+        "norm_topk_prob": settings.topk > 1,
         "hidden_act": "silu",
         "initializer_range": settings.hidden**-0.5,
         "rms_norm_eps": 1e-6,
