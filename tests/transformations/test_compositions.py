@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support import compositions
+from tests.support import compositions, processes
 from tests.support.closeness import distance
 
 # few programs to compile, in which gradients were zero while the backward rule asked JAX which of them are trained
@@ -33,3 +33,15 @@ def test_programs_after_each_other(implementation, seed):
                 assert distance(gradients[name], expected) < tolerance, f"{name} of {what}"
             else:
                 assert not np.any(gradients[name]), f"{name} of {what}"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param((3, 7, 8, 10), marks=pytest.mark.thorough, id="few"),
+        pytest.param(range(11, 40), marks=pytest.mark.sweep, id="many"),
+    ],
+)
+def test_programs_on_eight_devices(seeds):
+    """Under plain jit, with weights, logits and tokens split or padded in ways that differ from program to program."""
+    assert "all right" in processes.run_program("run_compositions", *seeds, timeout=1800)
