@@ -16,7 +16,8 @@ def barrier[Values](values: Values) -> Values:
     """Returns a pytree of arrays as it is; what uses a result is computed after all the arrays that are used.
 
     It is `jax.lax.optimization_barrier`, except that an array whose result nothing uses is left out. With JAX's, each
-    operand is computed as soon as one result is used. So a rule for gradients may order the products of all gradients
+    operand is computed as soon as one result is used. JAX drops dead code when it lowers a program, except for
+    `jax.jit(keep_unused=True)`, which keeps all operands here too. So a rule for gradients may order the products of all gradients
     without knowing which of them are asked for. It could not know: `custom_vjp` with `symbolic_zeros` tells the forward
     rule, but JAX may call the backward rule with the residuals' tree of another trace of the same forward rule, where
     other gradients were asked for.
@@ -48,8 +49,9 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[Sequence[j
     return _barrier.bind(*arrays), axes
 
 
-def _drop_unused(used: Sequence[bool], _: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """The rule for dead code: which operands are still used, and the equation of them alone."""
+    equation = rest[-1]  # JAX 0.12 gives something else before it
     if not any(used):
         return list(used), None
     operands, results = (

@@ -203,7 +203,9 @@ def _plain_layer(layer, _, x, params, chosen):
     def product(x, name):
         w = params[f"w_{name}"]
         if layer.low_rank:  # as in jgg, the weights beside a term are not trained
-            w = jax.lax.stop_gradient(w) + 0.5 * jnp.einsum("ekr,ern->ekn", params[f"a_{name}"], params[f"b_of_{name}"])
+            w = jax.lax.stop_gradient(w) + 0.5 * jnp.einsum(
+                "ekr,ern->ekn", params[f"a_{name}"], params[f"b_of_{name}"], precision="highest"
+            )
         y = jnp.einsum("etk,ekn->etn", x, w, precision="highest")
         return y + params[f"b_{name}"][:, None] if layer.biased else y
 
