@@ -25,7 +25,7 @@ COMBINATIONS = {
 }
 REQUIRED = ("flatbuffers", "hypothesis", "pytest", "pytest-xdist")  # by the tests below
 SHOWN = ("jax", "triton", "jax-triton", "flax")
-QUICK = ["versions", "compiling", "routing_kernels", "activation_kernels"]
+QUICK = ["versions", "barrier", "compiling", "routing_kernels", "activation_kernels"]
 CORE = [*QUICK, "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls", "warp_specialization"]
 LOWERING = "tests/compiling/test_lowering.py::test_kernels_compile_and_fit"
 XLA_FLAGS = (

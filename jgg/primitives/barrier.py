@@ -16,11 +16,12 @@ def barrier[Values](values: Values) -> Values:
     """Returns a pytree of arrays as it is; what uses a result is computed after all the arrays that are used.
 
     It is `jax.lax.optimization_barrier`, except that an array whose result nothing uses is left out. With JAX's, each
-    operand is computed as soon as one result is used. JAX drops dead code when it lowers a program, except for
-    `jax.jit(keep_unused=True)`, which keeps all operands here too. So a rule for gradients may order the products of all gradients
-    without knowing which of them are asked for. It could not know: `custom_vjp` with `symbolic_zeros` tells the forward
-    rule, but JAX may call the backward rule with the residuals' tree of another trace of the same forward rule, where
-    other gradients were asked for.
+    operand is computed as soon as one result is used. JAX drops dead code when it lowers a program; `jax.jit` with
+    `keep_unused=True` drops none, here neither.
+
+    So a rule for gradients may order the products of all gradients without knowing which of them are asked for. It
+    could not know: `custom_vjp` with `symbolic_zeros` tells the forward rule, but JAX may call the backward rule with
+    the residuals' tree of another trace of the same forward rule, where other gradients were asked for.
     """
     leaves, structure = jax.tree.flatten(values)
     return jax.tree.unflatten(structure, _barrier.bind(*leaves))
