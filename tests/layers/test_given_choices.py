@@ -85,7 +85,10 @@ def test_given_choices_and_their_weights(case, implementation):
 
     eligible = num_experts // options.get("num_groups", 1) * options.get("topk_groups", 1)
     weights_of = functools.partial(
-        weigh, score=more.get("score", "softmax"), normalize=more.get("normalize", True), scale=options.get("scale", 1)
+        weigh,
+        score=more.get("score", "softmax"),
+        normalize=more.get("normalize", topk > 1),
+        scale=options.get("scale", 1),
     )
     expected = np.zeros((num_tokens, topk), np.int32), np.zeros((num_tokens, topk)), np.zeros(logits.shape)
     for t, token in enumerate(np.asarray(logits, np.float64)):
