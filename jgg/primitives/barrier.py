@@ -48,8 +48,14 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[Sequence[j
     return _barrier.bind(*arrays), axes
 
 
-def _drop_unused(used: Sequence[bool], _: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
-    """The rule for dead code: which operands are still used, and the equation of them alone."""
+def _drop_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
+    """The rule for dead code: which operands are still used, and the equation of them alone.
+
+    Args:
+      used: whether something uses each result.
+      others: the equation, and before it, from JAX 0.12 on, which operands are still read if they are references.
+    """
+    equation = others[-1]
     if not any(used):
         return list(used), None
     operands, results = (
