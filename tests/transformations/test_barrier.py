@@ -1,6 +1,7 @@
 """The barrier that gradients' products are ordered by: values pass it, and those that nobody uses are not computed."""
 
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def test_explicit_axes_and_shard_map():
 def test_rule_for_dead_code_as_each_jax_calls_it():
     """JAX 0.11 hands it which results are used and the equation; JAX 0.12, between the two, what is read later."""
     (equation,) = jax.make_jaxpr(lambda x: barrier((x, x + 0))[:1])(X).eqns[-1:]
-    rule = dce_rules[equation.primitive]
+    rule: Callable = dce_rules[equation.primitive]
     for between in ((), ([True, True],)):
         used, left = rule([True, False], *between, equation)
         assert used == [True, False]
