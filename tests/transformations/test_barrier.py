@@ -1,11 +1,13 @@
 """The barrier that gradients' products are ordered by: values pass it, and those that nobody uses are not computed."""
 
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters.partial_eval import dce_rules
 
 from jgg.primitives.barrier import barrier
 
@@ -66,3 +68,14 @@ def test_explicit_axes_and_shard_map():
         assert jax.jit(barrier)(x).sharding == x.sharding
         each = jax.shard_map(lambda x: barrier((x, dear(x)))[0], in_specs=jax.P("a"), out_specs=jax.P("a"))
         np.testing.assert_array_equal(each(x), X)
+
+
+def test_rule_for_dead_code_as_each_jax_calls_it():
+    """JAX 0.11 hands it which results are used and the equation; JAX 0.12, between the two, what is read later."""
+    (equation,) = jax.make_jaxpr(lambda x: barrier((x, x + 0))[:1])(X).eqns[-1:]
+    rule: Callable = dce_rules[equation.primitive]
+    for between in ((), ([True, True],)):
+        used, left = rule([True, False], *between, equation)
+        assert used == [True, False]
+        assert left.invars == equation.invars[:1] and left.outvars == equation.outvars[:1]
+        assert rule([False, False], *between, equation) == ([False, False], None)
