@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from arguments import enough_memory
 from finetune_options import EXPERTS, check_folder, check_same_run, parse
 from flax import nnx
 from folders import check_vocabulary, end_of, load_tokenizer, one_line, read_config, stop_tokens
@@ -241,7 +242,9 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    train(parse(__doc__, arguments))
+    options = parse(__doc__, arguments)
+    with enough_memory("--batch-size, --sequence-length or --lora-rank, or more of --remat"):
+        train(options)
 
 
 if __name__ == "__main__":
