@@ -210,7 +210,7 @@ def run_steps(step_of, state, frozen, data, options: argparse.Namespace, meter: 
 
 def check_losses(losses: list[jax.Array], step: int, manager: Any) -> None:
     """Ends the program unless the losses of the last steps are finite, the last of them number `step`."""
-    for number, loss in enumerate(np.asarray(losses), step - len(losses) + 1):
+    for number, loss in enumerate(jax.device_get(losses), step - len(losses) + 1):
         if not np.isfinite(loss):
             saved = None if manager is None else manager.latest_step()
             kept = f"; the last checkpoint is of step {saved}" if saved else ""
