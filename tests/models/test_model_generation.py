@@ -41,6 +41,15 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole_model(family):
     np.testing.assert_allclose(got, reference(family)["logits"], rtol=0, atol=1e-4)
 
 
+def test_one_prompt_is_continued_with_x64():
+    expected = reference("gpt_oss")
+    with jax.enable_x64(True):
+        prompt = np.asarray(expected["prompts"][1:2, :5], np.int64)
+        got = jgg.models.generate(loaded("gpt_oss"), prompt, expected["greedy"].shape[1])
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, expected["greedy"][1:2])
+
+
 def test_a_stop_token_ends_its_sequence_and_repeats():
     expected = reference("qwen3_moe")
     greedy = expected["greedy"]
