@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from arguments import enough_memory
 from finetune_options import EXPERTS, check_folder, check_same_run, parse
 from flax import nnx
 from folders import check_vocabulary, end_of, load_tokenizer, one_line, read_config, stop_tokens
@@ -209,7 +210,7 @@ def run_steps(step_of, state, frozen, data, options: argparse.Namespace, meter: 
 
 def check_losses(losses: list[jax.Array], step: int, manager: Any) -> None:
     """Ends the program unless the losses of the last steps are finite, the last of them number `step`."""
-    for number, loss in enumerate(np.asarray(losses), step - len(losses) + 1):
+    for number, loss in enumerate(jax.device_get(losses), step - len(losses) + 1):
         if not np.isfinite(loss):
             saved = None if manager is None else manager.latest_step()
             kept = f"; the last checkpoint is of step {saved}" if saved else ""
@@ -241,7 +242,9 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    train(parse(__doc__, arguments))
+    options = parse(__doc__, arguments)
+    with enough_memory("--batch-size, --sequence-length or --lora-rank, or more of --remat"):
+        train(options)
 
 
 if __name__ == "__main__":

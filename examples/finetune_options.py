@@ -1,15 +1,15 @@
 """The options of finetune.py, and what can be said of them before anything is loaded."""
 
 import argparse
-import contextlib
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from folders import one_line
+from arguments import Parser, positive, whole
+from folders import read_json
 
 import jgg
 
@@ -18,34 +18,8 @@ TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up",
 FURTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
 # what a run that goes on from a checkpoint may change
 FREE = {"output", "checkpoints", "remat", "save_every", "log_every", "epochs"}
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Argument type: a whole number from `least` to the largest int32."""
-
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if least <= int(text) < 2**31:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {2**31 - 1}, got {text!r}")
-
-    return parse
-
-
-def positive(text: str) -> float:
-    """Argument type: a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message: str):
-        """Ends the program, without the list of all options."""
-        self.exit(2, f"{self.prog}: {message}\n")
+LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
+LARGEST_STEP = 2**26  # tokens; a batch lies in memory
 
 
 def parse(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
@@ -55,7 +29,7 @@ def parse(description: str | None, arguments: list[str] | None) -> argparse.Name
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("--data", type=Path, required=True, help="the JSONL file")
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
-    parser.add_argument("--lora-rank", type=count, default=16, help="(%(default)s)")
+    parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
     parser.add_argument("--lora-alpha", type=positive, default=32.0, help="(%(default)s)")
     parser.add_argument(
         "--targets", nargs="+", choices=(*TARGETS, *FURTHER_TARGETS), default=TARGETS,
@@ -74,15 +48,26 @@ def parse(description: str | None, arguments: list[str] | None) -> argparse.Name
     parser.add_argument("--save-every", type=count, default=200, help="steps (%(default)s)")
     parser.add_argument("--log-every", type=count, default=10, help="steps (%(default)s)")
     parser.add_argument("--seed", type=whole(0), default=0, help="of new adapters and of the order (%(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    step = options.batch_size * options.accumulate * options.sequence_length
+    if step > LARGEST_STEP:
+        names = "--batch-size times --accumulate times --sequence-length"
+        parser.error(f"{names} must be at most {LARGEST_STEP} tokens, got {step}")
+    return options
 
 
 def check_folder(option: str, folder: Path, others: Iterable[Path]) -> None:
     """Ends the program unless files can be written into a folder, which may be missing, apart from other folders."""
     nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "takes no files" if nearest.is_dir() else "is no folder"
-        raise SystemExit(f"{option} must be a folder to write into, got {folder}: {nearest} {what}")
+    reason = None if nearest.is_dir() else f"{nearest} is no folder"
+    if reason is None:
+        try:  # what the system lets a program write, it says only when it is tried
+            with tempfile.TemporaryDirectory(dir=nearest) as trial:
+                (Path(trial) / folder.absolute().relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{nearest} does not take it: {error.strerror}"
+    if reason is not None:
+        raise SystemExit(f"{option} must be a folder to write into, got {folder}: {reason}")
     if folder.resolve() in [other.resolve() for other in others]:
         raise SystemExit(f"{option} must be a folder of its own, got {folder}")
 
@@ -95,10 +80,9 @@ def check_same_run(options: argparse.Namespace, steps: int) -> None:
     own = json.loads(json.dumps(own))
     path = options.checkpoints / "options.json"
     if any(each.name.isdecimal() for each in options.checkpoints.glob("*")):
-        with one_line():
-            noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else own
+        noted = read_json(path) if path.exists() else own
         for name in own:
-            before = noted.get(name) if isinstance(noted, dict) else None
+            before = noted.get(name)
             if before != own[name]:
                 raise SystemExit(
                     f"--checkpoints {options.checkpoints} has a run with {name} {before}, got {own[name]}: "

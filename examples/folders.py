@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,21 @@ def one_line() -> Iterator[None]:
 
 def read_config(folder: Path) -> jgg.models.ModelConfig:
     """What config.json says of the model."""
+    if folder.exists() and not folder.is_dir():
+        raise SystemExit(f"{folder} must be a model's folder, got a file")
     with one_line():
         return jgg.models.model_config(jgg.hf.read_config(folder))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SystemExit(f"{path} must be a JSON file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise SystemExit(f"{path} must hold a JSON object, got a {type(content).__name__}")
+    return content
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -80,7 +93,7 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
 def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[str, int]:
     """The text of messages by the chat template, and the number of characters before what the last message adds.
 
-    Raises: ValueError: the template fails, or writes the messages before the last anew.
+    Raises: ValueError: there is one message alone, or the template fails or writes the messages before the last anew.
     """
 
     def text_of(messages: Sequence[Any], asks_for_more: bool) -> str:
@@ -88,6 +101,8 @@ def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[
             messages, tools=tools, add_generation_prompt=asks_for_more, tokenize=False
         )  # fmt: skip
 
+    if len(messages) < 2:
+        raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
         raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
     try:
@@ -141,9 +156,7 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int], config: jgg.models.Mode
 
 def _eos_tokens(path: Path) -> list[int]:
     """eos_token_id of a file, which may be missing."""
-    with one_line():
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found = settings.get("eos_token_id") if isinstance(settings, Mapping) else None
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise SystemExit(f"eos_token_id of {path} must be a token, a list of tokens or null, got {found!r}")

@@ -9,16 +9,19 @@ folder that `jgg.models.load_adapter` reads. The text ends at `eos_token_id` of 
 at the tokenizer's end token, or at a token that finetune.py noted in the adapter's folder.
 
 Each speed is measured after compiling, by a second run. With --experts as-stored, experts in MXFP4 or FP8 stay so; else
-they become bfloat16. Needs `pip install '.[flax,hf]' transformers jinja2`, and folders.py beside it.
+they become bfloat16. Needs `pip install '.[flax,hf]' transformers jinja2`, and the two files beside it that it
+imports.
 """
 
 import argparse
 import functools
+import math
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
+from arguments import Parser, enough_memory, number, whole
 from folders import check_vocabulary, continuation, encode, load_tokenizer, one_line, read_config, stop_tokens
 
 import jgg
@@ -42,39 +45,54 @@ def seconds_of(function) -> float:
     return time.perf_counter() - start
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of a command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    temperature = number("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+    top_p = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("adapter", type=Path, nargs="?", help="the adapter's folder")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s: the likeliest token)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--max-new-tokens", type=whole(1), default=64, help="(%(default)s)")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="(%(default)s: the likeliest token)")
+    parser.add_argument("--top-p", type=top_p, default=1.0, help="(%(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="(%(default)s)")
+    return parser.parse_intermixed_args(arguments)  # takes the adapter also behind options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    with enough_memory("--max-new-tokens or --prompt"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the text and the speeds; what can be wrong is looked at before the model is loaded."""
     config, tokenizer = read_config(options.folder), load_tokenizer(options.folder)
     stops = stop_tokens(options.folder, options.adapter)
     stops += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     with one_line():
         ids, _ = encode(tokenizer, options.prompt)
+    if not ids:
+        raise SystemExit(f"--prompt must have a token, got {options.prompt!r}")
     check_vocabulary(tokenizer, ids, config, "--prompt")
     with one_line():
         model = load(options.folder, options.adapter, EXPERTS[options.experts])
     prompt = np.asarray([ids], np.int32)
-    run = functools.partial(
+    continued = functools.partial(
         jgg.models.generate, model, prompt, temperature=options.temperature, top_p=options.top_p,
         key=jax.random.key(options.seed), stop_tokens=stops,
     )  # fmt: skip
     with one_line():
-        new = np.asarray(run(options.max_new_tokens))[0].tolist()
+        new = np.asarray(continued(options.max_new_tokens))[0].tolist()
     ends = [index for index, token in enumerate(new) if token in stops]
     new = new[: ends[0]] if ends else new
     if -1 in new:
         raise SystemExit(f"the model's logits are NaN after {new.index(-1)} new tokens")
     print(options.prompt + continuation(tokenizer, ids, new), flush=True)
-    run(1)  # compiles
-    prefill, both = seconds_of(lambda: run(1)), seconds_of(lambda: run(options.max_new_tokens))
+    continued(1)  # compiles
+    prefill, both = seconds_of(lambda: continued(1)), seconds_of(lambda: continued(options.max_new_tokens))
     print(f"prefill: {prompt.size / prefill:,.0f} tokens/s")
     decoded = (ends[0] + 1 if ends else options.max_new_tokens) - 1  # the first new token comes of the prefill
     if decoded > 0 and both > prefill:

@@ -4,6 +4,7 @@ import argparse
 import bisect
 import json
 import math
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from folders import encode, load_tokenizer, render, stop_tokens
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """The JSON of each line that is not blank, and the line's name for errors."""
     try:
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a pipe may wait for ever, and some devices never end
+            raise SystemExit(f"--data must be a file that can be read, got {path}, a pipe or a device")
         data = path.read_bytes()
     except OSError as error:
         raise SystemExit(f"--data must be a file that can be read, got {path}: {error.strerror}") from error

@@ -30,7 +30,8 @@ class Cache(NamedTuple):
 
         def put(array: jax.Array, own: jax.Array) -> jax.Array:
             if positions.size == 1:  # a scatter of one row would take three kernels more
-                return jax.lax.dynamic_update_slice(array, own[None], (layer, 0, positions[0, 0], 0, 0))
+                start = (jnp.asarray(index, jnp.int32) for index in (layer, 0, positions[0, 0], 0, 0))  # of one dtype
+                return jax.lax.dynamic_update_slice(array, own[None], tuple(start))
             return array.at[layer, rows, positions].set(own)
 
         return self._replace(k=put(self.k, k), v=put(self.v, v))
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
         if place.lengths is not None:
-            is_token = (jnp.arange(x.shape[1])[None] < place.lengths[:, None])[..., None, None]
+            is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
@@ -107,7 +108,7 @@ class Attention(nnx.Module):
 
     def _attend_to_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
         """The result for the one query of each sequence [B, 1, heads, D], among the keys of all positions."""
-        distance = place.positions[:, None, :, None] - jnp.arange(k.shape[1])[None, None, None]
+        distance = place.positions[:, None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None]
         mask = distance >= 0
         if place.window is not None:
             is_near = distance < place.window

@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         """The last features [B, S, H] of whole sequences."""
         mask = as_mask(mask, "[B, S]", tokens.shape)
         if segments is None:
-            return self.run_layers(tokens, jnp.arange(tokens.shape[1])[None], mask=mask)[0]
+            return self.run_layers(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], mask=mask)[0]
         segments = as_segments("segments", segments)
         check_shape("segments", segments, tokens)
         runs, positions = runs_of(segments)
@@ -271,7 +271,7 @@ class Decoder(nnx.Module):
                 name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
             }
 
-        xs = state, jnp.arange(first, first + count), is_local
+        xs = state, jnp.arange(first, first + count, dtype=jnp.int32), is_local
         unroll = min(self.options.unroll, count)
         (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
         return x, cache, sown

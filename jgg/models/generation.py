@@ -147,7 +147,7 @@ def _generate(
     batch, longest = tokens.shape
     empty = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
     cache: Cache | None = Cache(*(split_batch(part, model.options.sharding, axis=1) for part in empty))
-    x, cache = model.run_layers(tokens, jnp.arange(longest)[None], cache, lengths=lengths)
+    x, cache = model.run_layers(tokens, jnp.arange(longest, dtype=jnp.int32)[None], cache, lengths=lengths)
     assert cache is not None
     first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))
     new = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(first)
@@ -169,7 +169,7 @@ def _generate(
         return _Loop(loop.filled + 1, loop.new.at[:, loop.filled].set(token), is_done, cache)
 
     ended = jax.lax.while_loop(goes_on, step, _Loop(jnp.int32(1), new, ends(first), cache))
-    return ended.new[:, jnp.minimum(jnp.arange(new_tokens), ended.filled - 1)]
+    return ended.new[:, jnp.minimum(jnp.arange(new_tokens, dtype=jnp.int32), ended.filled - 1)]
 
 
 def _choose(logits: jax.Array, sampling: Sampling | None, count: jax.Array) -> jax.Array:

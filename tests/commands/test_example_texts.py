@@ -233,6 +233,10 @@ WRONG_ROWS = {
     "list": (b'["one"]', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "numbers": (b'{"text": 5}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "user's": (json.dumps({"messages": [USER]}).encode(), 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "no-question": (
+        json.dumps({"messages": [ASSISTANT]}).encode(),
+        "data.jsonl:1: messages must have one before the assistant's, got it alone",
+    ),
     "no-message": (b'{"messages": []}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "nothing": (b"\n \n", "data.jsonl must have an example with tokens to learn, got none"),
 }  # fmt: skip

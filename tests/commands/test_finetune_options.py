@@ -1,6 +1,7 @@
 """examples/finetune.py says in one line what is wrong with options and folders, before it loads anything."""
 
 import json
+import os
 import re
 import shutil
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arguments import enough_memory
 from flax import nnx
 
 import jgg.models
@@ -47,26 +49,56 @@ def error(folder, monkeypatch, capsys):
 OPTIONS = {
     "--steps": ["0", "-1", "1.5", "2147483648"],
     "--epochs": ["0", "-1", "nan", "inf", "1e300"],
-    "--batch-size": ["0"],
-    "--accumulate": ["0"],
-    "--sequence-length": ["0"],
+    "--batch-size": ["0", "1000000000"],
+    "--accumulate": ["0", "1000000"],
+    "--sequence-length": ["0", "1000000000"],
     "--save-every": ["0"],
     "--log-every": ["0"],
-    "--lora-rank": ["0", "x"],
+    "--lora-rank": ["0", "x", "1000000"],
     "--lora-alpha": ["0", "nan"],
     "--learning-rate": ["0", "-1", "inf"],
     "--seed": ["-1"],
     "--targets": ["w_x"],
-    "--output": ["file", "file/adapter", "model", "/dev/null"],
-    "--checkpoints": ["file", "model", "out"],
-    "--data": ["model", "missing.jsonl"],
+    "--output": ["file", "file/adapter", "model", "/dev/null", "/proc/adapter", "x" * 300],
+    "--checkpoints": ["file", "model", "out", "/proc/run"],
+    "--data": ["model", "missing.jsonl", "pipe", "/dev/zero"],
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_wrong_option_is_named(option, error):
+    os.mkfifo("pipe")
     for value in OPTIONS[option]:
         assert option in error(finetune, "model", "--data", "data.jsonl", "--output", "out", option, value)
+    assert not os.path.lexists("out")
+
+
+OPTIONS_OF_GENERATE = {
+    "--prompt": ["", " "],
+    "--max-new-tokens": ["0", "-1", "1.5", "2147483648"],
+    "--temperature": ["-1", "nan", "inf", "x"],
+    "--top-p": ["0", "2", "nan"],
+    "--seed": ["-1", str(2**64)],
+    "--experts": ["int4"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_GENERATE)
+def test_a_wrong_option_of_generate_is_named(option, error):
+    for value in OPTIONS_OF_GENERATE[option]:
+        assert option in error(generate, "model", "--prompt", "t1", option, value)
+
+
+def test_an_adapter_may_follow_the_options():
+    assert generate.parse(["model", "--prompt", "t1", "--seed", "1", "adapter"]).adapter.name == "adapter"
+
+
+@pytest.mark.parametrize("kind", [MemoryError("32 GiB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32\nGiB")])
+def test_too_little_memory_is_one_line(kind):
+    with pytest.raises(SystemExit, match="memory runs out: take less of --x"), enough_memory("--x"):
+        raise kind
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory("--x"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: other")
 
 
 CONFIGS = {
@@ -75,7 +107,8 @@ CONFIGS = {
     "another family": ("config.json", '{"model_type": "bert"}', "model_type must be one of"),
     "no tokenizer": ("tokenizer.json", None, "model must be a folder with tokenizer.json, got none"),
     "ends": ("generation_config.json", '{"eos_token_id": "t1"}', "eos_token_id of model/generation_config.json"),
-    "not JSON": ("generation_config.json", "{", "Expecting property name"),
+    "not JSON": ("generation_config.json", "{", "model/generation_config.json must be a JSON file"),
+    "a list": ("generation_config.json", "[2]", "model/generation_config.json must hold a JSON object, got a list"),
     "balance": ("config.json", {"router_aux_loss_coef": "much"}, "router_aux_loss_coef must be a number of at least 0"),
     "vocabulary": ("config.json", {"vocab_size": 3}, "data.jsonl must have tokens below the model's vocab_size, 3"),
     "end": ("generation_config.json", '{"eos_token_id": 64}', "below the model's vocab_size, 64, got 64"),
@@ -194,6 +227,8 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error):
     assert "has a run with folder" in error(finetune, "other", *arguments[1:])
     (folder.parent / "data.jsonl").write_text('{"text": "t1 t2"}')
     assert "has a run with data" in error(finetune, *arguments)
+    (folder.parent / "run" / "options.json").write_text("{")
+    assert "run/options.json must be a JSON file" in error(finetune, *arguments)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):

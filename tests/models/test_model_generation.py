@@ -53,6 +53,15 @@ def test_decoding_with_sinks_of_minus_infinity_is_as_without_sinks():
     assert (generated[0] != expected["greedy"]).any()
 
 
+def test_one_prompt_is_continued_with_x64():
+    expected = reference("gpt_oss")
+    with jax.enable_x64(True):
+        prompt = np.asarray(expected["prompts"][1:2, :5], np.int64)
+        got = jgg.models.generate(loaded("gpt_oss"), prompt, expected["greedy"].shape[1])
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, expected["greedy"][1:2])
+
+
 def test_a_stop_token_ends_its_sequence_and_repeats():
     expected = reference("qwen3_moe")
     greedy = expected["greedy"]
