@@ -19,7 +19,7 @@ _REFUSED = (
 )  # fmt: skip
 _OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
 # other ways to begin change the weights that the adapter is beside
-_INITIALIZATIONS = True, False, "gaussian", "eva", "orthogonal", None
+_INITIALIZATIONS = True, False, "gaussian", "eva", "mica", "orthogonal", None
 _LARGEST = 1e38  # about that of float32
 _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
 

@@ -241,6 +241,7 @@ def test_what_is_wrong_in_settings_is_named(settings, message, edited, tmp_path)
         {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
         {"lora_dropout": 0.1},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "mica"},
     ],
 )
 def test_settings_that_change_no_term(settings, edited):
