@@ -364,7 +364,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file, tmp_path):
     shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
     (tmp_path / "olmoe" / file).unlink()
     os.mkfifo(tmp_path / "olmoe" / file)
-    with pytest.raises(ValueError, match=rf"{file} must be a regular file\."):
+    with pytest.raises(ValueError, match=rf"{file} must be a regular file, got a pipe"):
         jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
 
 
