@@ -195,3 +195,9 @@ def test_adapters_of_routers_have_the_names_of_transformers_5(tmp_path):
         jgg.models.save_adapter(model, tmp_path)
         targets = json.loads((tmp_path / SETTINGS).read_text())["target_parameters"]
         assert targets == [f"model.layers.{number}.{name}.weight" for number in range(model.config.num_layers)]
+
+
+def test_an_adapter_is_written_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to("place")
+    jgg.models.save_adapter(loaded("gpt_oss", lora_rank=1, lora_targets=("w_router",)), tmp_path / "link")
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {SETTINGS, TENSORS}
