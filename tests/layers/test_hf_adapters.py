@@ -248,6 +248,19 @@ def test_settings_that_change_no_term(settings, edited):
     assert_same_terms(edited("qwen3_moe", settings), load_case("qwen3_moe"))
 
 
+def test_absent_keys_have_the_defaults_of_peft(tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "own")
+    config, values = jgg.hf.read_config(DATA / "qwen3_moe"), json.loads((DATA / "qwen3_moe" / SETTINGS).read_text())
+    patterns = {"rank_pattern": {".*": values.pop("r")}, "alpha_pattern": {}}
+    del values["lora_alpha"]
+    scales = []
+    for alpha in ({}, {"lora_alpha": 8}):
+        (tmp_path / "own" / SETTINGS).write_text(json.dumps(values | patterns | alpha))
+        layers = jgg.hf.load_adapter(tmp_path / "own", config).layers
+        scales.append([term.scale for terms in layers.values() for term in terms.values()])
+    assert scales[0] == scales[1]
+
+
 def test_the_adapter_of_another_parameter_is_kept(edited):
     name = "base_model.model.model.layers.0.mlp.router.lora_A.weight"
     targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "router.weight"]}
