@@ -1,4 +1,4 @@
-"""Checks and converts single arguments for all functions: arrays, whole numbers, numbers, flags, precisions.
+"""Checks and converts single arguments for all functions: arrays, whole numbers, numbers, flags, paths, precisions.
 
 Each function returns the converted argument, or raises an error that names the argument, what was expected and what
 came. Options are static parameters of JAX programs, and JAX's caches treat 4.0 like 4 and True like 1. So options
@@ -8,7 +8,9 @@ become plain ints, floats and bools here, before anything is traced.
 import math
 import numbers
 import operator
+import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -100,6 +102,19 @@ def as_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return bool(value)
+
+
+def as_path(name: str, value: object) -> Path:
+    """The path; raises TypeError unless it is a str or a path of str, and ValueError if it has what no path can."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} must be a str or a Path, got {value!r}.")
+    path = Path(value)
+    try:
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # a lone surrogate
+        is_possible = False
+    check(is_possible, f"{name} must be a path that the file system can have, got {str(path)!r}.")
+    return path
 
 
 def as_names(name: str, value: object, defaults: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,8 @@ _REFUSED = (
 )  # fmt: skip
 _OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
 # other ways to begin change the weights that the adapter is beside
-_INITIALIZATIONS = True, False, "gaussian", "eva", "orthogonal", None
+_INITIALIZATIONS = True, False, "gaussian", "eva", "mica", "orthogonal", None
+_DEFAULTS = {"r": 8, "lora_alpha": 8}  # PEFT's, where a key is absent
 _LARGEST = 1e38  # about that of float32
 _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
 
@@ -94,7 +95,7 @@ class AdapterSettings:
         for pattern, value in (self.values.get(patterns) or {}).items():
             if matches_end(pattern, name):
                 return value
-        return self.values.get(default)
+        return self.values.get(default, _DEFAULTS[default])
 
     def _divisor(self, rank: int) -> float:
         is_rank_stabilized = as_flag(f"use_rslora of {self.where}", self.values.get("use_rslora") or False)

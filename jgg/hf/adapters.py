@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jgg.core.arguments import as_flag, as_int, check, check_instance
+from jgg.core.arguments import as_flag, as_int, as_path, check, check_instance
 from jgg.core.files import replacing
 from jgg.hf.adapter_experts import (
     FUSED,
@@ -70,7 +71,7 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slo
         than low-rank terms, as with DoRA, biases or modules_to_save. The message names the file and the key or tensor.
       TypeError: an argument or a setting has the wrong type.
     """
-    own, shapes, folder = family(config), moe_layer(config).shapes, Path(folder)
+    own, shapes, folder = family(config), moe_layer(config).shapes, as_path("folder", folder)
     is_expert_slowest = as_flag("is_expert_slowest", is_expert_slowest)
     settings, tensors = read_settings(folder), _read_tensors(folder)
     pattern, where = pattern_of_experts(own), str(folder / TENSORS)
@@ -149,7 +150,7 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    own, shapes = family(config), moe_layer(config).shapes
+    own, shapes, folder = family(config), moe_layer(config).shapes, as_path("folder", folder)
     check_instance("adapter", adapter, Adapter, "an Adapter")
     tensors: dict[str, np.ndarray] = {}
     terms: dict[str, tuple[int, float]] = {}
@@ -172,7 +173,7 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
         tensors[name] = np.ascontiguousarray(tensor)
     settings = new_settings("settings of adapter", adapter.settings, terms).with_terms(terms, experts)
     text = json.dumps(settings.values, indent=2, sort_keys=True)
-    folder = Path(folder)
+    folder = Path(os.path.realpath(folder))  # a link leads to the place, which need not exist yet
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / SETTINGS) as of_settings, replacing(folder / TENSORS) as of_tensors:
         of_settings.write_text(text, encoding="utf-8")

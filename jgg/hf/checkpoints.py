@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jgg.core.arguments import check_instance
+from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
 from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family
 from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
@@ -25,7 +25,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
     Raises: FileNotFoundError: there is no such folder or file. ValueError: the file holds no JSON object.
     """
-    path = Path(path)
+    path = as_path("path", path)
     if not path.exists():
         raise FileNotFoundError(f"path must be a folder with config.json or that file, got {path}. {_DOWNLOAD}")
     file = path / "config.json" if path.is_dir() else path
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path("path", path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"path must be a folder with safetensors files, got {path}. {_DOWNLOAD}")
         here = [name for name in (SINGLE, INDEX) if (self.path / name).exists()]

@@ -40,13 +40,13 @@ def opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
-    check_regular(path)
     try:
+        check_regular(path)
         with safe_open(path, framework="np") as file:
             yield file
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} must be a file of the checkpoint, got none.") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnicodeEncodeError) as error:  # the last from lone surrogates in an index
         raise ValueError(f"{path} must be a whole safetensors file with each tensor read from it: {error}") from error
 
 

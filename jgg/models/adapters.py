@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jgg.core.arguments import check, check_instance
+from jgg.core.arguments import as_path, check, check_instance
 from jgg.experts.lora import Lora, adapter_names
 from jgg.hf import adapters as of_hf
 from jgg.hf.adapter_experts import pair_of, rescaled
@@ -47,6 +47,7 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     check(model.options.lora.rank is not None, "model must have LoRA adapters, of a lora_rank, got a model without.")
+    folder = as_path("folder", folder)
     layers: dict[int, dict[str, LowRank]] = {}
     others: dict[str, np.ndarray] = {}
     of_modules: dict[str, tuple[int, float]] = {}  # rank and alpha by the name of a module or parameter
@@ -105,7 +106,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> None:
       TypeError: an argument or a setting has the wrong type.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
-    found = read_terms(model, Path(folder))
+    found = read_terms(model, as_path("folder", folder))
     lora = lora_of(found)
     if not _is_same(model, lora):
         _replace_adapters(model, lora)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import as_flag, check, check_instance
+from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
@@ -73,6 +73,7 @@ def load(
     """
     is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)
     check(is_known, f"experts must be 'dense', 'as stored' or a jgg.Fp8, got {experts!r}.")
+    folder = as_path("folder", folder)
     checkpoint, content = Checkpoint(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
         config = _tied_as_stored(model_config(content), checkpoint)

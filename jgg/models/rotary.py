@@ -11,6 +11,8 @@ import numpy as np
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
 from jgg.hf.settings import Settings
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ...], float]:
     """The radians per position of each pair of rotated features, and the factor of the rotated features.
@@ -39,7 +41,7 @@ def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ..
     else:
         check(kind == "default", f"rope_type must be 'default' or 'yarn', got {kind!r}.")
     check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
-    is_finite = all(number <= float(np.finfo(np.float32).max) for number in (*frequencies, scale))
+    is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
     check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
     return tuple(map(float, frequencies)), scale
 
@@ -108,6 +110,7 @@ def _as_positive(key: str, value: Any) -> float:
     """The value of a rotary setting, a number that must be more than 0."""
     number = as_finite(key, value)
     check(number > 0, f"{key} must be more than 0, got {number}.")
+    check(number <= _LARGEST, f"{key} must be finite in float32, got {number}.")
     return number
 
 

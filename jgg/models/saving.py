@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jgg.core.arguments import as_int, check, check_instance
+from jgg.core.arguments import as_int, as_path, check, check_instance
 from jgg.core.files import filling, is_new_or_empty
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
@@ -47,7 +47,7 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
       OSError: a file cannot be written.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
-    limit, folder = as_int("max_shard_bytes", max_shard_bytes, 1), Path(folder)
+    limit, folder = as_int("max_shard_bytes", max_shard_bytes, 1), as_path("folder", folder)
     if not is_new_or_empty(folder):
         raise FileExistsError(f"folder must be new or an empty folder, got {folder}.")
     config = _config(model)

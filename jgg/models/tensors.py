@@ -107,7 +107,7 @@ def matrices(model: Decoder) -> Iterator[Matrix]:
                 for number in stack.numbers:
                     is_of_moe = target in OF_MOE
                     block = own.fused_name(number).removesuffix("experts") if is_of_moe else prefix(number)
-                    tensor = own.tensors[target] if is_of_moe else OF_LAYERS.get(name, Tensor(()))
+                    tensor = (own.tensors | own.fused)[target] if is_of_moe else OF_LAYERS.get(name, Tensor(()))
                     modules[number] = [block + part.removesuffix(".weight") for part in tensor.names]
                 yield Matrix(stack, target, name, modules)
 

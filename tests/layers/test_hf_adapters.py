@@ -241,10 +241,24 @@ def test_what_is_wrong_in_settings_is_named(settings, message, edited, tmp_path)
         {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
         {"lora_dropout": 0.1},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "mica"},
     ],
 )
 def test_settings_that_change_no_term(settings, edited):
     assert_same_terms(edited("qwen3_moe", settings), load_case("qwen3_moe"))
+
+
+def test_absent_keys_have_the_defaults_of_peft(tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "own")
+    config, values = jgg.hf.read_config(DATA / "qwen3_moe"), json.loads((DATA / "qwen3_moe" / SETTINGS).read_text())
+    patterns = {"rank_pattern": {".*": values.pop("r")}, "alpha_pattern": {}}
+    del values["lora_alpha"]
+    scales = []
+    for alpha in ({}, {"lora_alpha": 8}):
+        (tmp_path / "own" / SETTINGS).write_text(json.dumps(values | patterns | alpha))
+        layers = jgg.hf.load_adapter(tmp_path / "own", config).layers
+        scales.append([term.scale for terms in layers.values() for term in terms.values()])
+    assert scales[0] == scales[1]
 
 
 def test_the_adapter_of_another_parameter_is_kept(edited):
@@ -363,7 +377,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file, tmp_path):
     shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
     (tmp_path / "olmoe" / file).unlink()
     os.mkfifo(tmp_path / "olmoe" / file)
-    with pytest.raises(ValueError, match=rf"{file} must be a regular file\."):
+    with pytest.raises(ValueError, match=rf"{file} must be a regular file, got a pipe"):
         jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
 
 

@@ -83,6 +83,15 @@ def test_what_is_wrong_with_an_index_is_named(text, message, tmp_path):
         jgg.hf.Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [{"a": "x" * 300}, {"a": "\ud800"}, {"\ud800": "model-1.safetensors"}])
+def test_names_that_no_file_or_tensor_can_have_are_named(weight_map, tmp_path):
+    write(tmp_path, weight_map)
+    with pytest.raises(ValueError) as error:
+        jgg.hf.Checkpoint(tmp_path).headers()
+    (file,) = weight_map.values()
+    assert f"{tmp_path / file} must be a whole safetensors file" in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["../other/{}", "x/../../other/{}", "{folder}/other/{}", "..", ".", "", "/"])
 def test_files_outside_of_the_folder_are_not_read(name, tmp_path):
     write(tmp_path / "other", {})

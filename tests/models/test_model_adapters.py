@@ -186,3 +186,18 @@ def test_a_model_without_adapters_is_named(tmp_path):
     for function in (jgg.models.save_adapter, jgg.models.load_adapter):
         with pytest.raises(TypeError, match=r"model must be a jgg\.models\.Decoder, got"):
             function(None, tmp_path)
+
+
+def test_adapters_of_routers_have_the_names_of_transformers_5(tmp_path):
+    names = {"granitemoe": "block_sparse_moe.router", "gpt_oss": "mlp.router", "mixtral": "mlp.gate"}
+    for family, name in names.items():
+        model = loaded(family, lora_rank=1, lora_targets=("w_router",))
+        jgg.models.save_adapter(model, tmp_path)
+        targets = json.loads((tmp_path / SETTINGS).read_text())["target_parameters"]
+        assert targets == [f"model.layers.{number}.{name}.weight" for number in range(model.config.num_layers)]
+
+
+def test_an_adapter_is_written_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to("place")
+    jgg.models.save_adapter(loaded("gpt_oss", lora_rank=1, lora_targets=("w_router",)), tmp_path / "link")
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {SETTINGS, TENSORS}

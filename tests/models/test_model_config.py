@@ -142,6 +142,9 @@ WRONG = {
     "rope_parameters must give frequencies and a scale that float32 holds, got {'rope_type': 'yarn', 'factor': 1e": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 1e-320}}, ValueError,
     ),
+    "beta_fast must be finite in float32, got 1e+308": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e308}}, ValueError,
+    ),
     "rope_theta must be greater than 1, got 1.0": ({"rope_theta": 1}, ValueError),  # though rope_parameters count
     "sliding_window must be a positive int, got -1": ({"sliding_window": -1}, ValueError),
     "rms_norm_eps must be finite in float32, got 1e+300": ({"rms_norm_eps": 1e300}, ValueError),

@@ -1,7 +1,9 @@
 """Folders that jgg.models.load does not take are named, before anything is read."""
 
+import functools
 import json
 import os
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import jgg.hf
 import jgg.models
-from tests.support.models import DATA, changed, copied
+from tests.support.models import DATA, changed, copied, loaded
 
 ROUTER = "model.layers.1.mlp.gate.weight"
 
@@ -104,3 +106,20 @@ def test_huge_counts_are_refused_at_once(tmp_path):
         folder = copied("qwen3_moe", tmp_path / str(number), **{key: value})
         with pytest.raises(ValueError, match=message):
             jgg.models.load(folder)
+
+
+def test_what_is_no_path_is_named():
+    model = loaded("qwen3_moe", lora_rank=1)
+    uses = {
+        "load": jgg.models.load, "load_adapter": functools.partial(jgg.models.load_adapter, model),
+        "save": functools.partial(jgg.models.save, model),
+        "save_adapter": functools.partial(jgg.models.save_adapter, model),
+    }  # fmt: skip
+    for use in uses.values():
+        with pytest.raises(TypeError, match=re.escape("folder must be a str or a Path, got b'here'")):
+            use(b"here")
+        with pytest.raises(ValueError, match="folder must be a path that the file system can have, got"):
+            use("a\0b")
+    for read in (jgg.hf.Checkpoint, jgg.hf.read_config):
+        with pytest.raises(TypeError, match="path must be a str or a Path, got None"):
+            read(None)

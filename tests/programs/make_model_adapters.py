@@ -41,6 +41,7 @@ CASES = {
     },
     "granitemoe-seven-excluded": {
         "target_modules": SEVEN, "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj",
+        "target_parameters": ["router.weight"],
     },
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
