@@ -123,9 +123,13 @@ def moe_mlp_on_device(
 ) -> tuple[jax.Array, jax.Array]:
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
-    Returns: y [T, H] of this device's tokens, and the overflow of all devices together.
-    Raises: ValueError, TypeError: as `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the
-      `jax.shard_map`, or has another number of devices there.
+    Returns:
+      y [T, H] of this device's tokens, and the overflow of all devices together.
+
+    Raises:
+      ValueError: as in `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the `jax.shard_map`,
+        or has another number of devices there.
+      TypeError: as in `sharded_moe_mlp`.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_inside_shard_map(sharding)
