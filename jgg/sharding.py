@@ -127,9 +127,9 @@ def moe_mlp_on_device(
       y [T, H] of this device's tokens, and the overflow of all devices together.
 
     Raises:
-      ValueError: as `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the `jax.shard_map`, or
-        has another number of devices there.
-      TypeError: as `sharded_moe_mlp`.
+      ValueError: as in `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the `jax.shard_map`,
+        or has another number of devices there.
+      TypeError: as in `sharded_moe_mlp`.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_inside_shard_map(sharding)

@@ -61,9 +61,12 @@ def _of_choices_jvp(
 def _compared_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
     """Computes `_of_choices` in a form whose transpose has no scatter.
 
-    One choice of all tokens after the other: XLA fuses the transpose into one pass over [T, E], on CPUs too, where it
-    would write masks of all choices, [T, k, E].
+    One choice of all tokens after the other: XLA fuses the transpose into one pass over [T, E].
+
+    On CPUs XLA would otherwise write a [T, E] for each choice where that pass is fused with the gradient of a softmax,
+    and sort all scores of a token where it takes apart the top k: the barriers keep both apart.
     """
+    scores, topk_indices = jax.lax.optimization_barrier(scores), jax.lax.optimization_barrier(topk_indices)
     experts = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
     choices = jnp.split(topk_indices, topk_indices.shape[1], axis=1)  # [T, 1] each
     return jnp.stack([jnp.sum(jnp.where(each == experts, scores, 0.0), axis=1) for each in choices], axis=1)

@@ -56,6 +56,21 @@ def test_reference_has_every_public_name():
     assert shown >= set(jgg.__all__)
 
 
+def test_docstrings_can_be_shown():
+    """Docstrings that mkdocs cannot read fail its build: a one-line "Returns:" above a "Raises:" of two lines."""
+    griffe = pytest.importorskip("griffe")
+
+    def check(owner):
+        for member in owner.members.values():
+            if not member.is_alias:
+                if member.docstring:
+                    member.docstring.parse("google", returns_multiple_items=False)
+                if member.is_module or member.is_class:
+                    check(member)
+
+    check(griffe.load("jgg", search_paths=[str(ROOT)]))
+
+
 def test_links_of_readme_lead_somewhere():
     site, repository = setting("site_url"), setting("repo_url")
     links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())

@@ -223,6 +223,18 @@ def test_sigmoid_gradient_formula(normalize):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(logits), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradient_of_the_weights_sorts_no_scores_and_takes_no_array_for_each_choice(normalize):
+    logits = jax.ShapeDtypeStruct((8192, 128), jnp.float32)  # XLA fuses smaller ones in another way
+
+    def loss(logits):
+        return jnp.sum(jnp.sin(jgg.route(logits, 8, normalize=normalize).topk_weights))
+
+    program = jax.jit(jax.grad(loss)).lower(logits).compile()
+    assert " sort(" not in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 3 * logits.size * 4
+
+
 def test_one_choice_trains_the_router_unless_its_weight_is_normalized():
     logits = random_logits(5, 6)
     logits64 = np.asarray(logits, np.float64)
