@@ -78,7 +78,9 @@ class MoELayer(LayerOptions, InFeatures):
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
         check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
-        plain["normalize"], plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
+        normalize, plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
+        if self.normalize is not None:  # None stays, for `dataclasses.replace` with another topk
+            plain["normalize"] = normalize
         lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_DENSE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
@@ -242,6 +244,7 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
+        normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
         w_router, term = arrays.w_router, self._term(arrays, "w_router")
         if term is not None:
             delta = jnp.matmul(*(factor.astype(jnp.float32) for factor in (term.a, term.b)), precision="highest")
@@ -249,7 +252,7 @@ class MoELayer(LayerOptions, InFeatures):
         logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
             logits, arrays.selection_bias, arrays.topk_indices, how, topk=self.topk, score=self.score,
-            normalize=bool(self.normalize), scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
+            normalize=normalize, scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
         )  # fmt: skip
         y, overflow = self._experts(arrays, routing, sharding, options)
         rows = routing.group_sizes

@@ -1,5 +1,6 @@
 """Routing against NumPy: which experts, with which weights, in which order."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ from jax.experimental import checkify
 from jax.test_util import check_grads
 
 import jgg
+import jgg.layers
 from tests.support.routers import (
     BAD_TOKENS,
     FAMILIES,
@@ -249,6 +251,14 @@ def test_one_choice_trains_the_router_unless_its_weight_is_normalized():
     np.testing.assert_allclose(gradient(score="sigmoid"), chosen * scores * (1 - scores), rtol=1e-4, atol=1e-6)
     for options in ({"normalize": True}, {"score": "sigmoid", "normalize": True}, {"score": "topk_softmax"}):
         np.testing.assert_array_equal(gradient(**options), np.zeros((5, 6)))
+
+
+def test_a_layer_with_another_topk_has_its_default():
+    """A layer does not keep what `normalize` was for the topk that it replaces."""
+    one = jgg.layers.MoELayer(in_features=4, hidden_features=4, num_experts=4, topk=1)
+    assert one.normalize is None
+    assert dataclasses.replace(one, topk=2) == dataclasses.replace(one, topk=2, normalize=None)
+    assert dataclasses.replace(one, normalize=True, topk=2).normalize is True
 
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
