@@ -7,7 +7,7 @@ from tests.support import compositions, processes
 from tests.support.closeness import distance
 
 # few programs to compile, in which gradients were zero while the backward rule asked JAX which of them are trained
-QUICK, THOROUGH = (3, 7, 8), (1, 2, 10, 13, 14)
+QUICK, THOROUGH = (3, 7, 8), (2, 10, 14)
 
 
 def chains():
@@ -38,7 +38,7 @@ def test_programs_after_each_other(implementation, seed):
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param((3, 7, 8, 10), marks=pytest.mark.thorough, id="few"),
+        pytest.param((3, 10), marks=pytest.mark.thorough, id="few"),
         pytest.param(range(11, 40), marks=pytest.mark.sweep, id="many"),
     ],
 )
