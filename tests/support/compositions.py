@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from tests.support.closeness import distance
 
 FEATURES, TOKENS, TOPK, RANK = 16, 12, 2, 3
 STATES = ("trained", "frozen", "stopped")
@@ -141,6 +142,19 @@ def results_and_gradients(program: Program, implementation: str | None, seed: in
     both = jax.value_and_grad(functools.partial(_loss, program, implementation, chosen, place), has_aux=True)
     (_, y), gradients = (jax.jit(both) if program.jitted else both)(some, others)
     return y, gradients
+
+
+def check(program: Program, got, want, what: str) -> None:
+    """Checks results and gradients by jgg against those by plain JAX; `what` names the program."""
+    (y, gradients), (want_y, want_gradients) = got, want
+    tolerance = 0.25 if any(layer.is_quantized for layer in program.layers) else 1e-4
+    assert distance(y, want_y) < tolerance, what
+    assert gradients.keys() == want_gradients.keys()
+    for name, expected in want_gradients.items():
+        if np.any(expected):
+            assert distance(gradients[name], expected) < tolerance, f"{name} of {what}"
+        else:
+            assert not np.any(gradients[name]), f"{name} of {what}"
 
 
 def _loss(program, implementation, chosen, place, some, others):

@@ -1,10 +1,8 @@
 """Layers that are right alone are right together: any parameters frozen, in any layer, in any order of programs."""
 
-import numpy as np
 import pytest
 
 from tests.support import compositions, processes
-from tests.support.closeness import distance
 
 # few programs to compile, in which gradients were zero while the backward rule asked JAX which of them are trained
 QUICK, THOROUGH = (3, 7, 8), (2, 10, 14)
@@ -22,17 +20,10 @@ def chains():
 @pytest.mark.parametrize(("implementation", "seed"), [*chains()])
 def test_programs_after_each_other(implementation, seed):
     for number, program in enumerate(compositions.chain(seed)):
-        y, gradients = compositions.results_and_gradients(program, implementation, seed)
-        want_y, want = compositions.results_and_gradients(program, "plain", seed)
-        tolerance = 0.25 if any(layer.is_quantized for layer in program.layers) else 1e-4
-        what = f"program {number}: {program}"
-        assert distance(y, want_y) < tolerance, what
-        assert gradients.keys() == want.keys()
-        for name, expected in want.items():
-            if np.any(expected):
-                assert distance(gradients[name], expected) < tolerance, f"{name} of {what}"
-            else:
-                assert not np.any(gradients[name]), f"{name} of {what}"
+        got, want = (
+            compositions.results_and_gradients(program, each, seed) for each in (implementation, "plain")
+        )  # fmt: skip
+        compositions.check(program, got, want, f"program {number}: {program}")
 
 
 @pytest.mark.parametrize(
