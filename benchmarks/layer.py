@@ -126,10 +126,15 @@ def _run(problem, which, choose, implementation, precision, quantization, arrays
     def forward(floats):
         routing = choose(logits_of(floats["x"], floats["w_router"]))
         y = moe_mlp(
-            floats["x"], floats["w_gate_up"], floats["w_down"], routing,
-            w_layout=problem.w_layout, precision=precision, quantization=quantization,
+            floats["x"],
+            floats["w_gate_up"],
+            floats["w_down"],
+            routing,
+            w_layout=problem.w_layout,
+            precision=precision,
+            quantization=quantization,
             implementation=implementation,
-        )  # fmt: skip
+        )
         return y, {"topk_indices": routing.topk_indices}
 
     return run_passes(forward, which, arrays)

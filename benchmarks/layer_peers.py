@@ -190,9 +190,17 @@ def _sonicmoe(problem, which):
 
     def layer(x, w_router, w_gate_up, w_down):
         return functional.moe_TC_softmax_topk_layer(
-            x, w_router, w_gate_up.permute(1, 2, 0), None, w_down.permute(1, 2, 0), None, topk,
-            torch.cuda.current_stream().cuda_stream, is_inference_mode_enabled=which == FORWARD, concat_layout=True,
-        )  # fmt: skip
+            x,
+            w_router,
+            w_gate_up.permute(1, 2, 0),
+            None,
+            w_down.permute(1, 2, 0),
+            None,
+            topk,
+            torch.cuda.current_stream().cuda_stream,
+            is_inference_mode_enabled=which == FORWARD,
+            concat_layout=True,
+        )
 
     def choose(*floats):
         _, logits, _ = layer(*floats)

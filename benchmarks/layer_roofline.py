@@ -159,7 +159,7 @@ def _quantization(sizes, name):
 
 def least_layer_seconds(
     parts: list[Part], copy_speed: float | None, dense_seconds: Mapping[str, float]
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The sum of the least times of passes in seconds; None if a speed that one of them needs was not measured.
 
     Args:

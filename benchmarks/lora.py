@@ -104,10 +104,16 @@ class LoraProblem:
         del arrays["w_router"]
         experts, columns, hidden = plain.shapes["w_gate_up"]
         inner, tokens = self.layer.expert_intermediate, self.layer.tokens
-        shapes = {} if self.rank is None else {
-            "a_gate_up": (experts, self.rank, hidden), "b_gate_up": (experts, columns, self.rank),
-            "a_down": (experts, self.rank, inner), "b_down": (experts, hidden, self.rank),
-        }  # fmt: skip
+        shapes = (
+            {}
+            if self.rank is None
+            else {
+                "a_gate_up": (experts, self.rank, hidden),
+                "b_gate_up": (experts, columns, self.rank),
+                "a_down": (experts, self.rank, inner),
+                "b_down": (experts, hidden, self.rank),
+            }
+        )
         keys = jax.random.split(jax.random.key(seed + 1), len(shapes) + 1)
         arrays["logits"] = jax.random.normal(keys[-1], (tokens, experts))
         for key, (name, shape) in zip(keys, shapes.items(), strict=False):
@@ -131,11 +137,15 @@ def lora_function(problem: LoraProblem, implementation: str | None = None, preci
         if problem.rank is not None:
             terms = {f"low_rank_{at}": LowRank(arrays[f"a_{at}"], arrays[f"b_{at}"]) for at in ("gate_up", "down")}
         return moe_mlp(
-            arrays["x"], arrays["w_gate_up"], arrays["w_down"],
+            arrays["x"],
+            arrays["w_gate_up"],
+            arrays["w_down"],
             route(arrays["logits"], problem.layer.topk, implementation=implementation),
-            quantization=Fp8() if problem.in_fp8 else None, implementation=implementation, precision=precision,
+            quantization=Fp8() if problem.in_fp8 else None,
+            implementation=implementation,
+            precision=precision,
             **terms,
-        )  # fmt: skip
+        )
 
     def run(arrays):
         y, vjp = jax.vjp(lambda floats: forward(floats, arrays), {name: arrays[name] for name in trained})
@@ -203,9 +213,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_shared(parser, "layer", "shapes", "implementation", "seed", "quiet")
     parser.add_argument(
-        "--rank", type=lambda text: tuple(map(int, text.split(","))), default=(16, 64), metavar="R,R",
+        "--rank",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(16, 64),
+        metavar="R,R",
         help="ranks of the adapters (default: 16,64)",
-    )  # fmt: skip
+    )
     parser.set_defaults(parser=parser)
     return parser
 

@@ -87,7 +87,7 @@ def _tensor(path: tuple[Any, ...], value: Any, is_tied: bool) -> Tensor:
 
 def least_training_seconds(
     config: jgg.models.ModelConfig, tensors: list[Tensor], speeds: Speeds, batch: int, sequence: int, is_lora: bool
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The least time of a step of training: of adapters beside frozen parameters, or of all parameters."""
     tokens = batch * sequence
     passes = 2 if is_lora else 3
@@ -99,7 +99,7 @@ def least_training_seconds(
 
 def least_prefill_seconds(
     config: jgg.models.ModelConfig, tensors: list[Tensor], speeds: Speeds, batch: int, prompt: int
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The least time of the forward of prompts, with logits of their last tokens."""
     dense_seconds = _matrix_seconds(config, tensors, speeds, batch * prompt, batch)
     dense_seconds += batch * _attention_flops(config, range(prompt)) / speeds.dense
@@ -108,7 +108,7 @@ def least_prefill_seconds(
 
 def least_decode_seconds(
     config: jgg.models.ModelConfig, tensors: list[Tensor], speeds: Speeds, batch: int, position: int
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The least time of a step of generation in which each sequence gets its token number `position`."""
     dense_seconds = _matrix_seconds(config, tensors, speeds, batch, batch)
     dense_seconds += batch * _attention_flops(config, [position]) / speeds.dense

@@ -38,28 +38,65 @@ from jgg.nnx import Frozen
 
 _SHARED = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": _SHARED | {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "rope_theta": 1e6, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "qwen3-30b-a3b": _SHARED
+    | {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
-    "gpt-oss-20b": _SHARED | {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
-        "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
-        "rope_theta": 150000, "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "gpt-oss-20b": _SHARED
+    | {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
             "original_max_position_embeddings": 4096,
         },
     },
-}  # fmt: skip
+}
 _SMALL = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_local_experts": 8,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_local_experts": 8,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 RUNS = "lora", "train", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored"
 _HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
@@ -88,9 +125,13 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
         shape, is_stacked = variable.shape, modules[:1] in (["layers"], ["dense_layers"])
         is_of_experts = own in ("w_gate_up", "w_down") and "moe" in modules
         make = functools.partial(
-            _random, own, shape[1:] if is_stacked else shape, variable.dtype, config.init_scale,
+            _random,
+            own,
+            shape[1:] if is_stacked else shape,
+            variable.dtype,
+            config.init_scale,
             experts if is_of_experts else "bfloat16",
-        )  # fmt: skip
+        )
         make_all = functools.partial(jax.lax.map, make) if is_stacked else make
         value = jax.jit(make_all)(jax.random.split(key, shape[0]) if is_stacked else key)
         module = functools.reduce(getattr, modules, model)
@@ -178,11 +219,23 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
         of_prefill = least_prefill_seconds(config, tensors, speeds, batch, args.prompt)
         of_decode = least_decode_seconds(config, tensors, speeds, batch, args.prompt)
         rows += [
-            (f"prefill {batch} x {args.prompt}", "-", number(prefill * 1e3), number(batch * args.prompt / prefill),
-             number(_peak()), _percent(of_prefill, prefill)),
-            (f"decode {batch}", number(first), number(of_token and of_token * 1e3),
-             number(of_token and batch / of_token), number(_peak()), _percent(of_decode, of_token)),
-        ]  # fmt: skip
+            (
+                f"prefill {batch} x {args.prompt}",
+                "-",
+                number(prefill * 1e3),
+                number(batch * args.prompt / prefill),
+                number(_peak()),
+                _percent(of_prefill, prefill),
+            ),
+            (
+                f"decode {batch}",
+                number(first),
+                number(of_token and of_token * 1e3),
+                number(of_token and batch / of_token),
+                number(_peak()),
+                _percent(of_decode, of_token),
+            ),
+        ]
     return rows
 
 
@@ -215,10 +268,14 @@ def make_parser() -> argparse.ArgumentParser:
         return tuple(map(int, text.split(",")))
 
     for name, default, what in (
-        ("layers", None, "layers, if fewer than the model's"), ("rank", 16, "of the adapters"),
-        ("batch", 2, "sequences of a step"), ("sequence", 4096, "tokens of a sequence"), ("steps", 5, "timed steps"),
-        ("prompt", 128, "tokens of a prompt"), ("new-tokens", 64, "timed tokens of each sequence"),
-    ):  # fmt: skip
+        ("layers", None, "layers, if fewer than the model's"),
+        ("rank", 16, "of the adapters"),
+        ("batch", 2, "sequences of a step"),
+        ("sequence", 4096, "tokens of a sequence"),
+        ("steps", 5, "timed steps"),
+        ("prompt", 128, "tokens of a prompt"),
+        ("new-tokens", 64, "timed tokens of each sequence"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(default: %(default)s)")
     parser.add_argument("--run", type=some_of(RUNS), default=RUNS[:1], metavar="R,R", help="some of " + ",".join(RUNS))

@@ -137,9 +137,14 @@ def prepare(options: argparse.Namespace, config: jgg.models.ModelConfig, steps: 
     weight = balance_weight(config)
     with one_line():
         model = jgg.models.load(
-            options.folder, experts=EXPERTS[options.experts], remat=options.remat, lora_rank=options.lora_rank,
-            lora_alpha=options.lora_alpha, lora_targets=tuple(options.targets), rngs=nnx.Rngs(options.seed),
-        )  # fmt: skip
+            options.folder,
+            experts=EXPERTS[options.experts],
+            remat=options.remat,
+            lora_rank=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            lora_targets=tuple(options.targets),
+            rngs=nnx.Rngs(options.seed),
+        )
     graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rate, warmup = options.learning_rate, max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(steps, warmup + 1))

@@ -32,9 +32,12 @@ def parse(description: str | None, arguments: list[str] | None) -> argparse.Name
     parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
     parser.add_argument("--lora-alpha", type=positive, default=32.0, help="(%(default)s)")
     parser.add_argument(
-        "--targets", nargs="+", choices=(*TARGETS, *FURTHER_TARGETS), default=TARGETS,
+        "--targets",
+        nargs="+",
+        choices=(*TARGETS, *FURTHER_TARGETS),
+        default=TARGETS,
         help="matrices with adapters (all but those of shared experts and routers)",
-    )  # fmt: skip
+    )
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="their dtype (%(default)s)")
     parser.add_argument("--sequence-length", type=count, default=2048, help="longer examples are cut (%(default)s)")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="(%(default)s)")

@@ -75,16 +75,17 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
     """
     text.encode()
     found = tokenizer(
-        text, add_special_tokens=not is_rendered, return_offsets_mapping=True, return_special_tokens_mask=True,
+        text,
+        add_special_tokens=not is_rendered,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
         verbose=False,
-    )  # fmt: skip
+    )
     ids, is_added = found["input_ids"], found["special_tokens_mask"]
     before = ids[: len(list(itertools.takewhile(bool, is_added)))]
     own = [
-        (token, end)
-        for token, (_, end), added in zip(ids, found["offset_mapping"], is_added, strict=True)
-        if not added
-    ]  # fmt: skip
+        (token, end) for token, (_, end), added in zip(ids, found["offset_mapping"], is_added, strict=True) if not added
+    ]
     if [token for token, _ in own[: len(before)]] == before:
         before = []
     return before + [token for token, _ in own], [0] * len(before) + [end for _, end in own]
@@ -97,9 +98,7 @@ def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[
     """
 
     def text_of(messages: Sequence[Any], asks_for_more: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=asks_for_more, tokenize=False
-        )  # fmt: skip
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=asks_for_more, tokenize=False)
 
     if len(messages) < 2:
         raise ValueError("messages must have one before the assistant's, got it alone")

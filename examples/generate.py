@@ -81,9 +81,14 @@ def run(options: argparse.Namespace) -> None:
         model = load(options.folder, options.adapter, EXPERTS[options.experts])
     prompt = np.asarray([ids], np.int32)
     continued = functools.partial(
-        jgg.models.generate, model, prompt, temperature=options.temperature, top_p=options.top_p,
-        key=jax.random.key(options.seed), stop_tokens=stops,
-    )  # fmt: skip
+        jgg.models.generate,
+        model,
+        prompt,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        key=jax.random.key(options.seed),
+        stop_tokens=stops,
+    )
     with one_line():
         new = np.asarray(continued(options.max_new_tokens))[0].tolist()
     ends = [index for index, token in enumerate(new) if token in stops]

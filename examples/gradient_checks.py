@@ -24,9 +24,18 @@ def product(x, w, topk_weights, bias, implementation=None):
     """Multiplies each token by its experts' matrices; the result is in token order."""
     routing = jgg.route(LOGITS, TOPK)
     return jgg.grouped_gemm(
-        x, w, routing.group_sizes, TOPK, routing.gather_indices, permute_x=True, permute_y=True,
-        topk_weights=topk_weights, bias=bias, precision="highest", implementation=implementation,
-    )  # fmt: skip
+        x,
+        w,
+        routing.group_sizes,
+        TOPK,
+        routing.gather_indices,
+        permute_x=True,
+        permute_y=True,
+        topk_weights=topk_weights,
+        bias=bias,
+        precision="highest",
+        implementation=implementation,
+    )
 
 
 def expected(x, w, topk_weights, bias, dy):

@@ -34,9 +34,14 @@ def layer(params, x):
     pre_activation = product(x, params["w_gate_up"], sizes, TOPK, indices, permute_x=True)
     gate, up = jnp.split(pre_activation, 2, axis=1)
     y = product(
-        jax.nn.silu(gate) * up, params["w_down"], sizes, TOPK, indices, permute_y=True,
+        jax.nn.silu(gate) * up,
+        params["w_down"],
+        sizes,
+        TOPK,
+        indices,
+        permute_y=True,
         topk_weights=routing.topk_weights,
-    )  # fmt: skip
+    )
     return jnp.sum(y.reshape(*x.shape[:1], TOPK, FEATURES), axis=1)
 
 

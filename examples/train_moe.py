@@ -70,17 +70,30 @@ PRESETS = {
 def make_model(config: Config, sharding: MoESharding, rngs: nnx.Rngs) -> jgg.models.Decoder:
     """Makes the model, split over the devices."""
     sizes = {
-        "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_experts": config.experts,
-        "num_experts_per_tok": config.topk, "moe_intermediate_size": config.expert_hidden, "norm_topk_prob": True,
-        "initializer_range": config.hidden**-0.5, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    }  # fmt: skip
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCABULARY,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.topk,
+        "moe_intermediate_size": config.expert_hidden,
+        "norm_topk_prob": True,
+        "initializer_range": config.hidden**-0.5,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
     model = jgg.models.Decoder(
-        jgg.models.model_config(sizes), remat=config.remat, unroll=config.unroll,
-        quantization=jgg.Fp8() if config.fp8 else None, implementation=config.implementation, sharding=sharding,
+        jgg.models.model_config(sizes),
+        remat=config.remat,
+        unroll=config.unroll,
+        quantization=jgg.Fp8() if config.fp8 else None,
+        implementation=config.implementation,
+        sharding=sharding,
         rngs=rngs,
-    )  # fmt: skip
+    )
     # attention adds little to the embedding at first: else all tokens become the same mean and choose the same experts
     model.w_embedding[...] *= config.hidden**0.5
     model.layers.attention.w_o[...] *= (0.1 / config.layers) ** 0.5

@@ -88,10 +88,19 @@ def grouped_gemm(
     _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX)
     _check_config("kernel_config_bwd_dw", kernel_config_bwd_dw, KernelConfigDW)
     problem, arrays = _checked(
-        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
+        x=x,
+        w=w,
+        group_sizes=group_sizes,
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        bias=bias,
+        w_layout=w_layout,
+        precision=precision,
         preferred_element_type=preferred_element_type,
-    )  # fmt: skip
+    )
     if low_rank is not None:
         arrays = _with_term(arrays, as_low_rank("low_rank", low_rank, problem.w_layout, problem.w_shape))
     how = how_of(problem, implementation)
@@ -103,9 +112,7 @@ def grouped_gemm(
     return compute_grouped_gemm(problem, hows, arrays)
 
 
-@positions_deprecated(
-    "group_sizes", "topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "bias"
-)  # fmt: skip
+@positions_deprecated("group_sizes", "topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "bias")
 def grouped_gemm_forward(
     x: ArrayLike | QuantizedArray,
     w: ArrayLike | QuantizedArray,
@@ -136,10 +143,19 @@ def grouped_gemm_forward(
     """
     _check_config("kernel_config", kernel_config, KernelConfigForward)
     problem, arrays = _checked(
-        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
+        x=x,
+        w=w,
+        group_sizes=group_sizes,
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        bias=bias,
+        w_layout=w_layout,
+        precision=precision,
         preferred_element_type=preferred_element_type,
-    )  # fmt: skip
+    )
     return compute_forward(problem, how_of(problem, implementation)._replace(config=kernel_config), arrays)
 
 
@@ -179,9 +195,17 @@ def grouped_gemm_dx(
     group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
     topk_weights = as_array_or_none("topk_weights", topk_weights)
     problem = check_problem(
-        dy=dy, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
-    )  # fmt: skip
+        dy=dy,
+        w=w,
+        group_sizes=group_sizes,
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        w_layout=w_layout,
+        precision=precision,
+    )
     how = how_of(problem, implementation)._replace(config=kernel_config)
     return compute_dx(problem, how, dy, w, group_sizes, gather_indices, topk_weights)
 
@@ -224,19 +248,37 @@ def grouped_gemm_dw(
     group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
     topk_weights = as_array_or_none("topk_weights", topk_weights)
     problem = check_problem(
-        x=x, dy=dy, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, w_layout=w_layout, precision=precision,
+        x=x,
+        dy=dy,
+        group_sizes=group_sizes,
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        w_layout=w_layout,
+        precision=precision,
         dw_dtype=preferred_element_type,
-    )  # fmt: skip
+    )
     how = how_of(problem, implementation)._replace(config=kernel_config)
     return compute_dw(problem, how, x, dy, group_sizes, gather_indices, topk_weights)
 
 
 def _checked(
-    *, x: ArrayLike | QuantizedArray, w: ArrayLike | QuantizedArray, group_sizes: ArrayLike, topk: int,
-    gather_indices: ArrayLike | None, permute_x: bool, permute_y: bool, topk_weights: ArrayLike | None,
-    bias: ArrayLike | None, w_layout: str, precision: jax.lax.PrecisionLike, preferred_element_type: DTypeLike | None,
-) -> tuple[GroupedGemmProblem, Arrays]:  # fmt: skip
+    *,
+    x: ArrayLike | QuantizedArray,
+    w: ArrayLike | QuantizedArray,
+    group_sizes: ArrayLike,
+    topk: int,
+    gather_indices: ArrayLike | None,
+    permute_x: bool,
+    permute_y: bool,
+    topk_weights: ArrayLike | None,
+    bias: ArrayLike | None,
+    w_layout: str,
+    precision: jax.lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+) -> tuple[GroupedGemmProblem, Arrays]:
     """The problem and the arrays that the arguments of `grouped_gemm` give; w stays quantized only if x is."""
     if isinstance(x, QuantizedArray):
         check_instance("w", w, QuantizedArray, "a QuantizedArray, as x is")
@@ -247,10 +289,19 @@ def _checked(
     group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
     topk_weights, bias = as_array_or_none("topk_weights", topk_weights), as_array_or_none("bias", bias)
     problem = check_problem(
-        x=x, w=w, group_sizes=group_sizes, topk=topk, gather_indices=gather_indices, permute_x=permute_x,
-        permute_y=permute_y, topk_weights=topk_weights, bias=bias, w_layout=w_layout, precision=precision,
+        x=x,
+        w=w,
+        group_sizes=group_sizes,
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        bias=bias,
+        w_layout=w_layout,
+        precision=precision,
         out_dtype=preferred_element_type,
-    )  # fmt: skip
+    )
     return problem, Arrays(x, w, group_sizes, gather_indices, topk_weights, bias)
 
 

@@ -109,8 +109,11 @@ class MoELayer(LayerOptions, InFeatures):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters by name. Names of biases begin with "b_"; experts' matrices have three axes."""
         hidden, inner, experts, shared = (
-            self.in_features, self.hidden_features, self.num_experts, self.shared_features,
-        )  # fmt: skip
+            self.in_features,
+            self.hidden_features,
+            self.num_experts,
+            self.shared_features,
+        )
         halves = 2 if find_activation(self.activation).is_gated else 1
         shapes: dict[str, tuple[int, ...]] = {"w_router": (hidden, experts)}
         if self.use_router_bias:
@@ -153,11 +156,18 @@ class MoELayer(LayerOptions, InFeatures):
         return self.lora.merge(params)
 
     def apply(
-        self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: ArrayLike,
-        selection_bias: ArrayLike | None = None, *, topk_indices: ArrayLike | None = None,
-        mask: ArrayLike | None = None, sharding: MoESharding | None = None, precision: jax.lax.PrecisionLike = None,
-        quantization: Fp8 | None = None, implementation: str | None = None,
-    ) -> tuple[jax.Array, Metrics]:  # fmt: skip
+        self,
+        params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights],
+        x: ArrayLike,
+        selection_bias: ArrayLike | None = None,
+        *,
+        topk_indices: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        sharding: MoESharding | None = None,
+        precision: jax.lax.PrecisionLike = None,
+        quantization: Fp8 | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, Metrics]:
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
@@ -177,9 +187,13 @@ class MoELayer(LayerOptions, InFeatures):
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
         options = MlpOptions.checked(
-            activation=self.activation, interleaved=self.interleaved, w_layout="ekn", precision=precision,
-            quantization=quantization, implementation=implementation,
-        )  # fmt: skip
+            activation=self.activation,
+            interleaved=self.interleaved,
+            w_layout="ekn",
+            precision=precision,
+            quantization=quantization,
+            implementation=implementation,
+        )
         x = as_array("x", x)
         arrays = self._checked(params, x, selection_bias, topk_indices, mask, sharding, options)
         if sharding is None:
@@ -191,16 +205,24 @@ class MoELayer(LayerOptions, InFeatures):
             of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
                 lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
-                sharding, named, specs, (sharding.token_spec, of_metrics),
-            )  # fmt: skip
+                sharding,
+                named,
+                specs,
+                (sharding.token_spec, of_metrics),
+            )
         topk_indices = metrics.topk_indices.reshape(*x.shape[:-1], self.topk)
         return y.reshape(x.shape), metrics._replace(topk_indices=topk_indices)
 
     def _checked(
-        self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], x: jax.Array,
-        selection_bias: ArrayLike | None, topk_indices: ArrayLike | None, mask: ArrayLike | None,
-        sharding: MoESharding | None, options: MlpOptions,
-    ) -> LayerArrays:  # fmt: skip
+        self,
+        params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights],
+        x: jax.Array,
+        selection_bias: ArrayLike | None,
+        topk_indices: ArrayLike | None,
+        mask: ArrayLike | None,
+        sharding: MoESharding | None,
+        options: MlpOptions,
+    ) -> LayerArrays:
         """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
         check_sharding(self, sharding)
         if sharding is not None:
@@ -251,9 +273,17 @@ class MoELayer(LayerOptions, InFeatures):
             w_router = jax.lax.stop_gradient(w_router).astype(jnp.float32) + delta * term.scale
         logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
         routing = compute_routing(
-            logits, arrays.selection_bias, arrays.topk_indices, how, topk=self.topk, score=self.score,
-            normalize=normalize, scale=self.scale, num_groups=self.num_groups, topk_groups=self.topk_groups,
-        )  # fmt: skip
+            logits,
+            arrays.selection_bias,
+            arrays.topk_indices,
+            how,
+            topk=self.topk,
+            score=self.score,
+            normalize=normalize,
+            scale=self.scale,
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+        )
         y, overflow = self._experts(arrays, routing, sharding, options)
         rows = routing.group_sizes
         if arrays.mask is not None:

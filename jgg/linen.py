@@ -58,16 +58,21 @@ class MoE(nn.Module, LayerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer(
-            MoELayer.of(self, in_features=1), sharding=self.sharding, precision=self.precision,
-            quantization=self.quantization, implementation=self.implementation, dtype=self.dtype,
-            param_dtype=self.param_dtype, lora_param_dtype=self.lora_param_dtype, kernel_init=self.kernel_init,
-            router_init=self.router_init, bias_init=self.bias_init,
-        )  # fmt: skip
+            MoELayer.of(self, in_features=1),
+            sharding=self.sharding,
+            precision=self.precision,
+            quantization=self.quantization,
+            implementation=self.implementation,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            lora_param_dtype=self.lora_param_dtype,
+            kernel_init=self.kernel_init,
+            router_init=self.router_init,
+            bias_init=self.bias_init,
+        )
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None
-    ) -> jax.Array:  # fmt: skip
+    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows into the collection "intermediates", which `apply(..., mutable="intermediates")` returns, each in a tuple
@@ -101,9 +106,16 @@ class MoE(nn.Module, LayerOptions):
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
         y, metrics = layer.apply(
-            params | adapters, x, selection_bias, topk_indices=topk_indices, mask=mask, sharding=self.sharding,
-            precision=self.precision, quantization=self.quantization, implementation=self.implementation,
-        )  # fmt: skip
+            params | adapters,
+            x,
+            selection_bias,
+            topk_indices=topk_indices,
+            mask=mask,
+            sharding=self.sharding,
+            precision=self.precision,
+            quantization=self.quantization,
+            implementation=self.implementation,
+        )
         for name, value in metrics._asdict().items():
             self.sow("intermediates", name, value)
         return y

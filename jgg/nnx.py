@@ -116,15 +116,29 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(
-        self, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, kernel_init: Initializer, router_init: Initializer,
-        bias_init: Initializer, kernel_metadata: Mapping[str, Any] | None, rngs: nnx.Rngs,
-    ) -> None:  # fmt: skip
+        self,
+        param_dtype: DTypeLike,
+        lora_param_dtype: DTypeLike,
+        kernel_init: Initializer,
+        router_init: Initializer,
+        bias_init: Initializer,
+        kernel_metadata: Mapping[str, Any] | None,
+        rngs: nnx.Rngs,
+    ) -> None:
         layer = self.layer
         check_layer(
-            layer, sharding=self.sharding, precision=self.precision, quantization=self.quantization,
-            implementation=self.implementation, dtype=self.dtype, param_dtype=param_dtype,
-            lora_param_dtype=lora_param_dtype, kernel_init=kernel_init, router_init=router_init, bias_init=bias_init,
-        )  # fmt: skip
+            layer,
+            sharding=self.sharding,
+            precision=self.precision,
+            quantization=self.quantization,
+            implementation=self.implementation,
+            dtype=self.dtype,
+            param_dtype=param_dtype,
+            lora_param_dtype=lora_param_dtype,
+            kernel_init=kernel_init,
+            router_init=router_init,
+            bias_init=bias_init,
+        )
         for name, option in vars(layer).items():  # as plain numbers, where an array was given for one
             setattr(self, name, option)
         for name, shape in layer.shapes.items():
@@ -146,9 +160,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """The layer as a function of its parameters."""
         return MoELayer.of(self, self.in_features)
 
-    def __call__(
-        self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None
-    ) -> jax.Array:  # fmt: skip
+    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
@@ -173,9 +185,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         selection_bias = self.selection_bias[...] if self.use_selection_bias else None
         params |= {name: self._value(name) for name in layer.adapter_shapes}
         y, metrics = layer.apply(
-            params, x, selection_bias, topk_indices=topk_indices, mask=mask, sharding=self.sharding,
-            precision=self.precision, quantization=self.quantization, implementation=self.implementation,
-        )  # fmt: skip
+            params,
+            x,
+            selection_bias,
+            topk_indices=topk_indices,
+            mask=mask,
+            sharding=self.sharding,
+            precision=self.precision,
+            quantization=self.quantization,
+            implementation=self.implementation,
+        )
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
         for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, value)

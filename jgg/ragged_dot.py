@@ -52,9 +52,16 @@ def ragged_dot(
     )
     numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
     return ragged_dot_general(
-        lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset, out_sharding,
+        lhs,
+        rhs,
+        group_sizes,
+        numbers,
+        precision,
+        preferred_element_type,
+        group_offset,
+        out_sharding,
         implementation=implementation,
-    )  # fmt: skip
+    )
 
 
 def ragged_dot_general(

@@ -81,13 +81,28 @@ def sharded_moe_mlp(
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_outside_shard_map(sharding)
     options = MlpOptions.checked(
-        activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
-        quantization=quantization, implementation=implementation, residual_names=residual_names,
-    )  # fmt: skip
+        activation=activation,
+        interleaved=interleaved,
+        w_layout=w_layout,
+        precision=precision,
+        quantization=quantization,
+        implementation=implementation,
+        residual_names=residual_names,
+    )
     arrays, terms = _checked(
-        x, w_gate_up, w_down, topk_weights, topk_indices, b_gate_up, b_down, low_rank_gate_up, low_rank_down,
-        sharding, options, on_device=False,
-    )  # fmt: skip
+        x,
+        w_gate_up,
+        w_down,
+        topk_weights,
+        topk_indices,
+        b_gate_up,
+        b_down,
+        low_rank_gate_up,
+        low_rank_down,
+        sharding,
+        options,
+        on_device=False,
+    )
     for name, term in terms.items():
         arrays |= dict(zip(adapter_names(name), (term.a, term.b), strict=True))
 
@@ -134,21 +149,46 @@ def moe_mlp_on_device(
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_inside_shard_map(sharding)
     options = MlpOptions.checked(
-        activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
-        quantization=quantization, implementation=implementation, residual_names=residual_names,
-    )  # fmt: skip
+        activation=activation,
+        interleaved=interleaved,
+        w_layout=w_layout,
+        precision=precision,
+        quantization=quantization,
+        implementation=implementation,
+        residual_names=residual_names,
+    )
     arrays, terms = _checked(
-        x, w_gate_up, w_down, topk_weights, topk_indices, b_gate_up, b_down, low_rank_gate_up, low_rank_down,
-        sharding, options, on_device=True,
-    )  # fmt: skip
+        x,
+        w_gate_up,
+        w_down,
+        topk_weights,
+        topk_indices,
+        b_gate_up,
+        b_down,
+        low_rank_gate_up,
+        low_rank_down,
+        sharding,
+        options,
+        on_device=True,
+    )
     return _compute(arrays, terms, sharding, options)
 
 
 def _checked(
-    x: ArrayLike, w_gate_up: ArrayLike | Matrices, w_down: ArrayLike | Matrices, topk_weights: ArrayLike,
-    topk_indices: ArrayLike, b_gate_up: ArrayLike | None, b_down: ArrayLike | None, low_rank_gate_up: LowRank | None,
-    low_rank_down: LowRank | None, sharding: MoESharding, options: MlpOptions, *, on_device: bool,
-) -> tuple[dict[str, Any], dict[str, LowRank]]:  # fmt: skip
+    x: ArrayLike,
+    w_gate_up: ArrayLike | Matrices,
+    w_down: ArrayLike | Matrices,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
+    b_gate_up: ArrayLike | None,
+    b_down: ArrayLike | None,
+    low_rank_gate_up: LowRank | None,
+    low_rank_down: LowRank | None,
+    sharding: MoESharding,
+    options: MlpOptions,
+    *,
+    on_device: bool,
+) -> tuple[dict[str, Any], dict[str, LowRank]]:
     """The arrays that are given, by name, and the terms of low rank; raises where they disagree.
 
     Args:
@@ -168,9 +208,7 @@ def _checked(
     check_shapes(arrays["x"], weights[0], weights[1], biases["b_gate_up"], biases["b_down"], options)
     check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
     check_interleaved(options.interleaved, options.activation, sharding)
-    terms = checked_terms(
-        low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], options.w_layout
-    )  # fmt: skip
+    terms = checked_terms(low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], options.w_layout)
     return arrays | {name: bias for name, bias in biases.items() if bias is not None}, terms
 
 
@@ -179,9 +217,17 @@ def _compute(
 ) -> tuple[jax.Array, jax.Array]:
     """y and the overflow of one device's checked arrays."""
     return compute_mlp_on_device(
-        part["x"], part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"),
-        part["topk_weights"], part["topk_indices"], terms, sharding, options,
-    )  # fmt: skip
+        part["x"],
+        part["w_gate_up"],
+        part["w_down"],
+        part.get("b_gate_up"),
+        part.get("b_down"),
+        part["topk_weights"],
+        part["topk_indices"],
+        terms,
+        sharding,
+        options,
+    )
 
 
 def _gathered(name: str, w: Matrices, sharding: MoESharding, options: MlpOptions) -> Any:

@@ -67,10 +67,21 @@ class Trial:
 
 
 def tune(
-    num_rows: int, in_features: int, out_features: int, num_experts: int, topk: int = 1, *,
-    ops: Iterable[str] | None = None, dtype: DTypeLike = "bfloat16", w_layout: str = "enk", permute_x: bool = False,
-    permute_y: bool = False, weighted: bool = False, biased: bool = False, out: str | Path | None = None,
-) -> list[Entry]:  # fmt: skip
+    num_rows: int,
+    in_features: int,
+    out_features: int,
+    num_experts: int,
+    topk: int = 1,
+    *,
+    ops: Iterable[str] | None = None,
+    dtype: DTypeLike = "bfloat16",
+    w_layout: str = "enk",
+    permute_x: bool = False,
+    permute_y: bool = False,
+    weighted: bool = False,
+    biased: bool = False,
+    out: str | Path | None = None,
+) -> list[Entry]:
     """Finds fast kernel configurations for a grouped GEMM on the GPU at hand and writes them to a file.
 
     Programs traced later use these configurations for this problem and for problems of similar size, on any GPU of the
@@ -99,17 +110,21 @@ def tune(
       TypeError: a size is no int, or the dtype is unsupported.
     """
     sizes = {
-        "num_rows": num_rows, "in_features": in_features, "out_features": out_features, "num_experts": num_experts,
+        "num_rows": num_rows,
+        "in_features": in_features,
+        "out_features": out_features,
+        "num_experts": num_experts,
         "topk": topk,
-    }  # fmt: skip
+    }
     flags = {"permute_x": permute_x, "permute_y": permute_y, "weighted": weighted, "biased": biased}
     dtype = as_dtype("dtype", dtype, (*DTYPES, QUANTIZED_DTYPE))
     check_one_of("w_layout", w_layout, W_LAYOUTS[:1] if dtype == QUANTIZED_DTYPE else W_LAYOUTS)
     problem = gemm(
-        dtype=dtype, w_layout=w_layout,
+        dtype=dtype,
+        w_layout=w_layout,
         **{name: as_int(name, size, least=1) for name, size in sizes.items()},
         **{name: as_flag(name, flag) for name, flag in flags.items()},
-    )  # fmt: skip
+    )
     ops = ops_of(problem) if ops is None else _names_of_ops(ops, problem)
     if device_target() is None:
         raise RuntimeError("jgg.tune needs a CUDA device: see jgg info")
@@ -151,9 +166,13 @@ def _names_of_ops(ops: Iterable[str], problem: GroupedGemmProblem) -> tuple[str,
 
 
 def tune_op(
-    op: str, problem: GroupedGemmProblem, out: Path, implementation: str = "triton",
-    report: Callable[[Trial], None] = lambda trial: None, lock: AbstractContextManager[None] = nullcontext(),  # noqa: B008
-) -> Entry:  # fmt: skip
+    op: str,
+    problem: GroupedGemmProblem,
+    out: Path,
+    implementation: str = "triton",
+    report: Callable[[Trial], None] = lambda trial: None,
+    lock: AbstractContextManager[None] = nullcontext(),  # noqa: B008
+) -> Entry:
     """Searches for one op; each new best goes into the file at once, so that an interrupt loses nothing.
 
     If the file cannot be written, the search goes on. At its end it tries once more and raises OSError.
@@ -239,9 +258,14 @@ def _is_sensible(problem: GroupedGemmProblem, config: KernelConfig, base: Kernel
 
 
 def _try(
-    op: str, problem: GroupedGemmProblem, config: KernelConfig, arrays: Any, reference: Reference, implementation: str,
+    op: str,
+    problem: GroupedGemmProblem,
+    config: KernelConfig,
+    arrays: Any,
+    reference: Reference,
+    implementation: str,
     lock: AbstractContextManager[None],
-) -> Trial:  # fmt: skip
+) -> Trial:
     # an interpreted kernel is run once: its time says nothing
     max_calls = {"max_calls": 1} if implementation == "interpret" else {}
     function = product(op, problem, implementation, config)

@@ -111,9 +111,16 @@ def join_pairs(gate, up):
 
 @triton.jit
 def load_gate_and_up(
-    pre, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pre,
+    rows,
+    exists,
+    column,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Gate and up, float32 [BLOCK_ROWS, BLOCK_COLUMNS]; where it is not GATED, up is gate again."""
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
@@ -131,9 +138,18 @@ def load_gate_and_up(
 
 @triton.jit
 def store_gate_and_up(
-    pre, gate, up, rows, exists, column, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pre,
+    gate,
+    up,
+    rows,
+    exists,
+    column,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Stores gate and up to pre, where `load_gate_and_up` finds them."""
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     mask = exists[:, None] & (columns < COLUMNS)[None, :]
@@ -150,11 +166,18 @@ def store_gate_and_up(
 
 @triton.jit
 def activate_kernel(
-    pre, hidden, num_rows,
-    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pre,
+    hidden,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CURVE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """hidden = f(gate) * up, or f(pre) where it is not GATED.
 
     Arrays: pre [num_rows, 2 * COLUMNS], gate and up side by side or INTERLEAVED, or [num_rows, COLUMNS]; hidden
@@ -170,11 +193,22 @@ def activate_kernel(
 
 @triton.jit
 def activate_backward_kernel(
-    pre, z, weights, in_group, row_sums, num_rows,
-    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_HIDDEN: tl.constexpr,
-    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pre,
+    z,
+    weights,
+    in_group,
+    row_sums,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALE_HIDDEN: tl.constexpr,
+    CURVE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Computes d pre, hidden, and row_sums, each row's sum of hidden * z, where d hidden[i] is weights[i] * z[i].
 
     Arrays: pre as in `activate_kernel`; z like hidden; weights and row_sums float32 [num_rows]; in_group int8

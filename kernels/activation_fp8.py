@@ -10,23 +10,48 @@ from .tiles import add, row_pointers, store_tile
 
 @triton.jit
 def _store_quantized(
-    values, scales, value, rows, exists, column, half, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-):  # fmt: skip
+    values,
+    scales,
+    value,
+    rows,
+    exists,
+    column,
+    half,
+    COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):
     """Quantizes and stores part of one half; rows have HALVES halves, each of COLUMNS columns with their own scales."""
     SCALES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     value, scale = quantize_row_blocks(value, LARGEST, POWER_OF_2)
     store_row_blocks(
-        values + half * COLUMNS, scales + half * SCALES, value, scale, rows, exists, column, COLUMNS, HALVES * COLUMNS,
+        values + half * COLUMNS,
+        scales + half * SCALES,
+        value,
+        scale,
+        rows,
+        exists,
+        column,
+        COLUMNS,
+        HALVES * COLUMNS,
         HALVES * SCALES,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _load_kept(
-    values, scales, rows, exists, column, half, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    values,
+    scales,
+    rows,
+    exists,
+    column,
+    half,
+    COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """The values, in float32, that `_store_quantized` stored."""
     SCALES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     columns = column + tl.arange(0, BLOCK_COLUMNS)
@@ -42,12 +67,23 @@ def _load_kept(
 
 @triton.jit
 def activate_fp8_kernel(
-    pre, hidden_values, hidden_scales, kept_values, kept_scales, num_rows,
-    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pre,
+    hidden_values,
+    hidden_scales,
+    kept_values,
+    kept_scales,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CURVE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """hidden = f(gate) * up, or f(pre) where it is not GATED, quantized; and pre, quantized.
 
     Arrays: pre as in `activate_kernel`; hidden_values [num_rows, COLUMNS]; hidden_scales [num_rows, COLUMNS / BLOCK],
@@ -71,12 +107,27 @@ def activate_fp8_kernel(
 
 @triton.jit
 def activate_backward_fp8_kernel(
-    kept_values, kept_scales, z, weights, d_pre, d_values, d_scales, row_sums, num_rows,
-    COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_HIDDEN: tl.constexpr,
-    CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    kept_values,
+    kept_scales,
+    z,
+    weights,
+    d_pre,
+    d_values,
+    d_scales,
+    row_sums,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALE_HIDDEN: tl.constexpr,
+    CURVE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Computes the same as `activate_backward_kernel`, from a pre-activation that `activate_fp8_kernel` kept.
 
     Arrays: d_pre [num_rows, halves * COLUMNS], laid out as pre was; d_values and d_scales, d_pre quantized after it was

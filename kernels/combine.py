@@ -8,10 +8,21 @@ from .tiles import row_pointers
 
 @triton.jit
 def combine_kernel(
-    rows, positions, scales, y, num_tokens, num_rows, first_of_rows, first_of_y,
-    COLUMNS: tl.constexpr, ROWS_COLUMNS: tl.constexpr, Y_COLUMNS: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    positions,
+    scales,
+    y,
+    num_tokens,
+    num_rows,
+    first_of_rows,
+    first_of_y,
+    COLUMNS: tl.constexpr,
+    ROWS_COLUMNS: tl.constexpr,
+    Y_COLUMNS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Sums in float32, choice after choice; a position outside [0, num_rows) adds nothing.
 
     Arrays: rows [num_rows, ROWS_COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens,

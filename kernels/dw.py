@@ -15,10 +15,19 @@ from .tiles import (
 
 @triton.jit
 def load_block(
-    matrix, first_row, start, group_end, positions, exists, column,
-    COLUMNS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    matrix,
+    first_row,
+    start,
+    group_end,
+    positions,
+    exists,
+    column,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    GATHER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Rows of one group as [BLOCK_ROWS, BLOCK_COLUMNS], zero from group_end on.
 
     GATHER is 0 for rows start, start + 1, ... and d > 0 for rows positions // d, all counted from first_row.
@@ -41,12 +50,30 @@ def load_block(
 
 @triton.jit
 def dw_kernel(
-    left, right, gather_indices, num_terms, scale, group_starts, group_ends, dw, num_rows, num_positions, num_groups,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, LEFT_HAS_TERMS: tl.constexpr,
-    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_LEFT: tl.constexpr, TMA_RIGHT: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr,
-):  # fmt: skip
+    left,
+    right,
+    gather_indices,
+    num_terms,
+    scale,
+    group_starts,
+    group_ends,
+    dw,
+    num_rows,
+    num_positions,
+    num_groups,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    LEFT_HAS_TERMS: tl.constexpr,
+    GATHER_LEFT: tl.constexpr,
+    GATHER_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA_LEFT: tl.constexpr,
+    TMA_RIGHT: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+):
     """dw[g] = sum over the rows i of group g of left[i] (outer) right[i].
 
     Arrays: left [rows, LEFT]; right [rows, RIGHT]; gather_indices [num_rows], bad outside [0, num_positions), or None;
@@ -75,13 +102,33 @@ def dw_kernel(
             rows = start + tl.arange(0, BLOCK_ROWS)
             positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
             left_block = load_block(
-                left, term if LEFT_HAS_TERMS else 0, start, group_end, positions, exists, left_column,
-                LEFT, TMA_LEFT, GATHER_LEFT, BLOCK_ROWS, BLOCK_LEFT,
-            )  # fmt: skip
+                left,
+                term if LEFT_HAS_TERMS else 0,
+                start,
+                group_end,
+                positions,
+                exists,
+                left_column,
+                LEFT,
+                TMA_LEFT,
+                GATHER_LEFT,
+                BLOCK_ROWS,
+                BLOCK_LEFT,
+            )
             right_block = load_block(
-                right, 0 if LEFT_HAS_TERMS else term, start, group_end, positions, exists, right_column,
-                RIGHT, TMA_RIGHT, GATHER_RIGHT, BLOCK_ROWS, BLOCK_RIGHT,
-            )  # fmt: skip
+                right,
+                0 if LEFT_HAS_TERMS else term,
+                start,
+                group_end,
+                positions,
+                exists,
+                right_column,
+                RIGHT,
+                TMA_RIGHT,
+                GATHER_RIGHT,
+                BLOCK_ROWS,
+                BLOCK_RIGHT,
+            )
             acc = tl.dot(left_block.T, right_block, acc, input_precision=PRECISION)
 
         if scale is not None:

@@ -9,14 +9,44 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 
 @triton.jit
 def dx_kernel(
-    dy, num_terms, scale, w, low_rows, low_matrices, x, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, dx, row_sums, zeros_end, num_rows, num_positions,
-    num_groups, first_column,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, RANK: tl.constexpr, TOPK: tl.constexpr,
-    REDUCED_IS_MINOR: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_DY: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    num_terms,
+    scale,
+    w,
+    low_rows,
+    low_matrices,
+    x,
+    topk_weights,
+    gather_indices,
+    group_starts,
+    group_ends,
+    tile_group,
+    tile_start,
+    tile_end,
+    tiles_through,
+    dx,
+    row_sums,
+    zeros_end,
+    num_rows,
+    num_positions,
+    num_groups,
+    first_column,
+    REDUCED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    TOPK: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    GATHER_DY: tl.constexpr,
+    GATHER_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA_DY: tl.constexpr,
+    TMA_W: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_REDUCED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """dx[i] = (dy[i] @ w[group of i] + low_rows[i] @ low_matrices[group of i]) * topk_weights[i], rows in expert order.
 
     Arrays are as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. With num_terms [1], dy is
@@ -38,18 +68,44 @@ def dx_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            dy, None, num_terms, num_rows, w, None, group, start,
-            positions if GATHER_DY else rows, exists if GATHER_DY else in_group,
-            tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_DY, TMA_W, PRECISION,
-            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS,
-        )  # fmt: skip
+            dy,
+            None,
+            num_terms,
+            num_rows,
+            w,
+            None,
+            group,
+            start,
+            positions if GATHER_DY else rows,
+            exists if GATHER_DY else in_group,
+            tl.multiple_of(first_column + column, 16),
+            REDUCED,
+            W_COLUMNS,
+            REDUCED_IS_MINOR,
+            TMA_DY,
+            TMA_W,
+            PRECISION,
+            BLOCK_ROWS,
+            BLOCK_REDUCED,
+            BLOCK_COLUMNS,
+        )
         if scale is not None:
             acc *= tl.load(scale)
         if low_rows is not None:
             acc = add_low_rank(
-                acc, low_rows, low_matrices, group, rows, in_group, first_column + column, RANK, W_COLUMNS,
-                REDUCED_IS_MINOR, PRECISION, BLOCK_COLUMNS,
-            )  # fmt: skip
+                acc,
+                low_rows,
+                low_matrices,
+                group,
+                rows,
+                in_group,
+                first_column + column,
+                RANK,
+                W_COLUMNS,
+                REDUCED_IS_MINOR,
+                PRECISION,
+                BLOCK_COLUMNS,
+            )
         if row_sums is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             x_pointers = row_pointers(x, positions // TOPK if GATHER_X else rows, columns, COLUMNS)
@@ -61,6 +117,14 @@ def dx_kernel(
             acc *= tl.load(topk_weights + positions, mask=exists, other=0.0).to(tl.float32)[:, None]
         store_tile(dx, acc, rows, in_group, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        dx, None, tl.load(group_starts), tl.load(group_ends + num_groups - 1), zeros_end, num_rows,
-        COLUMNS, False, BLOCK_ROWS, BLOCK_COLUMNS,
-    )  # fmt: skip
+        dx,
+        None,
+        tl.load(group_starts),
+        tl.load(group_ends + num_groups - 1),
+        zeros_end,
+        num_rows,
+        COLUMNS,
+        False,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )

@@ -15,9 +15,17 @@ from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, 
 
 @triton.jit
 def load_weight(
-    w, group, k, column, REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    w,
+    group,
+    k,
+    column,
+    REDUCED: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_REDUCED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """A [BLOCK_REDUCED, BLOCK_COLUMNS] block of the group's weights, zero past their edges."""
     if TMA:
         if REDUCED_IS_MINOR:
@@ -39,9 +47,17 @@ def load_weight(
 
 @triton.jit
 def load_weight_scales(
-    w_scales, group, k, column, REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
-    SCALED_REDUCED: tl.constexpr, SCALED_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    w_scales,
+    group,
+    k,
+    column,
+    REDUCED: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr,
+    SCALED_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """The group's scales [1, BLOCK_COLUMNS] for the features from k on that share one; zero past the edges."""
     STEPS: tl.constexpr = (REDUCED + SCALED_REDUCED - 1) // SCALED_REDUCED
     W_BLOCKS: tl.constexpr = (W_COLUMNS + SCALED_COLUMNS - 1) // SCALED_COLUMNS
@@ -54,12 +70,29 @@ def load_weight_scales(
 
 @triton.jit
 def multiply_rows(
-    x, x_scales, num_terms, num_rows, w, w_scales, group, start, rows, exists, column,
-    REDUCED: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr,
-    TMA_X: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    SCALED_REDUCED: tl.constexpr = 0, SCALED_COLUMNS: tl.constexpr = 0,
-):  # fmt: skip
+    x,
+    x_scales,
+    num_terms,
+    num_rows,
+    w,
+    w_scales,
+    group,
+    start,
+    rows,
+    exists,
+    column,
+    REDUCED: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_REDUCED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr = 0,
+    SCALED_COLUMNS: tl.constexpr = 0,
+):
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
@@ -86,9 +119,17 @@ def multiply_rows(
         else:
             tl.static_assert(SCALED_REDUCED % BLOCK_REDUCED == 0)
             of_columns = load_weight_scales(
-                w_scales, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, SCALED_REDUCED, SCALED_COLUMNS,
+                w_scales,
+                group,
+                k,
+                column,
+                REDUCED,
+                W_COLUMNS,
+                REDUCED_IS_MINOR,
+                SCALED_REDUCED,
+                SCALED_COLUMNS,
                 BLOCK_COLUMNS,
-            )  # fmt: skip
+            )
             if x_scales is None:
                 acc += tl.dot(x_block, w_block.to(x_block.dtype), input_precision=PRECISION) * of_columns
             else:
@@ -101,10 +142,19 @@ def multiply_rows(
 
 @triton.jit
 def add_low_rank(
-    acc, low_rows, low_matrices, group, rows, in_group, column,
-    RANK: tl.constexpr, W_COLUMNS: tl.constexpr, REDUCED_IS_MINOR: tl.constexpr, PRECISION: tl.constexpr,
+    acc,
+    low_rows,
+    low_matrices,
+    group,
+    rows,
+    in_group,
+    column,
+    RANK: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """acc + low_rows[rows] @ low_matrices[group], float32; low_rows [any, RANK] are in expert order."""
     BLOCK_RANK: tl.constexpr = min(64, max(16, triton.next_power_of_2(RANK)))
     for k in tl.range(0, RANK, BLOCK_RANK):
@@ -120,14 +170,45 @@ def add_low_rank(
 
 @triton.jit
 def forward_kernel(
-    x, x_scales, w, w_scales, low_rows, low_matrices, bias, topk_weights, gather_indices, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, zeros_end, num_rows, num_positions, num_groups, first_column,
-    REDUCED: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, RANK: tl.constexpr, TOPK: tl.constexpr,
-    REDUCED_IS_MINOR: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
-    TMA_X: tl.constexpr, TMA_W: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_REDUCED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    SCALED_REDUCED: tl.constexpr, SCALED_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    w,
+    w_scales,
+    low_rows,
+    low_matrices,
+    bias,
+    topk_weights,
+    gather_indices,
+    group_starts,
+    group_ends,
+    tile_group,
+    tile_start,
+    tile_end,
+    tiles_through,
+    y,
+    zeros_end,
+    num_rows,
+    num_positions,
+    num_groups,
+    first_column,
+    REDUCED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    TOPK: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_REDUCED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    SCALED_REDUCED: tl.constexpr,
+    SCALED_COLUMNS: tl.constexpr,
+):
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i]; a tile has rows of one group.
 
     Arrays: x [num_rows or tokens, REDUCED]; w [groups, W_COLUMNS, REDUCED] or with the last two axes exchanged; bias
@@ -153,16 +234,44 @@ def forward_kernel(
         positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
         column = column_tile * BLOCK_COLUMNS
         acc = multiply_rows(
-            x, x_scales, None, num_rows, w, w_scales, group, start,
-            positions // TOPK if GATHER else rows, exists if GATHER else rows < group_end,
-            tl.multiple_of(first_column + column, 16), REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_X, TMA_W, PRECISION,
-            BLOCK_ROWS, BLOCK_REDUCED, BLOCK_COLUMNS, SCALED_REDUCED, SCALED_COLUMNS,
-        )  # fmt: skip
+            x,
+            x_scales,
+            None,
+            num_rows,
+            w,
+            w_scales,
+            group,
+            start,
+            positions // TOPK if GATHER else rows,
+            exists if GATHER else rows < group_end,
+            tl.multiple_of(first_column + column, 16),
+            REDUCED,
+            W_COLUMNS,
+            REDUCED_IS_MINOR,
+            TMA_X,
+            TMA_W,
+            PRECISION,
+            BLOCK_ROWS,
+            BLOCK_REDUCED,
+            BLOCK_COLUMNS,
+            SCALED_REDUCED,
+            SCALED_COLUMNS,
+        )
         if low_rows is not None:
             acc = add_low_rank(
-                acc, low_rows, low_matrices, group, rows, rows < group_end, first_column + column, RANK, W_COLUMNS,
-                REDUCED_IS_MINOR, PRECISION, BLOCK_COLUMNS,
-            )  # fmt: skip
+                acc,
+                low_rows,
+                low_matrices,
+                group,
+                rows,
+                rows < group_end,
+                first_column + column,
+                RANK,
+                W_COLUMNS,
+                REDUCED_IS_MINOR,
+                PRECISION,
+                BLOCK_COLUMNS,
+            )
         if bias is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             acc += tl.load(bias + group * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
@@ -173,6 +282,14 @@ def forward_kernel(
         else:
             store_tile(y, acc, rows, rows < group_end, column, COLUMNS, BLOCK_COLUMNS)
     zero_outside(
-        y, gather_indices, tl.load(group_starts), tl.load(group_ends + num_groups - 1), zeros_end, num_rows,
-        COLUMNS, SCATTER, BLOCK_ROWS, BLOCK_COLUMNS,
-    )  # fmt: skip
+        y,
+        gather_indices,
+        tl.load(group_starts),
+        tl.load(group_ends + num_groups - 1),
+        zeros_end,
+        num_rows,
+        COLUMNS,
+        SCATTER,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )

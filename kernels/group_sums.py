@@ -8,9 +8,17 @@ from .tiles import add, ceil_div, row_pointers, token_positions
 
 @triton.jit
 def group_sums_kernel(
-    rows, positions, scales, group_starts, group_ends, sums, num_rows,
-    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    positions,
+    scales,
+    group_starts,
+    group_ends,
+    sums,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """sums[g] = sum over the rows i of group g of scales[i] * rows[positions[i]], in float32, block after block.
 
     Arrays: rows [num_rows, COLUMNS], positions and scales [num_rows] or None, group_starts and group_ends [groups],

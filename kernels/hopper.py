@@ -164,9 +164,17 @@ def finish(
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions,
+    WARPGROUP: gl.constexpr,
+    work,
+    ring,
+    results,
+    scale,
+    bias,
+    topk_weights,
+    gather_indices,
+    num_positions,
     RIGHT_IS_TURNED: gl.constexpr,
-):  # fmt: skip
+):
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
@@ -214,18 +222,52 @@ def multiply_tiles(
 
 @gluon.jit
 def hopper_kernel(
-    left, right, low_left, low_right, bias, topk_weights, gather_indices, num_terms, scale, group_starts, group_ends,
-    tile_group, tile_start, tile_end, tiles_through, y, hidden, zeros_end, num_rows, num_positions, num_groups,
-    first_column, y_row, y_column,
-    HAS_TERMS: gl.constexpr, LOW_STEPS: gl.constexpr, RAGGED_M: gl.constexpr, LEFT: gl.constexpr,
-    REDUCED: gl.constexpr, COLUMNS: gl.constexpr,
-    RIGHT_IS_TURNED: gl.constexpr, BAND: gl.constexpr,
-    BLOCK_REDUCED: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GATHERS: gl.constexpr, TOPK: gl.constexpr,
-    Y_GROUP_ROWS: gl.constexpr, Y_IS_TURNED: gl.constexpr,
-    ACTIVATES: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    CURVE: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
-):  # fmt: skip
+    left,
+    right,
+    low_left,
+    low_right,
+    bias,
+    topk_weights,
+    gather_indices,
+    num_terms,
+    scale,
+    group_starts,
+    group_ends,
+    tile_group,
+    tile_start,
+    tile_end,
+    tiles_through,
+    y,
+    hidden,
+    zeros_end,
+    num_rows,
+    num_positions,
+    num_groups,
+    first_column,
+    y_row,
+    y_column,
+    HAS_TERMS: gl.constexpr,
+    LOW_STEPS: gl.constexpr,
+    RAGGED_M: gl.constexpr,
+    LEFT: gl.constexpr,
+    REDUCED: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    RIGHT_IS_TURNED: gl.constexpr,
+    BAND: gl.constexpr,
+    BLOCK_REDUCED: gl.constexpr,
+    BLOCK_COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATHERS: gl.constexpr,
+    TOPK: gl.constexpr,
+    Y_GROUP_ROWS: gl.constexpr,
+    Y_IS_TURNED: gl.constexpr,
+    ACTIVATES: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    CURVE: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+):
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
     Arrays with RAGGED_M: left [num_rows, REDUCED]; right [groups, REDUCED, columns] or with the last two axes exchanged
@@ -248,10 +290,28 @@ def hopper_kernel(
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED and not INTERLEAVED else 1
     work = Work(
-        tile_group, tile_start, tile_end, count, cta, gl.to_tensor(y_row), gl.to_tensor(y_column), terms,
-        gl.to_tensor(num_rows), HAS_TERMS, RAGGED_M, LEFT, REDUCED, COLUMNS, HALVES, BAND, BLOCK_REDUCED, BLOCK_COLUMNS,
-        GATHERS, Y_GROUP_ROWS, LOW_STEPS,
-    )  # fmt: skip
+        tile_group,
+        tile_start,
+        tile_end,
+        count,
+        cta,
+        gl.to_tensor(y_row),
+        gl.to_tensor(y_column),
+        terms,
+        gl.to_tensor(num_rows),
+        HAS_TERMS,
+        RAGGED_M,
+        LEFT,
+        REDUCED,
+        COLUMNS,
+        HALVES,
+        BAND,
+        BLOCK_REDUCED,
+        BLOCK_COLUMNS,
+        GATHERS,
+        Y_GROUP_ROWS,
+        LOW_STEPS,
+    )
     ring = make_ring(work, left, right, STAGES)
     # what registers cannot hold is stored at once, a part while TMA still reads the part before
     SLOTS: gl.constexpr = 1 if y is None else BLOCK_COLUMNS // columns_held(y.dtype, BLOCK_COLUMNS)

@@ -64,7 +64,7 @@ def as_matrices(ring, left_dtype: gl.constexpr, right_dtype: gl.constexpr):
 @gluon.jit
 def finish(
     acc, HALF: gl.constexpr, work, bias, topk_weights, gather_indices, group, first, last, column, num_positions
-):  # fmt: skip
+):
     """(acc + bias) * topk_weights for rows of the first or second block (HALF is 0 or 1) of a tile's columns."""
     if bias is not None:
         # up's columns follow all of gate's
@@ -177,9 +177,21 @@ def add_low_rank(ring, acc0, acc1, product, stage, phase, WARPGROUP: gl.constexp
 
 @gluon.jit
 def multiply_tiles(
-    WARPGROUP: gl.constexpr, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights,
-    gather_indices, num_positions, first_column, RIGHT_SCALES: gl.constexpr, TOPK: gl.constexpr,
-):  # fmt: skip
+    WARPGROUP: gl.constexpr,
+    work,
+    ring,
+    low_left,
+    results,
+    left_scales,
+    right_scales,
+    bias,
+    topk_weights,
+    gather_indices,
+    num_positions,
+    first_column,
+    RIGHT_SCALES: gl.constexpr,
+    TOPK: gl.constexpr,
+):
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32], [[1, 0]])
     blocks = ring
@@ -221,14 +233,48 @@ def multiply_tiles(
 
 @gluon.jit
 def hopper_fp8_kernel(
-    left, left_scales, right, right_scales, low_left, low_right, bias, topk_weights, gather_indices, group_starts,
-    group_ends, tile_group, tile_start, tile_end, tiles_through, y, hidden, hidden_scales, kept, kept_scales,
-    zeros_end, num_rows, num_positions, num_groups, first_column,
-    REDUCED: gl.constexpr, COLUMNS: gl.constexpr, RIGHT_SCALES: gl.constexpr, BAND: gl.constexpr,
-    BLOCK_COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATHERS: gl.constexpr, TOPK: gl.constexpr,
-    LOW_STEPS: gl.constexpr, ACTIVATES: gl.constexpr, GATED: gl.constexpr, CURVE: gl.constexpr, LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_2: gl.constexpr,
-):  # fmt: skip
+    left,
+    left_scales,
+    right,
+    right_scales,
+    low_left,
+    low_right,
+    bias,
+    topk_weights,
+    gather_indices,
+    group_starts,
+    group_ends,
+    tile_group,
+    tile_start,
+    tile_end,
+    tiles_through,
+    y,
+    hidden,
+    hidden_scales,
+    kept,
+    kept_scales,
+    zeros_end,
+    num_rows,
+    num_positions,
+    num_groups,
+    first_column,
+    REDUCED: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    RIGHT_SCALES: gl.constexpr,
+    BAND: gl.constexpr,
+    BLOCK_COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATHERS: gl.constexpr,
+    TOPK: gl.constexpr,
+    LOW_STEPS: gl.constexpr,
+    ACTIVATES: gl.constexpr,
+    GATED: gl.constexpr,
+    CURVE: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LARGEST: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+):
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights; with ACTIVATES, hidden = activation(y) instead.
 
     Arrays: left [num_rows, REDUCED] and right [groups, columns, REDUCED] are FP8; both are TMA descriptors, but left is
@@ -243,9 +289,28 @@ def hopper_fp8_kernel(
     nothing = gl.to_tensor(0)
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED else 1
     work = Work(
-        tile_group, tile_start, tile_end, count, cta, nothing, nothing, gl.to_tensor(1), gl.to_tensor(num_rows),
-        "", True, 0, REDUCED, COLUMNS, HALVES, BAND, BLOCK, BLOCK_COLUMNS, GATHERS, 0, LOW_STEPS,
-    )  # fmt: skip
+        tile_group,
+        tile_start,
+        tile_end,
+        count,
+        cta,
+        nothing,
+        nothing,
+        gl.to_tensor(1),
+        gl.to_tensor(num_rows),
+        "",
+        True,
+        0,
+        REDUCED,
+        COLUMNS,
+        HALVES,
+        BAND,
+        BLOCK,
+        BLOCK_COLUMNS,
+        GATHERS,
+        0,
+        LOW_STEPS,
+    )
     ring = make_ring(work, left, right, STAGES)
     if ACTIVATES:
         KEEPS: gl.constexpr = kept is not None
@@ -260,13 +325,41 @@ def hopper_fp8_kernel(
         [
             (
                 multiply_tiles,
-                (0, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights, gather_indices,
-                 num_positions, first_column, RIGHT_SCALES, TOPK),
+                (
+                    0,
+                    work,
+                    ring,
+                    low_left,
+                    results,
+                    left_scales,
+                    right_scales,
+                    bias,
+                    topk_weights,
+                    gather_indices,
+                    num_positions,
+                    first_column,
+                    RIGHT_SCALES,
+                    TOPK,
+                ),
             ),
             (
                 multiply_tiles,
-                (1, work, ring, low_left, results, left_scales, right_scales, bias, topk_weights, gather_indices,
-                 num_positions, first_column, RIGHT_SCALES, TOPK),
+                (
+                    1,
+                    work,
+                    ring,
+                    low_left,
+                    results,
+                    left_scales,
+                    right_scales,
+                    bias,
+                    topk_weights,
+                    gather_indices,
+                    num_positions,
+                    first_column,
+                    RIGHT_SCALES,
+                    TOPK,
+                ),
             ),
             (
                 load_blocks,
@@ -275,7 +368,7 @@ def hopper_fp8_kernel(
         ],
         [4, 4 if GATHERS else 1],
         [224, 56] if GATHERS and ACTIVATES else [232, 40] if GATHERS else [240, 24],
-    )  # fmt: skip
+    )
     first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)
     if ACTIVATES:
         results.hidden.values.zero_rows(first, last, zeros_end, COLUMNS // HALVES)

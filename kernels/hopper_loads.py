@@ -74,9 +74,18 @@ def as_blocks_of(descriptor, blocks, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_for_rows(
-    work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column,
-    RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr,
-):  # fmt: skip
+    work,
+    ring,
+    left,
+    right,
+    low_left,
+    low_right,
+    gather_indices,
+    num_positions,
+    first_column,
+    RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
+):
     """Loads the blocks of all tiles with RAGGED_M: left's from the tile's rows, right's from its group's matrix."""
     RIGHT_BYTES: gl.constexpr = right.nbytes_per_cta
     LEFT_BYTES: gl.constexpr = 0 if work.GATHERS else left.nbytes_per_cta
@@ -187,14 +196,32 @@ def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK
 
 @gluon.jit
 def load_blocks(
-    work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column,
-    RIGHT_IS_TURNED: gl.constexpr, TOPK: gl.constexpr,
-):  # fmt: skip
+    work,
+    ring,
+    left,
+    right,
+    low_left,
+    low_right,
+    gather_indices,
+    num_positions,
+    first_column,
+    RIGHT_IS_TURNED: gl.constexpr,
+    TOPK: gl.constexpr,
+):
     """Runs on the loading warp or, where the kernel GATHERS rows, which TMA cannot do, on four loading warps."""
     if work.RAGGED_M:
         load_for_rows(
-            work, ring, left, right, low_left, low_right, gather_indices, num_positions, first_column, RIGHT_IS_TURNED,
+            work,
+            ring,
+            left,
+            right,
+            low_left,
+            low_right,
+            gather_indices,
+            num_positions,
+            first_column,
+            RIGHT_IS_TURNED,
             TOPK,
-        )  # fmt: skip
+        )
     else:
         load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK)

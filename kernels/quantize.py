@@ -45,9 +45,17 @@ def quantize_row_blocks(value, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def store_row_blocks(
-    values, scales, value, scale, rows, exists, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    values,
+    scales,
+    value,
+    scale,
+    rows,
+    exists,
+    column,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
     SCALES: tl.constexpr,
-):  # fmt: skip
+):
     """Stores the results of `quantize_row_blocks` from `column` on, a multiple of BLOCK, and before column COLUMNS.
 
     A row of `values` has STRIDE elements, and a row of `scales` SCALES.
@@ -62,10 +70,16 @@ def store_row_blocks(
 
 @triton.jit
 def quantize_rows_kernel(
-    x, values, scales, num_rows,
-    COLUMNS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    values,
+    scales,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Quantizes x [num_rows, COLUMNS] to values of its shape and scales [num_rows, COLUMNS / BLOCK], rounded up.
 
     The grid is (num_rows / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up; BLOCK_COLUMNS is a multiple of BLOCK.
@@ -83,9 +97,15 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_weights_kernel(
-    w, values, scales, turned,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-):  # fmt: skip
+    w,
+    values,
+    scales,
+    turned,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):
     """Quantizes w [matrices, ROWS, COLUMNS] in blocks of BLOCK x BLOCK.
 
     Arrays: values, of w's shape, or None; turned, the same transposed, [matrices, COLUMNS, ROWS], or None; scales

@@ -20,9 +20,14 @@ def ascending_key(scores):
 
 @triton.jit
 def top_k_kernel(
-    scores, indices, num_rows,
-    COLUMNS: tl.constexpr, TOPK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    scores,
+    indices,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """The columns of each row's TOPK highest scores, highest first; of equal scores, the lower column first.
 
     Arrays: scores float32 [num_rows, COLUMNS], indices int32 [num_rows, TOPK]; BLOCK_COLUMNS is COLUMNS or more.
@@ -53,9 +58,15 @@ def load_experts(experts, row, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: 
 
 @triton.jit
 def sort_few_kernel(
-    experts, group_sizes, gather_indices, num_rows,
-    NUM_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    experts,
+    group_sizes,
+    gather_indices,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """The sort of BLOCK_ROWS rows or fewer by one program; rows without an expert come after all others.
 
     Arrays: experts, gather_indices int32 [num_rows], group_sizes int32 [NUM_EXPERTS].
@@ -76,9 +87,14 @@ def sort_few_kernel(
 
 @triton.jit
 def count_experts_kernel(
-    experts, counts, num_rows,
-    NUM_EXPERTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-):  # fmt: skip
+    experts,
+    counts,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
     """counts[p, e]: how many of program p's STEPS * BLOCK_ROWS rows belong to expert e.
 
     Arrays: experts int32 [num_rows], counts int32 [programs, NUM_EXPERTS].
@@ -94,9 +110,14 @@ def count_experts_kernel(
 
 @triton.jit
 def sum_counts_kernel(
-    counts, rows_before, group_sizes, num_programs,
-    NUM_EXPERTS: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-):  # fmt: skip
+    counts,
+    rows_before,
+    group_sizes,
+    num_programs,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
     """rows_before[p, e]: how many rows of expert e the programs before p counted; group_sizes[e]: all its rows."""
     ids = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     programs = tl.arange(0, BLOCK_PROGRAMS)
@@ -109,9 +130,16 @@ def sum_counts_kernel(
 
 @triton.jit
 def place_rows_kernel(
-    experts, rows_before, group_sizes, gather_indices, num_rows,
-    NUM_EXPERTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-):  # fmt: skip
+    experts,
+    rows_before,
+    group_sizes,
+    gather_indices,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
     """gather_indices[position in expert order] = row, for the rows that this program counted.
 
     Rows without an expert come after all others, in their order.

@@ -78,9 +78,17 @@ def store_tile(y, value, rows, exists, column, COLUMNS: tl.constexpr, BLOCK_COLU
 
 @triton.jit
 def zero_outside(
-    y, gather_indices, first_row, last_row, zeros_end, num_rows, COLUMNS: tl.constexpr,
-    SCATTER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y,
+    gather_indices,
+    first_row,
+    last_row,
+    zeros_end,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Writes zeros to the rows of y that belong to no group: those before first_row and from last_row to zeros_end."""
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     tiles_before = ceil_div(first_row, BLOCK_ROWS)

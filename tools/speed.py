@@ -88,9 +88,17 @@ def summary() -> str:
 def speed_table() -> str:
     """A table of the speed of each layer's GEMMs together, and of the whole layer."""
     headings = (
-        "layer (T, H, I, E, k)", "GEMMs, TF/s", "of dense", "times QuACK", "times torch",
-        "layer forward, ms", "times SonicMoE", "forward + backward, ms", "times SonicMoE", "memory, % of limit",
-    )  # fmt: skip
+        "layer (T, H, I, E, k)",
+        "GEMMs, TF/s",
+        "of dense",
+        "times QuACK",
+        "times torch",
+        "layer forward, ms",
+        "times SonicMoE",
+        "forward + backward, ms",
+        "times SonicMoE",
+        "memory, % of limit",
+    )
     speeds = layer_speeds()
     return _table(headings, (_speed_cells(row, speeds.get(row["layer"])) for row in measurements("layers")))
 
@@ -112,9 +120,14 @@ def _speed_cells(row: Row, speed: dict[str, float] | None) -> Iterator[str]:
 def fp8_table() -> str:
     """A table of the speed of FP8 products relative to bfloat16, and of whole layers."""
     headings = (
-        "layer", "products, times bfloat16", "of dense FP8", "layer in bfloat16, ms", "each pass quantizes",
-        "`keeps_weights`", "once for 4 microbatches",
-    )  # fmt: skip
+        "layer",
+        "products, times bfloat16",
+        "of dense FP8",
+        "layer in bfloat16, ms",
+        "each pass quantizes",
+        "`keeps_weights`",
+        "once for 4 microbatches",
+    )
     layers = {row["layer"]: row for row in measurements("fp8_layers")}
     products = collections.defaultdict(list)
     for row in measurements("fp8_gemms"):

@@ -77,7 +77,7 @@ def _line(x, y, height, theme):
 
 def text(
     x: float, y: float, words: str, color: str, size: int = 15, weight: str = "normal", anchor: str = "start"
-) -> str:  # fmt: skip
+) -> str:
     """Words whose start, middle or end (the anchor) is at x."""
     style = f'fill="{color}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{words}</text>'

@@ -41,9 +41,12 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text_column
     # no automatic refresh: its thread would disturb what is timed
     bar = Progress(
-        *columns, console=console, auto_refresh=False, disable=quiet,
+        *columns,
+        console=console,
+        auto_refresh=False,
+        disable=quiet,
         redirect_stdout=sys.stdout.isatty(),
-    )  # fmt: skip
+    )
     with bar:
         task = bar.add_task("", total=total)
         yield lambda text, steps=0: bar.update(task, description=text, advance=steps, refresh=True)

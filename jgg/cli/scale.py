@@ -124,10 +124,16 @@ def _is_wrong(row, dtype):
 
 def _cells(row, one_device, dtype):
     return (
-        row.strategy.devices, row.strategy, f"{row.seconds * 1e3:.3f}", f"{row.tokens / row.seconds:,.0f}",
-        f"{row.efficiency(one_device):.3f}", f"{row.moved / 1e6:.1f}", f"{row.load:.2f}", row.overflow,
+        row.strategy.devices,
+        row.strategy,
+        f"{row.seconds * 1e3:.3f}",
+        f"{row.tokens / row.seconds:,.0f}",
+        f"{row.efficiency(one_device):.3f}",
+        f"{row.moved / 1e6:.1f}",
+        f"{row.load:.2f}",
+        row.overflow,
         f"{'WRONG: ' * _is_wrong(row, dtype)}{row.error:.2g}",
-    )  # fmt: skip
+    )
 
 
 def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10) -> StrategyRow:
@@ -185,8 +191,10 @@ def _data(module, sharding, tokens, dtype):
     specs = dict.fromkeys(module.shapes, jax.P()) | sharding.weight_specs("ekn")
 
     def normal(shape, spec, scale, dtype):
-        make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
-                       out_shardings=sharding.named(spec))  # fmt: skip
+        make = jax.jit(
+            lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
+            out_shardings=sharding.named(spec),
+        )
         return make(next(keys))
 
     params = {

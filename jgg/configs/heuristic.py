@@ -174,7 +174,7 @@ def _choose_dw(problem, target):
         tile = Tile(min(rows, power_of_2(num_rows)), min(columns, power_of_2(num_columns)), 128)
         return KernelConfigDW.of_tile(
             tile, problem.w_layout, num_warps=4, num_stages=3, programs_per_sm=2, fuse_gather=True
-        )  # fmt: skip
+        )
     if not problem.rows_are_aligned:
         rows = columns = 64
     elif not target.has_tma:
@@ -201,9 +201,13 @@ def _choose_slim(kind, problem, target, rows, num_columns, fusing):
     columns, is_permuted = power_of_2(num_columns), problem.permute_x or problem.permute_y
     few = columns <= 32 or not is_permuted
     return kind.of_tile(
-        Tile(min(rows, 64 if few else 128), columns, 128 if few else 64), problem.w_layout, num_warps=4,
-        num_stages=min(3 if few else 4, _stages(problem, target)), programs_per_sm=3 if few else 2, **fusing,
-    )  # fmt: skip
+        Tile(min(rows, 64 if few else 128), columns, 128 if few else 64),
+        problem.w_layout,
+        num_warps=4,
+        num_stages=min(3 if few else 4, _stages(problem, target)),
+        programs_per_sm=3 if few else 2,
+        **fusing,
+    )
 
 
 def _choose_ieee_float32(kind, problem, target):
@@ -211,7 +215,7 @@ def _choose_ieee_float32(kind, problem, target):
     rows = size if kind is KernelConfigDW else _block_rows(problem, size)
     return kind.of_tile(
         Tile(rows, size, 16), problem.w_layout, num_warps=8 if size == 64 else 4, num_stages=_stages(problem, target)
-    )  # fmt: skip
+    )
 
 
 def _fitted(problem, target, config):

@@ -77,9 +77,11 @@ class Entry:
         problem["dw_dtype"] = problem.get("dw_dtype") and jnp.dtype(problem["dw_dtype"])
         problem["precision"] = jax.lax.Precision[problem["precision"]]
         known = {
-            "dtype": (*DTYPES, QUANTIZED_DTYPE), "out_dtype": DTYPES, "dw_dtype": (*DTYPES, None),
+            "dtype": (*DTYPES, QUANTIZED_DTYPE),
+            "out_dtype": DTYPES,
+            "dw_dtype": (*DTYPES, None),
             "w_layout": W_LAYOUTS,
-        }  # fmt: skip
+        }
         for name, choices in known.items():
             if problem[name] not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {problem[name]!r}")

@@ -156,12 +156,24 @@ class GroupedGemmProblem:
 
 
 def check_problem(
-    *, x: Shaped | QuantizedArray | None = None, dy: Shaped | None = None, w: Shaped | QuantizedArray | None = None,
-    group_sizes: Shaped, topk: int = 1, gather_indices: Shaped | None = None, permute_x: bool = False,
-    permute_y: bool = False, topk_weights: Shaped | None = None, bias: Shaped | None = None, w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None, out_dtype: DTypeLike | None = None, group_offset: Shaped | None = None,
-    some_choices: bool = False, dw_dtype: DTypeLike | None = None,
-) -> GroupedGemmProblem:  # fmt: skip
+    *,
+    x: Shaped | QuantizedArray | None = None,
+    dy: Shaped | None = None,
+    w: Shaped | QuantizedArray | None = None,
+    group_sizes: Shaped,
+    topk: int = 1,
+    gather_indices: Shaped | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: Shaped | None = None,
+    bias: Shaped | None = None,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    out_dtype: DTypeLike | None = None,
+    group_offset: Shaped | None = None,
+    some_choices: bool = False,
+    dw_dtype: DTypeLike | None = None,
+) -> GroupedGemmProblem:
     """The problem that the given arrays describe, checked; arrays that an operation does not take are None.
 
     Args:
@@ -201,18 +213,33 @@ def check_problem(
         check_blocks("x", x, 1)
         check_blocks("w", w, BLOCK)
     return GroupedGemmProblem(
-        num_rows=num_rows, num_experts=num_experts, in_features=in_features, out_features=out_features, topk=topk,
-        dtype=dtype, out_dtype=out_dtype, w_layout=w_layout, permute_x=permute_x, permute_y=permute_y,
-        has_topk_weights=topk_weights is not None, has_bias=bias is not None, precision=as_precision(precision),
+        num_rows=num_rows,
+        num_experts=num_experts,
+        in_features=in_features,
+        out_features=out_features,
+        topk=topk,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        w_layout=w_layout,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        has_topk_weights=topk_weights is not None,
+        has_bias=bias is not None,
+        precision=as_precision(precision),
         num_tokens=num_tokens,
         dw_dtype=None if dw_dtype is None else as_dtype("preferred_element_type", dw_dtype, DTYPES),
-    )  # fmt: skip
+    )
 
 
 def _check_rows(
-    x: Shaped | QuantizedArray | None, dy: Shaped | None, topk: int, gather_indices: Shaped | None, permute_x: bool,
-    permute_y: bool, some_choices: bool,
-) -> int:  # fmt: skip
+    x: Shaped | QuantizedArray | None,
+    dy: Shaped | None,
+    topk: int,
+    gather_indices: Shaped | None,
+    permute_x: bool,
+    permute_y: bool,
+    some_choices: bool,
+) -> int:
     if gather_indices is not None:
         check_integers("gather_indices", gather_indices)
         check_rank("gather_indices", gather_indices, "[M]")
@@ -252,7 +279,7 @@ def check_num_rows(name: str, num_rows: int) -> None:
 
 def _check_features(
     x: Shaped | QuantizedArray | None, dy: Shaped | None, w: Shaped | QuantizedArray | None, w_layout: str
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     if w is None:
         assert x is not None and dy is not None
         return x.shape[1], dy.shape[1]

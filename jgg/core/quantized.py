@@ -126,9 +126,7 @@ def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_turned", "stored_as"]
-)  # fmt: skip
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_turned", "stored_as"])
 @dataclasses.dataclass(frozen=True)
 class ToQuantize:
     """Weights that a product quantizes itself, so that plain JAX need never have all of them quantized.

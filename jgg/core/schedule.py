@@ -266,12 +266,15 @@ def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | Non
     bounds = group_bounds(sizes, num_rows)
     fits = jnp.all(bounds.ends - bounds.starts >= sizes)
     checkify.check(
-        fits, "group_sizes must sum to at most M, {num_rows}, got {total}",
-        num_rows=jnp.int32(num_rows), total=jnp.sum(sizes.astype(jnp.float32)),
-    )  # fmt: skip
+        fits,
+        "group_sizes must sum to at most M, {num_rows}, got {total}",
+        num_rows=jnp.int32(num_rows),
+        total=jnp.sum(sizes.astype(jnp.float32)),
+    )
     if indices is not None:
         missing = jnp.sum(inverse_permutation(indices) < 0)
         checkify.check(
-            missing == 0, "gather_indices must name each of [0, M) once, {missing} positions are missing",
+            missing == 0,
+            "gather_indices must name each of [0, M) once, {missing} positions are missing",
             missing=missing,
-        )  # fmt: skip
+        )

@@ -86,10 +86,18 @@ class MlpOptions:
 
     @classmethod
     def checked(
-        cls, *, activation: ActivationLike, interleaved: bool, w_layout: str, precision: jax.lax.PrecisionLike,
-        quantization: Fp8 | None, implementation: str | None, residual_names: Mapping[str, str] | None = None,
-        spare_sms: int = 0, expected_rows: int | None = None,
-    ) -> "MlpOptions":  # fmt: skip
+        cls,
+        *,
+        activation: ActivationLike,
+        interleaved: bool,
+        w_layout: str,
+        precision: jax.lax.PrecisionLike,
+        quantization: Fp8 | None,
+        implementation: str | None,
+        residual_names: Mapping[str, str] | None = None,
+        spare_sms: int = 0,
+        expected_rows: int | None = None,
+    ) -> "MlpOptions":
         """The options that these arguments of `jgg.moe_mlp` give; raises if one of them is wrong."""
         activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
         check_quantization(quantization)
@@ -100,20 +108,35 @@ class MlpOptions:
         check_implementation(implementation)
         names = ResidualNames(**as_names("residual_names", residual_names, ResidualNames()._asdict()))
         return cls(
-            activation, interleaved, w_layout, as_precision(precision), quantization, implementation, names,
-            spare_sms, expected_rows,
-        )  # fmt: skip
+            activation,
+            interleaved,
+            w_layout,
+            as_precision(precision),
+            quantization,
+            implementation,
+            names,
+            spare_sms,
+            expected_rows,
+        )
 
 
 def checked_weights(
-    x: jax.Array, w_gate_up: ArrayLike | Matrices, w_down: ArrayLike | Matrices, b_gate_up: ArrayLike | None,
-    b_down: ArrayLike | None, options: MlpOptions,
-) -> ExpertWeights:  # fmt: skip
+    x: jax.Array,
+    w_gate_up: ArrayLike | Matrices,
+    w_down: ArrayLike | Matrices,
+    b_gate_up: ArrayLike | None,
+    b_down: ArrayLike | None,
+    options: MlpOptions,
+) -> ExpertWeights:
     """The parameters as arrays; raises where they disagree with each other, with x or with the activation."""
     weights = in_quantization(
-        x, as_matrices("w_gate_up", w_gate_up), as_matrices("w_down", w_down),
-        as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down), options.quantization,
-    )  # fmt: skip
+        x,
+        as_matrices("w_gate_up", w_gate_up),
+        as_matrices("w_down", w_down),
+        as_array_or_none("b_gate_up", b_gate_up),
+        as_array_or_none("b_down", b_down),
+        options.quantization,
+    )
     check_shapes(x, weights.w_gate_up, weights.w_down, weights.b_gate_up, weights.b_down, options)
     return weights
 
@@ -139,9 +162,13 @@ def with_terms(weights: ExpertWeights, terms: Mapping[str, LowRank]) -> ExpertWe
 
 
 def in_quantization(
-    x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
+    x: jax.Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    b_gate_up: jax.Array | None,
+    b_down: jax.Array | None,
     quantization: Fp8 | None,
-) -> ExpertWeights:  # fmt: skip
+) -> ExpertWeights:
     """The parameters, with weights in FP8 if the recipe quantizes them early; other QuantizedArrays dequantized too."""
     w_gate_up, gate_up_forms = _in_quantization("w_gate_up", w_gate_up, quantization, x)
     w_down, down_forms = _in_quantization("w_down", w_down, quantization, x)
@@ -150,7 +177,7 @@ def in_quantization(
 
 def _in_quantization(
     name: str, w: Matrices, quantization: Fp8 | None, x: jax.Array
-) -> tuple[jax.Array, WeightForms | None]:  # fmt: skip
+) -> tuple[jax.Array, WeightForms | None]:
     if quantization is None and isinstance(w, jax.Array):
         return w, None
     quantized = as_quantized_weights(name, w, quantization, x)
@@ -168,15 +195,20 @@ def as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:
 
 
 def check_shapes(
-    x: Shaped, w_gate_up: Shaped | Matrices, w_down: Shaped | Matrices, b_gate_up: Shaped | None,
-    b_down: Shaped | None, options: MlpOptions,
-) -> None:  # fmt: skip
+    x: Shaped,
+    w_gate_up: Shaped | Matrices,
+    w_down: Shaped | Matrices,
+    b_gate_up: Shaped | None,
+    b_down: Shaped | None,
+    options: MlpOptions,
+) -> None:
     """Raises where the tokens and the parameters disagree, with each other or with the activation."""
     as_dtype("x", x.dtype, DTYPES)
     check_rank("x", x, "[T, H]")
     for name, w, axes in (
-        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"), ("w_down", w_down, "[E, H, I] or [E, I, H]"),
-    ):  # fmt: skip
+        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
+        ("w_down", w_down, "[E, H, I] or [E, I, H]"),
+    ):
         if not isinstance(w, QuantizedArray):
             as_dtype(name, w.dtype, DTYPES)
         check_rank(name, w, axes)

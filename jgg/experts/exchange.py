@@ -248,9 +248,15 @@ move.defvjp(
 
 
 def _ragged_all_to_all_by_gather(
-    operand: jax.Array, output: jax.Array, input_offsets: jax.Array, send_sizes: jax.Array, output_offsets: jax.Array,
-    recv_sizes: jax.Array, *, axis_name: str,
-) -> jax.Array:  # fmt: skip
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
     """Computes `jax.lax.ragged_all_to_all` with operations that every platform has."""
     del recv_sizes
     here = jax.lax.axis_index(axis_name)

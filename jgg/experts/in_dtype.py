@@ -53,9 +53,13 @@ class InDtype(Mlp):
         x, bounds = operands.x, self.bounds(operands.group_sizes)
         w = _weights(operands.w_gate_up, operands.quantized_gate_up)
         return UP(
-            self.how, Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up, low_rank=term),
-            problem=self.of_up, activation=self.activation, interleaved=self.interleaved, keeps=keeps,
-        )  # fmt: skip
+            self.how,
+            Forward(x, w, bounds, operands.gather_indices, bias=operands.b_gate_up, low_rank=term),
+            problem=self.of_up,
+            activation=self.activation,
+            interleaved=self.interleaved,
+            keeps=keeps,
+        )
 
     def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
@@ -74,9 +78,12 @@ class InDtype(Mlp):
         z = FORWARD(self.how, of_z, problem=self.transposed_down)
         in_group = between_groups(bounds, self.of_up.num_rows)
         return ACTIVATE_BACKWARD(
-            self.how, ActivateBackward(kept, z, weights, in_group),
-            activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
-        )  # fmt: skip
+            self.how,
+            ActivateBackward(kept, z, weights, in_group),
+            activation=self.activation,
+            interleaved=self.interleaved,
+            scale_hidden=operands.scales_hidden,
+        )
 
     def dx(self, operands: Operands, d_pre_activation: Any, term: LowRankTerm | None) -> jax.Array:
         """The gradient of x [T, H]."""

@@ -50,9 +50,14 @@ class InFp8(Mlp):
         of_up = self._operands(operands, self._rows(operands.x, self.recipe.format), weights)
         of_up = of_up._replace(bias=operands.b_gate_up, low_rank=_in_enk(term, self.of_up.w_layout))
         return UP(
-            self.how, of_up, problem=self.of_up.quantized, keeps=keeps,
-            stored_as=self.recipe.format, activation=self.activation, interleaved=self.interleaved,
-        )  # fmt: skip
+            self.how,
+            of_up,
+            problem=self.of_up.quantized,
+            keeps=keeps,
+            stored_as=self.recipe.format,
+            activation=self.activation,
+            interleaved=self.interleaved,
+        )
 
     def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
@@ -71,9 +76,13 @@ class InFp8(Mlp):
         of_z = of_z._replace(low_rank=_in_enk(term, self.transposed_down.w_layout))
         z = FORWARD(self.how, of_z, problem=self.transposed_down.quantized)
         return ACTIVATE_BACKWARD(
-            self.how, ActivateBackward(kept, z, weights), stored_as=self.recipe.gradient_format,
-            activation=self.activation, interleaved=self.interleaved, scale_hidden=operands.scales_hidden,
-        )  # fmt: skip
+            self.how,
+            ActivateBackward(kept, z, weights),
+            stored_as=self.recipe.gradient_format,
+            activation=self.activation,
+            interleaved=self.interleaved,
+            scale_hidden=operands.scales_hidden,
+        )
 
     def dx(self, operands: Operands, d_pre_activation: Any, term: LowRankTerm | None) -> jax.Array:
         """The gradient of x [T, H]: the forward product with turned weights."""

@@ -82,10 +82,19 @@ class LayerOptions:
 
 
 def check_layer(
-    options: LayerOptions, *, sharding: MoESharding | None, precision: jax.lax.PrecisionLike, quantization: Fp8 | None,
-    implementation: str | None, dtype: DTypeLike | None, param_dtype: DTypeLike, lora_param_dtype: DTypeLike,
-    kernel_init: Initializer, router_init: Initializer, bias_init: Initializer,
-) -> None:  # fmt: skip
+    options: LayerOptions,
+    *,
+    sharding: MoESharding | None,
+    precision: jax.lax.PrecisionLike,
+    quantization: Fp8 | None,
+    implementation: str | None,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike,
+    lora_param_dtype: DTypeLike,
+    kernel_init: Initializer,
+    router_init: Initializer,
+    bias_init: Initializer,
+) -> None:
     """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
 
     Args:

@@ -107,9 +107,7 @@ def _each(convert: Any, value: Any) -> Any:
     return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
 
 
-def add_term(
-    y: jax.Array, x: jax.Array, term: LowRank | None, precision: jax.lax.PrecisionLike = None
-) -> jax.Array:  # fmt: skip
+def add_term(y: jax.Array, x: jax.Array, term: LowRank | None, precision: jax.lax.PrecisionLike = None) -> jax.Array:
     """`y + scale * (x @ a) @ b` in the dtype of x, for y [..., N], a [K, r] and b [r, N]; y where there is no term."""
     if term is None:
         return y

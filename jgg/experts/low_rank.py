@@ -117,6 +117,4 @@ def _with_a(mlp: Mlp, problem: GroupedGemmProblem, a: jax.Array) -> GroupedGemmP
 
 def _in_expert_order(mlp: Mlp, a: jax.Array) -> GroupedGemmProblem:
     """The problem of the product of rows of r features, in expert order, with b of gate and up."""
-    return dataclasses.replace(
-        mlp.of_up, in_features=_rank(mlp, a), permute_x=False, has_bias=False, num_tokens=None
-    )  # fmt: skip
+    return dataclasses.replace(mlp.of_up, in_features=_rank(mlp, a), permute_x=False, has_bias=False, num_tokens=None)

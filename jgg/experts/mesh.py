@@ -139,9 +139,12 @@ class MoESharding:
 
 
 def map_tokens[Result](
-    function: Callable[[dict[str, Any]], Result], sharding: MoESharding, arrays: dict[str, Any], specs: dict[str, P],
+    function: Callable[[dict[str, Any]], Result],
+    sharding: MoESharding,
+    arrays: dict[str, Any],
+    specs: dict[str, P],
     out_specs: Any,
-) -> Result:  # fmt: skip
+) -> Result:
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
 
     Arrays may be a QuantizedArray or QuantizedWeights, whose parts are split as their specs say for the whole.
@@ -153,7 +156,7 @@ def map_tokens[Result](
     arrays = {
         name: jax.tree.map(functools.partial(_placed, name, sharding), array, parts[name])
         for name, array in arrays.items()
-    }  # fmt: skip
+    }
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=(parts,), out_specs=out_specs)(arrays)
 
 

@@ -46,9 +46,14 @@ def problems(
         dw_dtype=weights.w_gate_up.dtype,
     )
     down = dataclasses.replace(
-        up, in_features=weights.w_down.shape[in_axis], out_features=up.in_features, permute_x=False,
-        has_bias=weights.b_down is not None, num_tokens=None, dw_dtype=weights.w_down.dtype,
-    )  # fmt: skip
+        up,
+        in_features=weights.w_down.shape[in_axis],
+        out_features=up.in_features,
+        permute_x=False,
+        has_bias=weights.b_down is not None,
+        num_tokens=None,
+        dw_dtype=weights.w_down.dtype,
+    )
     return up, down
 
 
@@ -120,9 +125,7 @@ class Mlp(abc.ABC):
     @property
     def combined_down(self) -> GroupedGemmProblem:
         """The product from hidden features in expert order to y: `of_down` with a token's rows scaled and added up."""
-        return dataclasses.replace(
-            self.weighted_down, combine_y=self.of_up.permute_x, num_tokens=self.of_up.num_tokens
-        )  # fmt: skip
+        return dataclasses.replace(self.weighted_down, combine_y=self.of_up.permute_x, num_tokens=self.of_up.num_tokens)
 
     @property
     def transposed_down(self) -> GroupedGemmProblem:
@@ -167,7 +170,7 @@ class Mlp(abc.ABC):
         """The routing's weight of each row, float32 [M]."""
         return plain.row_scales(
             self.of_up, self.bounds(operands.group_sizes), operands.gather_indices, operands.topk_weights
-        )  # fmt: skip
+        )
 
 
 class Operands(NamedTuple):

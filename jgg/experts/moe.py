@@ -103,10 +103,16 @@ def moe_mlp(
       TypeError: a dtype is unsupported, or an argument is not the array, Routing, int or flag that it must be.
     """
     options = MlpOptions.checked(
-        activation=activation, interleaved=interleaved, w_layout=w_layout, precision=precision,
-        quantization=quantization, implementation=implementation, residual_names=residual_names, spare_sms=spare_sms,
+        activation=activation,
+        interleaved=interleaved,
+        w_layout=w_layout,
+        precision=precision,
+        quantization=quantization,
+        implementation=implementation,
+        residual_names=residual_names,
+        spare_sms=spare_sms,
         expected_rows=expected_rows,
-    )  # fmt: skip
+    )
     x = as_array("x", x)
     weights = checked_weights(x, w_gate_up, w_down, b_gate_up, b_down, options)
     terms = checked_terms(low_rank_gate_up, low_rank_down, weights.w_gate_up, weights.w_down, options.w_layout)
@@ -118,9 +124,14 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
     """`moe_mlp` of checked arguments."""
     up, down = problems(x, weights, routing, options)
     described = (
-        up, down, how_of(up, options.implementation), options.activation, options.interleaved, options.spare_sms,
+        up,
+        down,
+        how_of(up, options.implementation),
+        options.activation,
+        options.interleaved,
+        options.spare_sms,
         options.names,
-    )  # fmt: skip
+    )
     recipe = options.quantization
     mlp = InDtype(*described) if recipe is None else InFp8(*described, recipe=recipe)
     operands = Operands(
@@ -170,9 +181,7 @@ def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, A
     term_down = low_rank.term_of_down(mlp, operands, activated.hidden)
     y = mlp.down(operands, activated.hidden, term_down)
     rows = _KeptRows(term_up and term_up.rows, term_down and term_down.rows)
-    kept, rows = jax.tree.map(
-        lambda array: checkpoint_name(array, mlp.names.pre_activation), (activated.kept, rows)
-    )  # fmt: skip
+    kept, rows = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), (activated.kept, rows))
     return y, (mlp.kept_for_backward(operands), kept, rows)
 
 
@@ -199,8 +208,11 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows], dy: jax.Arra
     operands, kept, rows = residuals
     operands, dy = mlp.restored(operands, dy)
     x, b_gate_up, topk_weights, gather_indices = (
-        operands.x, operands.b_gate_up, operands.topk_weights, operands.gather_indices
-    )  # fmt: skip
+        operands.x,
+        operands.b_gate_up,
+        operands.topk_weights,
+        operands.gather_indices,
+    )
     bounds = mlp.bounds(operands.group_sizes)
 
     dy = dy.astype(x.dtype)
@@ -228,10 +240,18 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows], dy: jax.Arra
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     return (
         Operands(
-            dx, dw_gate_up, dw_down, db_gate_up, db_down, d_weights, None, None,
-            low_rank_gate_up=d_low_rank_gate_up, low_rank_down=d_low_rank_down,
+            dx,
+            dw_gate_up,
+            dw_down,
+            db_gate_up,
+            db_down,
+            d_weights,
+            None,
+            None,
+            low_rank_gate_up=d_low_rank_gate_up,
+            low_rank_down=d_low_rank_down,
         ),
-    )  # fmt: skip
+    )
 
 
 _mlp.defvjp(_forward, _backward)

@@ -26,10 +26,17 @@ _SPARE_SMS = 24
 
 
 def compute_mlp_on_device(
-    x: jax.Array, w_gate_up: Matrices, w_down: Matrices, b_gate_up: jax.Array | None, b_down: jax.Array | None,
-    topk_weights: jax.Array, topk_indices: jax.Array, terms: Mapping[str, LowRank], sharding: MoESharding,
+    x: jax.Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    b_gate_up: jax.Array | None,
+    b_down: jax.Array | None,
+    topk_weights: jax.Array,
+    topk_indices: jax.Array,
+    terms: Mapping[str, LowRank],
+    sharding: MoESharding,
     options: MlpOptions,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """`moe_mlp_on_device` of checked arguments; `terms` are by the names of the weights that they are beside."""
     how = How(options.implementation, current_target())
     num_experts, num_rows = w_gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]

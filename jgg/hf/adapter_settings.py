@@ -13,10 +13,20 @@ from jgg.hf.patterns import check_pattern, matches, matches_end
 
 # what changes more than a low-rank term of a matrix
 _REFUSED = (
-    "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias",
-    "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
     "velora_config",
-)  # fmt: skip
+)
 _OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
 # other ways to begin change the weights that the adapter is beside
 _INITIALIZATIONS = True, False, "gaussian", "eva", "mica", "orthogonal", None

@@ -52,10 +52,17 @@ def deepseek(settings: Settings) -> dict[str, Any]:
     num_groups, topk_groups = settings.int("n_group"), settings.int("topk_group")
     shared = settings.int("n_shared_experts", 0) * settings.int("moe_intermediate_size")
     options = _options(
-        settings, "n_routed_experts", "moe_intermediate_size", score="sigmoid", use_selection_bias=True,
-        normalize=settings.flag("norm_topk_prob"), scale=settings.number("routed_scaling_factor"),
-        num_groups=num_groups, topk_groups=topk_groups, shared_features=shared,
-    )  # fmt: skip
+        settings,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        score="sigmoid",
+        use_selection_bias=True,
+        normalize=settings.flag("norm_topk_prob"),
+        scale=settings.number("routed_scaling_factor"),
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        shared_features=shared,
+    )
     num_experts = options["num_experts"]
     name = settings.name("n_routed_experts")
     check(num_experts % num_groups == 0, f"n_group must divide {name}, {num_experts}, got {num_groups}.")
@@ -69,9 +76,14 @@ def deepseek(settings: Settings) -> dict[str, Any]:
 def llama4(settings: Settings) -> dict[str, Any]:
     """Options of Llama 4."""
     return _options(
-        settings, "num_local_experts", "intermediate_size", score="sigmoid", normalize=False, scale_input=True,
+        settings,
+        "num_local_experts",
+        "intermediate_size",
+        score="sigmoid",
+        normalize=False,
+        scale_input=True,
         shared_features=settings.int("intermediate_size"),
-    )  # fmt: skip
+    )
 
 
 def gpt_oss(settings: Settings) -> dict[str, Any]:
@@ -80,6 +92,12 @@ def gpt_oss(settings: Settings) -> dict[str, Any]:
     check(limit > 0, f"swiglu_limit must be more than 0, got {limit}.")
     activation = clamped_swiglu(limit, settings.number("swiglu_alpha"))
     return _options(
-        settings, "num_local_experts", "intermediate_size", score="topk_softmax", interleaved=True, use_bias=True,
-        activation=activation, use_router_bias=True,
-    )  # fmt: skip
+        settings,
+        "num_local_experts",
+        "intermediate_size",
+        score="topk_softmax",
+        interleaved=True,
+        use_bias=True,
+        activation=activation,
+        use_router_bias=True,
+    )

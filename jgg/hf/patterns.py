@@ -5,9 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-_TOKEN = re.compile(
-    r"\(\?P<\w+>|\(\?[:=!]|\{\d*,?\d*\}\??|[*+?]\??|\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL
-)  # fmt: skip
+_TOKEN = re.compile(r"\(\?P<\w+>|\(\?[:=!]|\{\d*,?\d*\}\??|[*+?]\??|\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _ESCAPES = set("dDwWsSntrfva")  # each stands for one character
 _AT_A_WORD = {"\\b": True, "\\B": False}

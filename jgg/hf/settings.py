@@ -9,9 +9,15 @@ LARGEST = 2**31 - 1  # what an int of config.json may be at most, if nothing sma
 _LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 # what null says in these keys; other keys may be null where transformers' default is null or an object
 _NULLS = {
-    "eos_token_id": None, "head_dim": None, "n_shared_experts": 0, "num_key_value_heads": None,
-    "num_nextn_predict_layers": 0, "partial_rotary_factor": None, "rope_theta": None, "sliding_window": None,
-}  # fmt: skip
+    "eos_token_id": None,
+    "head_dim": None,
+    "n_shared_experts": 0,
+    "num_key_value_heads": None,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": None,
+    "rope_theta": None,
+    "sliding_window": None,
+}
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

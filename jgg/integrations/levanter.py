@@ -60,9 +60,17 @@ def ragged_dot(
 
 
 def moe_mlp_local(
-    x: jax.Array, selected_experts: jax.Array, combine_weights: jax.Array, token_valid: jax.Array,
-    w_gate_up: jax.Array, w_down: jax.Array, *, activation_fn: ActivationLike, num_experts: int, **_: Any,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x: jax.Array,
+    selected_experts: jax.Array,
+    combine_weights: jax.Array,
+    token_valid: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation_fn: ActivationLike,
+    num_experts: int,
+    **_: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Computes the experts of one device for `levanter.grug`, without a copy of a token for each of its experts.
 
     Remat policies find the arrays for the backward pass under Levanter's names (`MOE_REMAT_SAVE_NAMES`).

@@ -30,9 +30,14 @@ _TRAINING = "maxtext.trainers.pre_train.train"
 
 # options of TPU kernels, or of how they are compiled
 _WITHOUT_EFFECT = {
-    "tiling", "interpret", "lhs_vma_axes", "rhs_vma_axes", "use_tokamax_backend", "use_gmm_v2",
+    "tiling",
+    "interpret",
+    "lhs_vma_axes",
+    "rhs_vma_axes",
+    "use_tokamax_backend",
+    "use_gmm_v2",
     "use_gmm_v2_heuristic_tiling",
-}  # fmt: skip
+}
 
 
 def install(experts: str = "block") -> None:
@@ -68,9 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--experts", choices=("block", "gmm"), default="block",
+        "--experts",
+        choices=("block", "gmm"),
+        default="block",
         help="what jgg computes: the whole block of routed experts (default), or its grouped GEMM alone",
-    )  # fmt: skip
+    )
     options, of_maxtext = parser.parse_known_args(arguments)
     logging.getLogger("jgg").setLevel(logging.INFO)
     install(options.experts)
@@ -94,9 +101,14 @@ def _check_settings_in(module: str, path: str, experts: str, config_of: Callable
 
 
 def gmm(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, preferred_element_type: DTypeLike = jnp.float32,
-    group_offset: jax.Array | int | None = None, partial_sum: jax.Array | None = None, **options: Any,
-) -> jax.Array:  # fmt: skip
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    preferred_element_type: DTypeLike = jnp.float32,
+    group_offset: jax.Array | int | None = None,
+    partial_sum: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
     """Computes `maxtext.kernels.megablox.gmm` with `jgg.ragged_dot`; jgg chooses the tile sizes itself.
 
     Args:
@@ -120,10 +132,19 @@ def gmm(
 
 
 def sparse_matmul(
-    self: Any, inputs: jax.Array, gate_logits: jax.Array, pre_bias_logits: jax.Array | None, w0_kernel: jax.Array,
-    w1_kernel: jax.Array, wo_kernel: jax.Array, w0_bias: jax.Array | None, w1_bias: jax.Array | None,
-    wo_bias: jax.Array | None, input_ids: jax.Array | None = None, forced_routed_experts: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None, None]:  # fmt: skip
+    self: Any,
+    inputs: jax.Array,
+    gate_logits: jax.Array,
+    pre_bias_logits: jax.Array | None,
+    w0_kernel: jax.Array,
+    w1_kernel: jax.Array,
+    wo_kernel: jax.Array,
+    w0_bias: jax.Array | None,
+    w1_bias: jax.Array | None,
+    wo_bias: jax.Array | None,
+    input_ids: jax.Array | None = None,
+    forced_routed_experts: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, None]:
     """Computes `RoutedMoE.sparse_matmul` with `jgg.moe_mlp`: gate and up in one product, and no copies of tokens.
 
     Remat policies know the pre-activation as "mlpwi_0" or, where a custom policy keeps that, as "moe_mlpwi_0". Meshes
@@ -155,12 +176,20 @@ def sparse_matmul(
     x = inputs.reshape(-1, inputs.shape[-1]).astype(self.dtype)
     log_experts("MaxText", x, w_gate_up, self.dtype, weights.shape[-1], sharding)
     y, overflow = sharded_moe_mlp(
-        x, w_gate_up.astype(self.dtype), wo_kernel.astype(self.dtype), weights.reshape(-1, weights.shape[-1]),
-        experts.reshape(-1, experts.shape[-1]), sharding=sharding, activation=_activation(self),
-        interleaved=sharding.tensor is not None, b_gate_up=b_gate_up, b_down=wo_bias, w_layout="ekn",
+        x,
+        w_gate_up.astype(self.dtype),
+        wo_kernel.astype(self.dtype),
+        weights.reshape(-1, weights.shape[-1]),
+        experts.reshape(-1, experts.shape[-1]),
+        sharding=sharding,
+        activation=_activation(self),
+        interleaved=sharding.tensor is not None,
+        b_gate_up=b_gate_up,
+        b_down=wo_bias,
+        w_layout="ekn",
         precision=jax.lax.Precision(config.matmul_precision),
         residual_names={"pre_activation": pre_activation_name(config)},
-    )  # fmt: skip
+    )
     self.sow(nnx.Intermediate, "moe_has_overflow", overflow > 0)
     loss = None
     if config.load_balance_loss_weight > 0 and not self.is_hash_routing:

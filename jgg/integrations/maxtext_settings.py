@@ -5,18 +5,26 @@ from typing import Any
 # Settings that must have this value, since others quantize experts, drop tokens or compute experts in another way. A
 # version of MaxText that lacks one has nothing to refuse.
 _ALWAYS: dict[str, Any] = {
-    "sparse_matmul": True, "te_moe_block": False, "quantization": "", "use_qwix_quantization": False,
+    "sparse_matmul": True,
+    "te_moe_block": False,
+    "quantization": "",
+    "use_qwix_quantization": False,
     "capacity_factor": -1.0,
-}  # fmt: skip
+}
 _FOR: dict[str, dict[str, Any]] = {
     "gmm": {"megablox": True, "use_tokamax_gmm": False},
     "block": {
-        "routed_bias": False, "moe_use_megatron_seq_aux_loss": False, "num_moe_emb_chunks": 0,
-        "num_moe_token_chunks": 1, "use_batch_split_schedule": False, "moe_dropless_fallback": None,
-        "moe_quantize_combine_bwd_method": "", "moe_log_max_load_ratio": False,
+        "routed_bias": False,
+        "moe_use_megatron_seq_aux_loss": False,
+        "num_moe_emb_chunks": 0,
+        "num_moe_token_chunks": 1,
+        "use_batch_split_schedule": False,
+        "moe_dropless_fallback": None,
+        "moe_quantize_combine_bwd_method": "",
+        "moe_log_max_load_ratio": False,
         "log_required_ragged_buffer_factor": False,
     },
-}  # fmt: skip
+}
 
 
 def check_settings(config: Any, experts: str) -> None:

@@ -110,8 +110,10 @@ def log_experts(
         w=jax.ShapeDtypeStruct((experts, features, hidden), dtype),
         group_sizes=jax.ShapeDtypeStruct((experts,), jnp.int32),
         gather_indices=jax.ShapeDtypeStruct((tokens * topk,), jnp.int32),
-        topk=topk, permute_x=True, w_layout="ekn",
-    )  # fmt: skip
+        topk=topk,
+        permute_x=True,
+        w_layout="ekn",
+    )
     _log_once(
         f"jgg computes the experts of {name} by {_kernels_of(problem)}. On each device: x {[tokens, features]} and "
         f"w_gate_up {[experts, features, hidden]} in {jnp.dtype(dtype)}, {topk} experts for each token."
@@ -127,9 +129,11 @@ def log_grouped_gemm(name: str, lhs: jax.Array, rhs: jax.Array) -> None:
       rhs: [g, k, n], experts of this device.
     """
     problem = check_problem(
-        x=lhs, w=jax.ShapeDtypeStruct(rhs.shape, lhs.dtype), w_layout="ekn",
+        x=lhs,
+        w=jax.ShapeDtypeStruct(rhs.shape, lhs.dtype),
+        w_layout="ekn",
         group_sizes=jax.ShapeDtypeStruct(rhs.shape[:1], jnp.int32),
-    )  # fmt: skip
+    )
     _log_once(
         f"jgg computes the grouped GEMMs of {name} by {_kernels_of(problem)}. On each device: "
         f"rows {list(lhs.shape)} and experts {list(rhs.shape)} in {lhs.dtype}."

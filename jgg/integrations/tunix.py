@@ -90,9 +90,16 @@ def _experts(self: Any, x: jax.Array, sharding: MoESharding | None) -> jax.Array
         if term := terms.get("w_gate_up"):
             terms["w_gate_up"] = LowRank(term.a, interleave(term.b), term.scale)
     y, _ = sharded_moe_mlp(
-        rows, w_gate_up, self.down_proj[...], routing.topk_weights, routing.topk_indices, sharding=sharding,
-        interleaved=sharding.tensor is not None, w_layout="ekn", **_options_of(terms),
-    )  # fmt: skip
+        rows,
+        w_gate_up,
+        self.down_proj[...],
+        routing.topk_weights,
+        routing.topk_indices,
+        sharding=sharding,
+        interleaved=sharding.tensor is not None,
+        w_layout="ekn",
+        **_options_of(terms),
+    )
     return y.reshape(x.shape).astype(x.dtype)
 
 

@@ -182,9 +182,13 @@ class Timing:
 
 
 def measure(
-    function: Callable, arrays: dict[str, jax.Array], flops: int, bytes_accessed: int, max_calls: int = MAX_CALLS,
+    function: Callable,
+    arrays: dict[str, jax.Array],
+    flops: int,
+    bytes_accessed: int,
+    max_calls: int = MAX_CALLS,
     lock: AbstractContextManager = nullcontext(),  # noqa: B008
-) -> Timing:  # fmt: skip
+) -> Timing:
     """Times `function(arrays)` on the device; arrays must have group_sizes.
 
     Many calls run one after the other inside one compiled program, so that none waits for the host. If the

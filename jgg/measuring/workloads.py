@@ -66,9 +66,20 @@ class Layer:
 
 
 def gemm(
-    *, num_rows, in_features, out_features, num_experts, topk=1, dtype: Any = "bfloat16", w_layout="enk",
-    permute_x=False, permute_y=False, weighted=False, biased=False, precision=None,
-) -> GroupedGemmProblem:  # fmt: skip
+    *,
+    num_rows,
+    in_features,
+    out_features,
+    num_experts,
+    topk=1,
+    dtype: Any = "bfloat16",
+    w_layout="enk",
+    permute_x=False,
+    permute_y=False,
+    weighted=False,
+    biased=False,
+    precision=None,
+) -> GroupedGemmProblem:
     """Makes the problem of a grouped GEMM from its sizes; rows are in expert order unless options say otherwise.
 
     Args:

@@ -68,9 +68,7 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
     of_hf.save_adapter(folder, model.config.hf, of_hf.Adapter(layers, others, settings))
 
 
-def _settings(
-    of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tuple[int, float]]
-) -> dict[str, Any]:  # fmt: skip
+def _settings(of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """The settings of modules and parameters with these ranks and alphas: r and lora_alpha are the commonest."""
     pairs = collections.Counter([*of_modules.values(), *of_experts])
     rank, alpha = max(pairs, key=pairs.__getitem__, default=(1, 1.0))

@@ -13,9 +13,16 @@ _SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eig
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None = None,
-    is_local: jax.Array | None = None, segments: jax.Array | None = None, sinks: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    is_local: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """The result for each query, [B, S, heads, D].
 
     Args:
@@ -43,7 +50,7 @@ def finite_sinks(sinks: jax.Array) -> jax.Array:
 
 def _attend_to_all(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     if segments is None:
         return _attend(q, k, v, sinks, None, scale)
     position = jnp.arange(q.shape[1])
@@ -53,9 +60,15 @@ def _attend_to_all(
 
 
 def _attend_to_window(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
     window: int,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Blocks of as many queries as a window has, each with the keys of its own block and of the one before."""
     batch, length, *_ = q.shape
     count = -(-length // window)
@@ -86,16 +99,21 @@ def _attend_to_window(
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attends by a mask [B, queries, keys], or causally without one."""
     run = functools.partial(_run, mask=mask, scale=scale)
     return run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
 
 
 def _with_sinks(
-    run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, is_causal: bool,
+    run: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array,
+    is_causal: bool,
     scale: float,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Adds keys before all others whose products with a query are its head's sink, and whose values are zero.
 
     A query has its sink in two more features, as the sum of two numbers of its dtype, and these keys have ones there.
@@ -123,9 +141,7 @@ def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, sc
     fits_cudnn &= mask is None or q.shape[1] % 2 == k.shape[1] % 2 == 0
     is_flash = fits_cudnn and jax.default_backend() == "gpu"
     implementation = "cudnn" if is_flash else None
-    return dot_product_attention(
-        q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation
-    )  # fmt: skip
+    return dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation)
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

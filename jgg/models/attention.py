@@ -87,9 +87,15 @@ class Attention(nnx.Module):
             attended = self._attend_to_cache(q, cache.k[place.layer], cache.v[place.layer], place)
         else:
             attended = attend(
-                q, k, v, scale=self.config.attention_scale, window=place.window, is_local=place.is_local,
-                segments=place.segments, sinks=self.sinks[...] if self.config.use_sinks else None,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                scale=self.config.attention_scale,
+                window=place.window,
+                is_local=place.is_local,
+                segments=place.segments,
+                sinks=self.sinks[...] if self.config.use_sinks else None,
+            )
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
         return linear(self, attended, "o", self.options.lora), cache
 

@@ -69,10 +69,17 @@ def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.M
     if lora.rank is not None:
         adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
     return jgg.nnx.MoE(
-        **vars(config.moe) | adapters, dtype=options.dtype, param_dtype=options.param_dtype,
-        lora_param_dtype=options.lora_param_dtype, kernel_init=init, router_init=init,
-        quantization=options.quantization, implementation=options.implementation, sharding=options.sharding, rngs=rngs,
-    )  # fmt: skip
+        **vars(config.moe) | adapters,
+        dtype=options.dtype,
+        param_dtype=options.param_dtype,
+        lora_param_dtype=options.lora_param_dtype,
+        kernel_init=init,
+        router_init=init,
+        quantization=options.quantization,
+        implementation=options.implementation,
+        sharding=options.sharding,
+        rngs=rngs,
+    )
 
 
 class Decoder(nnx.Module):
@@ -118,20 +125,37 @@ class Decoder(nnx.Module):
     w_head: nnx.Param[jax.Array]
 
     def __init__(
-        self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike = jnp.float32,
-        remat: str = "none", unroll: int = 1, quantization: Fp8 | None = None,
-        lora_rank: int | tuple[int, ...] | None = None, lora_alpha: float | tuple[float, ...] | None = None,
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        remat: str = "none",
+        unroll: int = 1,
+        quantization: Fp8 | None = None,
+        lora_rank: int | tuple[int, ...] | None = None,
+        lora_alpha: float | tuple[float, ...] | None = None,
         lora_targets: tuple[str, ...] = TARGETS,
-        lora_param_dtype: DTypeLike = jnp.float32, implementation: str | None = None,
-        sharding: MoESharding | None = None, rngs: nnx.Rngs,
-    ) -> None:  # fmt: skip
+        lora_param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        sharding: MoESharding | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
         check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
         check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         options = Options.checked(
-            dtype=dtype, param_dtype=param_dtype, lora_param_dtype=lora_param_dtype, remat=remat, unroll=unroll,
-            quantization=quantization, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets,
-            implementation=implementation, sharding=sharding,
-        )  # fmt: skip
+            dtype=dtype,
+            param_dtype=param_dtype,
+            lora_param_dtype=lora_param_dtype,
+            remat=remat,
+            unroll=unroll,
+            quantization=quantization,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_targets=lora_targets,
+            implementation=implementation,
+            sharding=sharding,
+        )
         self.config, self.options = config, options
         create = functools.partial(Layer, config, options)
         num_dense = config.num_dense_layers
@@ -144,7 +168,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: ArrayLike, segments: ArrayLike | None = None, *, mask: ArrayLike | None = None
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
 
         Other ids raise ValueError where their values are known. A traced program has none to check: there, the logits
@@ -170,9 +194,13 @@ class Decoder(nnx.Module):
         return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments, mask))
 
     def losses(
-        self, tokens: ArrayLike, targets: ArrayLike, segments: ArrayLike | None = None, *,
+        self,
+        tokens: ArrayLike,
+        targets: ArrayLike,
+        segments: ArrayLike | None = None,
+        *,
         mask: ArrayLike | None = None,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
         The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
@@ -202,9 +230,15 @@ class Decoder(nnx.Module):
         return self.run_layers(tokens, positions, segments=runs, mask=mask)[0]
 
     def run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None, *, segments: jax.Array | None = None,
-        mask: jax.Array | None = None, lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: Cache | None = None,
+        *,
+        segments: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S], and the cache.
 
         Args:
@@ -250,7 +284,7 @@ class Decoder(nnx.Module):
 
     def _scan(
         self, layers: Layer, x: jax.Array, cache: Cache | None, place: Callable[..., Place], *, first: int
-    ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:  # fmt: skip
+    ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:
         """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
         options = self.options
         graphdef, state = nnx.split(layers)
@@ -295,9 +329,7 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.St
     return nnx.state(layer)
 
 
-def _stacked(
-    create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, sharding: MoESharding | None
-) -> Layer:  # fmt: skip
+def _stacked(create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, sharding: MoESharding | None) -> Layer:
     """`count` layers in one, whose parameters have the layers as their first axis."""
     keys = jax.random.split(rngs.params(), count)
     stacked = nnx.vmap(lambda key: create(nnx.Rngs(params=key)))

@@ -22,9 +22,16 @@ _TEMPERATURES = 2.0**-126, 2.0**126
 
 
 def generate(
-    model: Decoder, tokens: ArrayLike, max_new_tokens: int, *, lengths: ArrayLike | None = None,
-    temperature: float = 0.0, top_p: float = 1.0, key: jax.Array | None = None, stop_tokens: Iterable[int] = (),
-) -> jax.Array:  # fmt: skip
+    model: Decoder,
+    tokens: ArrayLike,
+    max_new_tokens: int,
+    *,
+    lengths: ArrayLike | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    key: jax.Array | None = None,
+    stop_tokens: Iterable[int] = (),
+) -> jax.Array:
     """Continues prompts.
 
     Compiled once for the shapes of its arguments; the loop over new tokens is part of the compiled program. If devices
@@ -80,8 +87,14 @@ def generate(
     copies = 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)
     each = jnp.minimum(jnp.arange(batch + copies), batch - 1)
     return _generate(
-        graphdef, state, tokens[each], lengths[each], stops, sampling if temperature else None, new_tokens=new_tokens,
-    )[:batch]  # fmt: skip
+        graphdef,
+        state,
+        tokens[each],
+        lengths[each],
+        stops,
+        sampling if temperature else None,
+        new_tokens=new_tokens,
+    )[:batch]
 
 
 class Sampling(NamedTuple):
@@ -140,9 +153,15 @@ class _Loop(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="new_tokens")
 def _generate(
-    graphdef: nnx.GraphDef[Decoder], state: Any, tokens: jax.Array, lengths: jax.Array, stops: jax.Array,
-    sampling: Sampling | None, *, new_tokens: int,
-) -> jax.Array:  # fmt: skip
+    graphdef: nnx.GraphDef[Decoder],
+    state: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    stops: jax.Array,
+    sampling: Sampling | None,
+    *,
+    new_tokens: int,
+) -> jax.Array:
     model = nnx.merge(graphdef, state)
     batch, longest = tokens.shape
     empty = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)

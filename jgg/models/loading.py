@@ -35,13 +35,22 @@ _DTYPES = "F64", "F32", "F16", "BF16"  # of weights, as safetensors names them
 
 
 def load(
-    folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None,
-    experts: str | Fp8 = "dense", remat: str = "none", unroll: int = 1,
-    lora_rank: int | tuple[int, ...] | None = None, lora_alpha: float | tuple[float, ...] | None = None,
-    lora_targets: tuple[str, ...] = TARGETS, lora_param_dtype: DTypeLike = jnp.float32,
-    implementation: str | None = None, sharding: MoESharding | None = None, rngs: nnx.Rngs | None = None,
+    folder: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike | None = None,
+    experts: str | Fp8 = "dense",
+    remat: str = "none",
+    unroll: int = 1,
+    lora_rank: int | tuple[int, ...] | None = None,
+    lora_alpha: float | tuple[float, ...] | None = None,
+    lora_targets: tuple[str, ...] = TARGETS,
+    lora_param_dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    sharding: MoESharding | None = None,
+    rngs: nnx.Rngs | None = None,
     show_progress: bool = True,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
@@ -83,10 +92,20 @@ def load(
     param_dtype = dtype if param_dtype is None else param_dtype
     show_progress = as_flag("show_progress", show_progress)
     create = functools.partial(
-        Decoder, config, dtype=dtype, param_dtype=param_dtype, remat=remat, unroll=unroll, lora_rank=lora_rank,
-        lora_alpha=lora_alpha, quantization=experts if isinstance(experts, Fp8) else None, lora_targets=lora_targets,
-        lora_param_dtype=lora_param_dtype, implementation=implementation, sharding=sharding,
-    )  # fmt: skip
+        Decoder,
+        config,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        remat=remat,
+        unroll=unroll,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        quantization=experts if isinstance(experts, Fp8) else None,
+        lora_targets=lora_targets,
+        lora_param_dtype=lora_param_dtype,
+        implementation=implementation,
+        sharding=sharding,
+    )
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))
     reader = _Reader(model, checkpoint, experts)
     for name, value in reader.ends():

@@ -30,9 +30,7 @@ def _logits_of_bwd(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tup
 logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
 
 
-def losses_of(
-    x: jax.Array, w: jax.Array, targets: jax.Array, scale: float, sharding: MoESharding | None
-) -> jax.Array:  # fmt: skip
+def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, scale: float, sharding: MoESharding | None) -> jax.Array:
     """The negative logarithm of each target's probability, float32 [B, S].
 
     The backward pass computes the logits again, part by part.
@@ -51,7 +49,7 @@ def losses_of(
     tokens = sharding.token_spec
     return jax.shard_map(
         own, mesh=sharding.mesh, in_specs=(tokens, jax.P(), tokens), out_specs=tokens, check_vma=False
-    )(x, w, targets)  # fmt: skip
+    )(x, w, targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("scale",))
@@ -61,7 +59,7 @@ def _losses(x: jax.Array, w: jax.Array, targets: jax.Array, scale: float) -> jax
 
 def _losses_fwd(
     x: jax.Array, w: jax.Array, targets: jax.Array, scale: float
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     def of_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, targets = part
         logits = logits_of(x, w) * scale
@@ -77,7 +75,7 @@ def _losses_fwd(
 
 def _losses_bwd(
     scale: float, residuals: tuple[jax.Array, ...], d_losses: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, None]:
     x, w, targets, log_sums = residuals
 
     def of_part(dw: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -45,20 +45,36 @@ class Options:
 
     @classmethod
     def checked(
-        cls, *, dtype: DTypeLike, param_dtype: DTypeLike, lora_param_dtype: DTypeLike, remat: str, unroll: int,
-        quantization: Fp8 | None, lora_rank: int | tuple[int, ...] | None,
-        lora_alpha: float | tuple[float, ...] | None, lora_targets: tuple[str, ...],
-        implementation: str | None, sharding: MoESharding | None,
-    ) -> "Options":  # fmt: skip
+        cls,
+        *,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        lora_param_dtype: DTypeLike,
+        remat: str,
+        unroll: int,
+        quantization: Fp8 | None,
+        lora_rank: int | tuple[int, ...] | None,
+        lora_alpha: float | tuple[float, ...] | None,
+        lora_targets: tuple[str, ...],
+        implementation: str | None,
+        sharding: MoESharding | None,
+    ) -> "Options":
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
         lora = Lora.checked(lora_rank, lora_alpha, lora_targets, ALL_TARGETS)
         return cls(
-            dtype, param_dtype, lora_param_dtype, remat, as_int("unroll", unroll, 1), quantization, lora,
-            implementation, checked_sharding(sharding),
-        )  # fmt: skip
+            dtype,
+            param_dtype,
+            lora_param_dtype,
+            remat,
+            as_int("unroll", unroll, 1),
+            quantization,
+            lora,
+            implementation,
+            checked_sharding(sharding),
+        )
 
 
 def set_params(

@@ -78,9 +78,13 @@ def split(state: Any, sharding: MoESharding | None) -> Any:
 
 
 def split_init(
-    init: Initializer, path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding | None, *,
+    init: Initializer,
+    path: tuple[str, ...],
+    shape: tuple[int, ...],
+    sharding: MoESharding | None,
+    *,
     is_stacked: bool = False,
-) -> Initializer:  # fmt: skip
+) -> Initializer:
     """An initializer that creates a parameter in its place."""
     if sharding is None:
         return init

@@ -94,10 +94,12 @@ def _config(model: Decoder) -> dict[str, Any]:
     dense = [name for name, shape in expected_shapes(model) if len(shape) == 2 and ".experts." not in name]
     return config | {
         "quantization_config": {
-            "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
             "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in dense),
         }
-    }  # fmt: skip
+    }
 
 
 def _check_adapters(model: Decoder) -> None:

@@ -48,7 +48,7 @@ def _activate_types(operands: Activate, activation, interleaved, stored_as=None,
 
 def _activate_plainly(
     operands: Activate, activation: Activation, interleaved: bool, stored_as: Format | None = None, keeps: bool = False
-):  # fmt: skip
+):
     (pre,) = operands
     hidden = activation(pre, interleaved)
     if stored_as is None:
@@ -63,9 +63,13 @@ def _activate_plainly(
 
 
 def _launch_activate(
-    launcher: Launcher, operands: Activate, activation: Activation, interleaved: bool,
-    stored_as: Format | None = None, keeps: bool = False,
-):  # fmt: skip
+    launcher: Launcher,
+    operands: Activate,
+    activation: Activation,
+    interleaved: bool,
+    stored_as: Format | None = None,
+    keeps: bool = False,
+):
     if not can_launch(launcher, activation, stored_as):
         return _activate_plainly(operands, activation, interleaved, stored_as, keeps)
     (pre,) = operands
@@ -121,9 +125,12 @@ def _backward_types(operands: ActivateBackward, stored_as: Format | None = None,
 
 
 def _backward_plainly(
-    operands: ActivateBackward, activation: Activation, interleaved: bool, scale_hidden: bool,
+    operands: ActivateBackward,
+    activation: Activation,
+    interleaved: bool,
+    scale_hidden: bool,
     stored_as: Format | None = None,
-):  # fmt: skip
+):
     pre, z, weights, in_group = operands
     dtype, z = z.dtype, z.astype(jnp.float32)
     if isinstance(pre, QuantizedArray):  # with gate before up
@@ -145,9 +152,13 @@ def _backward_plainly(
 
 
 def _launch_backward(
-    launcher: Launcher, operands: ActivateBackward, activation: Activation, interleaved: bool, scale_hidden: bool,
+    launcher: Launcher,
+    operands: ActivateBackward,
+    activation: Activation,
+    interleaved: bool,
+    scale_hidden: bool,
     stored_as: Format | None = None,
-):  # fmt: skip
+):
     if not can_launch(launcher, activation, stored_as):
         return _backward_plainly(operands, activation, interleaved, scale_hidden, stored_as)
     pre, z, weights, in_group = operands

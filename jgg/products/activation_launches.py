@@ -54,9 +54,13 @@ def can_launch(launcher: Launcher, activation: Activation, stored_as: Format | N
 
 
 def activate(
-    launcher: Launcher, pre: jax.Array, outputs: Activated, activation: Activation, interleaved: bool,
+    launcher: Launcher,
+    pre: jax.Array,
+    outputs: Activated,
+    activation: Activation,
+    interleaved: bool,
     stored_as: Format | None,
-) -> Activated:  # fmt: skip
+) -> Activated:
     """Computes ACTIVATE by its kernel; `outputs` gives the types of the results."""
     from jgg.kernels.activation import activate_kernel
     from jgg.kernels.activation_fp8 import activate_fp8_kernel
@@ -80,9 +84,15 @@ def activate(
 
 
 def differentiate(
-    launcher: Launcher, pre: jax.Array, z: jax.Array, weights: jax.Array, in_group: jax.Array,
-    activation: Activation, interleaved: bool, scale_hidden: bool,
-) -> ActivationGradients:  # fmt: skip
+    launcher: Launcher,
+    pre: jax.Array,
+    z: jax.Array,
+    weights: jax.Array,
+    in_group: jax.Array,
+    activation: Activation,
+    interleaved: bool,
+    scale_hidden: bool,
+) -> ActivationGradients:
     """The results of the backward pass, written over the pre-activation and z."""
     from jgg.kernels.activation import activate_backward_kernel
 
@@ -101,9 +111,16 @@ def differentiate(
 
 
 def differentiate_and_quantize(
-    launcher: Launcher, kept: QuantizedArray, z: jax.Array, weights: jax.Array, outputs: ActivationGradients,
-    activation: Activation, interleaved: bool, scale_hidden: bool, stored_as: Format,
-) -> ActivationGradients:  # fmt: skip
+    launcher: Launcher,
+    kept: QuantizedArray,
+    z: jax.Array,
+    weights: jax.Array,
+    outputs: ActivationGradients,
+    activation: Activation,
+    interleaved: bool,
+    scale_hidden: bool,
+    stored_as: Format,
+) -> ActivationGradients:
     """The results of the backward pass, hidden written over z; `quantized` is None where the kernel cannot make it."""
     from jgg.kernels.activation_fp8 import activate_backward_fp8_kernel
 
@@ -153,8 +170,12 @@ def activation_constants(activation: Activation, interleaved: bool) -> dict[str,
     assert activation.curve is not None
     curve, limit, alpha = activation.curve
     return {
-        "GATED": activation.is_gated, "INTERLEAVED": interleaved, "CURVE": curve, "LIMIT": limit, "ALPHA": alpha,
-    }  # fmt: skip
+        "GATED": activation.is_gated,
+        "INTERLEAVED": interleaved,
+        "CURVE": curve,
+        "LIMIT": limit,
+        "ALPHA": alpha,
+    }
 
 
 def _constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format | None) -> dict[str, Any]:

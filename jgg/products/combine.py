@@ -84,9 +84,17 @@ def gather(how: How, topk: int):
 
 
 def combine(
-    launcher: Launcher, rows, positions, topk: int, scales=None, *, columns: range | None = None, y=None,
-    first_column: int = 0, y_columns=None,
-) -> jax.Array:  # fmt: skip
+    launcher: Launcher,
+    rows,
+    positions,
+    topk: int,
+    scales=None,
+    *,
+    columns: range | None = None,
+    y=None,
+    first_column: int = 0,
+    y_columns=None,
+) -> jax.Array:
     """Launches COMBINE's kernel.
 
     Args:
@@ -159,8 +167,8 @@ def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bound
         products = multiply(rows, columns)
         return combine(
             launcher, products, positions, problem.topk, scales, y=y, first_column=columns.start, y_columns=num_columns
-        )  # fmt: skip
+        )
 
     return column_parts.one_after_the_other(
         rows, num_columns, column_parts.summed_width(launcher.target, problem, num_columns), add_up
-    )  # fmt: skip
+    )

@@ -71,7 +71,7 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
 
 def _multiply_on_every_gpu(
     launcher: Launcher, problem: GroupedGemmProblem, x, terms: Terms, bounds: GroupBounds, gather_indices
-):  # fmt: skip
+):
     """Computes dW from x and the terms of dy by `dw_kernel`."""
     from jgg.kernels.dw import dw_kernel
 
@@ -134,9 +134,7 @@ def _multiply_copies(launcher, problem, x, dy, bounds, gather_indices):
 
     def multiply(x, features, dw):
         rows = expert_order(launcher, x, gather_indices, problem.topk, features)
-        return hopper.multiply_row_blocks(
-            launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start
-        )  # fmt: skip
+        return hopper.multiply_row_blocks(launcher, problem, rows, dy, bounds, dw=dw, first_feature=features.start)
 
     return column_parts.one_after_the_other(x, problem.in_features, column_parts.copied_width(problem), multiply)
 

@@ -109,9 +109,16 @@ def _multiply_rows(
     config, target = launcher.config, launcher.target
     if config.kernel == "hopper":
         dx = hopper.multiply_rows(
-            launcher, problem, terms, w, bounds, gather_indices, gathers=problem.permute_y, part=part,
+            launcher,
+            problem,
+            terms,
+            w,
+            bounds,
+            gather_indices,
+            gathers=problem.permute_y,
+            part=part,
             low_rank=low_rank,
-        )["y"]  # fmt: skip
+        )["y"]
         return DxResults(dx)
     from jgg.kernels.dx import dx_kernel
 
@@ -129,9 +136,19 @@ def _multiply_rows(
     }
     rows = row_tiles.Rows("dy", terms.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
     results = row_tiles.multiply(
-        launcher, dx_kernel, problem, part, rows, w, bounds, own, outputs, low_rank=low_rank,
-        GATHER_DY=problem.permute_y, GATHER_X=problem.permute_x,
-    )  # fmt: skip
+        launcher,
+        dx_kernel,
+        problem,
+        part,
+        rows,
+        w,
+        bounds,
+        own,
+        outputs,
+        low_rank=low_rank,
+        GATHER_DY=problem.permute_y,
+        GATHER_X=problem.permute_x,
+    )
     if x is None:
         return DxResults(results["dx"])
     # the kernel leaves the sums of rows outside every group unwritten

@@ -59,9 +59,7 @@ def _plain(operands: Forward, problem: GroupedGemmProblem):
     return plain.grouped_gemm(problem, *operands)
 
 
-def _dequantized(
-    operands: Forward, problem: GroupedGemmProblem, dtype: Any
-) -> tuple[Forward, GroupedGemmProblem]:  # fmt: skip
+def _dequantized(operands: Forward, problem: GroupedGemmProblem, dtype: Any) -> tuple[Forward, GroupedGemmProblem]:
     """Quantized operands dequantized to a dtype, and the problem with that dtype."""
     dense = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
     return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
@@ -75,7 +73,7 @@ def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forwa
 
 def with_readable_weights(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
-) -> tuple[Launcher, Forward]:  # fmt: skip
+) -> tuple[Launcher, Forward]:
     """The operands, with w dequantized if it is quantized and x is not, unless the kernel converts it as it reads.
 
     It does where groups have few rows, so that the product takes the time in which weights are read; otherwise each row
@@ -137,9 +135,7 @@ def choose(
     return launcher, x, problem
 
 
-def _multiply_rows(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
-):  # fmt: skip
+def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT):
     """Computes y [M, N]; `problem` and `part` may describe a range of a product's columns."""
     config = launcher.config
     scatter_after = problem.permute_y and (config.kernel == "hopper" or not config.fuse_scatter)
@@ -153,9 +149,18 @@ def _multiply_rows(
     else:
         x, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
         y = hopper.multiply_rows(
-            launcher, problem, Terms(x), w, bounds, gather_indices, topk_weights, bias,
-            gathers=problem.permute_x, part=part, low_rank=low_rank,
-        )["y"]  # fmt: skip
+            launcher,
+            problem,
+            Terms(x),
+            w,
+            bounds,
+            gather_indices,
+            topk_weights,
+            bias,
+            gathers=problem.permute_x,
+            part=part,
+            low_rank=low_rank,
+        )["y"]
     return token_order(launcher, y, operands.gather_indices) if scatter_after else y
 
 
@@ -180,10 +185,21 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
     rows = row_tiles.Rows("x", x, config.use_tma_load_x and x_by_tma(target, problem))
     outputs = {"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)}
     return row_tiles.multiply(
-        launcher, forward_kernel, problem, part, rows, w, bounds, own, outputs, low_rank=low_rank,
-        GATHER=problem.permute_x, SCATTER=problem.permute_y, SCALED_REDUCED=scaled_reduced,
+        launcher,
+        forward_kernel,
+        problem,
+        part,
+        rows,
+        w,
+        bounds,
+        own,
+        outputs,
+        low_rank=low_rank,
+        GATHER=problem.permute_x,
+        SCATTER=problem.permute_y,
+        SCALED_REDUCED=scaled_reduced,
         SCALED_COLUMNS=scaled_columns,
-    )["y"]  # fmt: skip
+    )["y"]
 
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
@@ -259,9 +275,7 @@ def _more_rows(how, batch, operands, batched):
         permute_y=not problem.combine_y,
     )
     weights = batch.topk_weights if writes_permuted else batch.row_weights()
-    return batch.split(
-        FORWARD(how, Forward(x, operands.w, bounds, write, weights, operands.bias), problem=all_rows)
-    )  # fmt: skip
+    return batch.split(FORWARD(how, Forward(x, operands.w, bounds, write, weights, operands.bias), problem=all_rows))
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem):

@@ -77,9 +77,7 @@ def compute_forward(problem: GroupedGemmProblem, how: How, arrays: Arrays) -> ja
     return FORWARD(how, operands, problem=problem)
 
 
-def _operands(
-    problem: GroupedGemmProblem, arrays: Arrays
-) -> tuple[GroupedGemmProblem, Forward, Factors | None]:  # fmt: skip
+def _operands(problem: GroupedGemmProblem, arrays: Arrays) -> tuple[GroupedGemmProblem, Forward, Factors | None]:
     """FORWARD's problem, its operands without a term of low rank, and the term's factors.
 
     Quantized w is transposed to [E, N, K], since kernels read it along K.
@@ -93,10 +91,15 @@ def _operands(
     x, w, group_sizes, gather_indices, topk_weights, bias, factors = jax.tree.map(
         functools.partial(vary_over, axes),
         (
-            x, w, arrays.group_sizes, as_indices(arrays.gather_indices), arrays.topk_weights, arrays.bias,
+            x,
+            w,
+            arrays.group_sizes,
+            as_indices(arrays.gather_indices),
+            arrays.topk_weights,
+            arrays.bias,
             arrays.low_rank,
         ),
-    )  # fmt: skip
+    )
     bounds = group_bounds(group_sizes, problem.num_rows, arrays.group_offset, problem.num_experts)
     return problem, Forward(x, w, bounds, gather_indices, topk_weights, bias), factors
 
@@ -124,9 +127,7 @@ def _problems(problem: GroupedGemmProblem, factors: Factors) -> tuple[GroupedGem
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    problem: GroupedGemmProblem, hows: Hows, operands: Forward, factors: Factors | None
-) -> jax.Array:  # fmt: skip
+def _differentiable(problem: GroupedGemmProblem, hows: Hows, operands: Forward, factors: Factors | None) -> jax.Array:
     return FORWARD(hows.forward, _with_term(problem, hows, operands, factors), problem=problem)
 
 
@@ -202,9 +203,14 @@ def bias_row_sums(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compute_dx(
-    problem: GroupedGemmProblem, how: How, dy: jax.Array, w: jax.Array, group_sizes: jax.Array,
-    gather_indices: jax.Array | None, topk_weights: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+    problem: GroupedGemmProblem,
+    how: How,
+    dy: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    gather_indices: jax.Array | None,
+    topk_weights: jax.Array | None,
+) -> jax.Array:
     """Computes the gradient of x by DX alone."""
     bounds = group_bounds(group_sizes, problem.num_rows)
     operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
@@ -213,9 +219,14 @@ def compute_dx(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compute_dw(
-    problem: GroupedGemmProblem, how: How, x: jax.Array, dy: jax.Array, group_sizes: jax.Array,
-    gather_indices: jax.Array | None, topk_weights: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+    problem: GroupedGemmProblem,
+    how: How,
+    x: jax.Array,
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    gather_indices: jax.Array | None,
+    topk_weights: jax.Array | None,
+) -> jax.Array:
     """Computes the gradient of w by DW alone."""
     operands = Dw(x, dy, group_bounds(group_sizes, problem.num_rows), as_indices(gather_indices), topk_weights)
     return DW(how, operands, problem=problem)

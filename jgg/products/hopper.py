@@ -48,10 +48,20 @@ class Hidden(NamedTuple):
 
 
 def multiply_rows(
-    launcher: Launcher, problem: GroupedGemmProblem, terms: Terms, w, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, *, gathers: bool, part: Part = WHOLE_PRODUCT,
-    hidden: Hidden | None = None, low_rank: LowRankTerm | None = None,
-) -> dict[str, jax.Array]:  # fmt: skip
+    launcher: Launcher,
+    problem: GroupedGemmProblem,
+    terms: Terms,
+    w,
+    bounds: GroupBounds,
+    gather_indices=None,
+    topk_weights=None,
+    bias=None,
+    *,
+    gathers: bool,
+    part: Part = WHOLE_PRODUCT,
+    hidden: Hidden | None = None,
+    low_rank: LowRankTerm | None = None,
+) -> dict[str, jax.Array]:
     """Computes forward or dX: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
@@ -138,9 +148,16 @@ def _results(columns: int, width: int, hidden: Hidden | None) -> dict[str, tuple
 
 
 def multiply_row_blocks(
-    launcher: Launcher, problem: GroupedGemmProblem, x, dy: Terms, bounds: GroupBounds, gather_indices=None, *,
-    dw=None, first_feature: int = 0,
-):  # fmt: skip
+    launcher: Launcher,
+    problem: GroupedGemmProblem,
+    x,
+    dy: Terms,
+    bounds: GroupBounds,
+    gather_indices=None,
+    *,
+    dw=None,
+    first_feature: int = 0,
+):
     """Computes dW in the shape and layout of w and in `problem.dw_dtype`.
 
     Args:

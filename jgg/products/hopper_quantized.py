@@ -34,10 +34,18 @@ _LOW_STEP = BLOCK // 2  # features of 16 bits that take the bytes of BLOCK in FP
 
 
 def multiply_rows(
-    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, low_rank: LowRankTerm | None = None, *,
+    launcher: Launcher,
+    problem: GroupedGemmProblem,
+    x: QuantizedArray,
+    w: QuantizedArray,
+    bounds: GroupBounds,
+    gather_indices=None,
+    topk_weights=None,
+    bias=None,
+    low_rank: LowRankTerm | None = None,
+    *,
     part: Part = WHOLE_PRODUCT,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Computes y [M, N] in expert order; `problem` and `part` may describe a range of a product's columns.
 
     Args:
@@ -49,9 +57,18 @@ def multiply_rows(
 
 
 def multiply_and_activate(
-    launcher: Launcher, problem: GroupedGemmProblem, x: QuantizedArray, w: QuantizedArray, bounds: GroupBounds,
-    gather_indices=None, topk_weights=None, bias=None, low_rank: LowRankTerm | None = None, *, hidden: Hidden,
-) -> Activated:  # fmt: skip
+    launcher: Launcher,
+    problem: GroupedGemmProblem,
+    x: QuantizedArray,
+    w: QuantizedArray,
+    bounds: GroupBounds,
+    gather_indices=None,
+    topk_weights=None,
+    bias=None,
+    low_rank: LowRankTerm | None = None,
+    *,
+    hidden: Hidden,
+) -> Activated:
     """Computes the product and its activation: the results of FORWARD followed by ACTIVATE."""
     product = array_type((problem.num_rows, problem.out_features), problem.out_dtype)
     outputs = named(**activated_types(product, hidden.activation, hidden.stored_as, hidden.keeps)._asdict())
@@ -66,9 +83,20 @@ def multiply_and_activate(
 
 
 def _launch(
-    launcher: Launcher, problem: GroupedGemmProblem, outputs: dict[str, Any], x, w, bounds, gather_indices,
-    topk_weights, bias, low_rank: LowRankTerm | None, *, part: Part = WHOLE_PRODUCT, hidden: Hidden | None = None,
-):  # fmt: skip
+    launcher: Launcher,
+    problem: GroupedGemmProblem,
+    outputs: dict[str, Any],
+    x,
+    w,
+    bounds,
+    gather_indices,
+    topk_weights,
+    bias,
+    low_rank: LowRankTerm | None,
+    *,
+    part: Part = WHOLE_PRODUCT,
+    hidden: Hidden | None = None,
+):
     """Launches the kernel; returns its results by the names in `outputs`."""
     from jgg.kernels.hopper_fp8 import hopper_fp8_kernel
 

@@ -25,10 +25,17 @@ _Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def contract_dense(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
-    *, group_offset: jax.Array | None, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    numbers: jax.lax.RaggedDotDimensionNumbers,
+    outer: _Axes,
+    *,
+    group_offset: jax.Array | None,
+    precision: jax.lax.PrecisionLike,
+    out_dtype: DTypeLike,
     implementation: str | None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The product if the ragged dimension is free; a row is one index into it and the free dimensions after it."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free = other_axes(lhs, lhs_contracted, lhs_batch)
@@ -45,17 +52,28 @@ def contract_dense(
         _sizes_of_rows(group_sizes, [lhs.shape[axis] for axis in rows], [lhs_batch, outer]),
     )
     function = functools.partial(
-        _multiply_rows, group_offset=group_offset, w_layout="enk" if contracted_is_minor else "ekn",
-        precision=precision, out_dtype=out_dtype, implementation=implementation,
-    )  # fmt: skip
+        _multiply_rows,
+        group_offset=group_offset,
+        w_layout="enk" if contracted_is_minor else "ekn",
+        precision=precision,
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
     out = _over_batches(function, group_sizes, lhs_batch, outer, None)(*operands)
     return out.reshape([lhs.shape[axis] for axis in (*lhs_batch, *free)] + [rhs.shape[axis] for axis in columns])
 
 
 def contract_ragged(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: jax.lax.RaggedDotDimensionNumbers, outer: _Axes,
-    *, precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
-) -> jax.Array:  # fmt: skip
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    numbers: jax.lax.RaggedDotDimensionNumbers,
+    outer: _Axes,
+    *,
+    precision: jax.lax.PrecisionLike,
+    out_dtype: DTypeLike,
+    implementation: str | None,
+) -> jax.Array:
     """The product if the ragged dimension is contracted: for each group the sum over its rows."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free, columns = other_axes(lhs, lhs_contracted, lhs_batch), other_axes(rhs, rhs_contracted, rhs_batch)
@@ -106,7 +124,7 @@ def _sizes_of_rows(group_sizes: jax.Array, shape: Sequence[int], leading: Sequen
 
 def _over_batches(
     function: _Product, group_sizes: jax.Array, batch: _Axes, outer: _Axes, rhs_of_outer: int | None
-) -> _Product:  # fmt: skip
+) -> _Product:
     """Maps function(lhs, rhs, group_sizes) over the batch axis and over the outer axis, which rhs may lack."""
     of_sizes = None if group_sizes.ndim == 1 else 0
     if outer:
@@ -115,25 +133,42 @@ def _over_batches(
 
 
 def _multiply_rows(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, group_offset: jax.Array | None, w_layout: str,
-    precision: jax.lax.PrecisionLike, out_dtype: DTypeLike, implementation: str | None,
-) -> jax.Array:  # fmt: skip
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | None,
+    w_layout: str,
+    precision: jax.lax.PrecisionLike,
+    out_dtype: DTypeLike,
+    implementation: str | None,
+) -> jax.Array:
     """Multiplies the rows of lhs [m, k] by rhs [g, k, n] or, with w_layout "enk", [g, n, k]; returns [m, n]."""
     dtype = _common_dtype(lhs.dtype, rhs.dtype)
     x, w = _converted(lhs, dtype, group_sizes, group_offset, rhs.shape[0]), rhs.astype(dtype)
     problem = check_problem(
-        x=x, w=w, group_sizes=group_sizes, group_offset=group_offset, w_layout=w_layout, precision=precision,
+        x=x,
+        w=w,
+        group_sizes=group_sizes,
+        group_offset=group_offset,
+        w_layout=w_layout,
+        precision=precision,
         out_dtype=out_dtype,
-    )  # fmt: skip
+    )
     how = how_of(problem, implementation)
     arrays = Arrays(x, w, group_sizes, group_offset=group_offset)
     return compute_grouped_gemm(problem, Hows(how, how, how), arrays)
 
 
 def _sum_over_rows(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: DTypeLike, precision: jax.lax.PrecisionLike,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    dtype: DTypeLike,
+    precision: jax.lax.PrecisionLike,
     implementation: str | None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Sums outer products of the rows of lhs [k, m] and rhs [k, n] by group, in `dtype`; returns [g, m, n]."""
     lhs, rhs = (_converted(rows, dtype, group_sizes) for rows in (lhs, rhs))
     problem = check_problem(x=lhs, dy=rhs, group_sizes=group_sizes, w_layout="ekn", precision=precision)
@@ -143,7 +178,7 @@ def _sum_over_rows(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _outer_products(
     problem: GroupedGemmProblem, how: How, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     axes = varying_axes(lhs, rhs, group_sizes)
     lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
     operands = Dw(lhs, rhs, group_bounds(group_sizes, problem.num_rows))
@@ -172,9 +207,12 @@ _differentiable.defvjp(
 
 
 def _converted(
-    rows: jax.Array, dtype: DTypeLike, group_sizes: jax.Array, group_offset: jax.Array | None = None,
+    rows: jax.Array,
+    dtype: DTypeLike,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
     num_groups: int | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Rows in a dtype. If that is not their own dtype, rows of no group become zeros.
 
     Otherwise jax.debug_nans would report a NaN in such rows.

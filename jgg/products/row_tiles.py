@@ -54,10 +54,18 @@ class Rows(NamedTuple):
 
 
 def multiply(
-    launcher: Launcher, kernel, problem: GroupedGemmProblem, part: Part, rows: Rows, w: jax.Array, bounds: GroupBounds,
-    operands: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct], low_rank: LowRankTerm | None = None,
+    launcher: Launcher,
+    kernel,
+    problem: GroupedGemmProblem,
+    part: Part,
+    rows: Rows,
+    w: jax.Array,
+    bounds: GroupBounds,
+    operands: dict[str, Any],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    low_rank: LowRankTerm | None = None,
     **constants: int,
-) -> dict[str, jax.Array]:  # fmt: skip
+) -> dict[str, jax.Array]:
     """Launches `forward_kernel` or `dx_kernel`, which run on every GPU; returns its outputs by name.
 
     Args:

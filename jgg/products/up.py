@@ -22,9 +22,13 @@ from jgg.products.terms import Terms
 
 
 def _one_by_one(
-    call: Callable, operands: Forward, problem: GroupedGemmProblem, keeps: bool, stored_as: Format | None = None,
+    call: Callable,
+    operands: Forward,
+    problem: GroupedGemmProblem,
+    keeps: bool,
+    stored_as: Format | None = None,
     **activation,
-) -> Activated:  # fmt: skip
+) -> Activated:
     """Computes FORWARD and then ACTIVATE, each as call(product, operands, **parameters)."""
     pre_activation = call(FORWARD, operands, problem=problem)
     if stored_as is not None:
@@ -34,9 +38,13 @@ def _one_by_one(
 
 
 def _result_types(
-    operands: Forward, problem: GroupedGemmProblem, activation: Activation, keeps: bool,
-    stored_as: Format | None = None, **_,
-) -> Activated:  # fmt: skip
+    operands: Forward,
+    problem: GroupedGemmProblem,
+    activation: Activation,
+    keeps: bool,
+    stored_as: Format | None = None,
+    **_,
+) -> Activated:
     pre_activation = array_type(problem.y_shape, problem.out_dtype)
     results = activated_types(pre_activation, activation, stored_as, keeps)
     return results._replace(kept=pre_activation) if keeps and stored_as is None else results
@@ -47,17 +55,27 @@ def _plain(operands: Forward, **parameters):
 
 
 def _launch(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, activation: Activation, interleaved: bool,
-    keeps: bool, stored_as: Format | None = None,
-):  # fmt: skip
+    launcher: Launcher,
+    operands: Forward,
+    problem: GroupedGemmProblem,
+    activation: Activation,
+    interleaved: bool,
+    keeps: bool,
+    stored_as: Format | None = None,
+):
     launcher, operands = forward.with_readable_weights(launcher, operands, problem)
     config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
     hidden = Hidden(activation, interleaved, keeps, stored_as)
     if not _is_one_kernel(config, problem, launcher.target, hidden):
         return _one_by_one(
-            lambda product, operands, **own: product.launch(launcher, operands, **own), operands, problem, keeps,
-            stored_as, activation=activation, interleaved=interleaved,
-        )  # fmt: skip
+            lambda product, operands, **own: product.launch(launcher, operands, **own),
+            operands,
+            problem,
+            keeps,
+            stored_as,
+            activation=activation,
+            interleaved=interleaved,
+        )
     launcher = launcher._replace(config=config)
     if problem.is_quantized:
         quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
@@ -65,9 +83,17 @@ def _launch(
         return hopper_quantized.multiply_and_activate(launcher, problem, *operands, hidden=hidden)
     launcher, x, product = forward.choose(launcher, operands, problem)
     results = hopper.multiply_rows(
-        launcher, product, Terms(x), operands.w, operands.bounds, operands.gather_indices, bias=operands.bias,
-        gathers=product.permute_x, hidden=hidden, low_rank=operands.low_rank,
-    )  # fmt: skip
+        launcher,
+        product,
+        Terms(x),
+        operands.w,
+        operands.bounds,
+        operands.gather_indices,
+        bias=operands.bias,
+        gathers=product.permute_x,
+        hidden=hidden,
+        low_rank=operands.low_rank,
+    )
     return Activated(results["hidden"], results.get("y"))
 
 

@@ -13,9 +13,13 @@ from jgg.products.terms import two_terms
 
 
 def router_logits(
-    x: ArrayLike, w_router: ArrayLike, bias: ArrayLike | None = None, *, precision: jax.lax.PrecisionLike = None,
+    x: ArrayLike,
+    w_router: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The router's logits `x @ w_router + bias`, float32.
 
     Tokens in bfloat16 are multiplied as they are, since converting them to float32 takes longer than the product. A
@@ -50,9 +54,12 @@ def router_logits(
 
 
 def compute_logits(
-    x: jax.Array, w_router: jax.Array, bias: jax.Array | None, precision: jax.lax.Precision,
+    x: jax.Array,
+    w_router: jax.Array,
+    bias: jax.Array | None,
+    precision: jax.lax.Precision,
     implementation: str | None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`router_logits` of checked arguments."""
     if x.dtype == jnp.bfloat16 and precision == jax.lax.Precision.DEFAULT and implementation != "xla":
         axes = varying_axes(x, w_router)
@@ -102,7 +109,7 @@ def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: ja
 
 def _dot(
     left: jax.Array, right: jax.Array, left_axis: int, right_axis: int, dtype: DTypeLike, like: jax.Array | None = None
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The product of two matrices; if `like` is given, split over Explicit axes of a mesh as `like` is."""
     dot = functools.partial(
         jax.lax.dot_general,

@@ -14,9 +14,13 @@ from jgg.router.routing import SCORES, as_logits, as_selection_bias, compute_ord
 
 
 def load_balancing_loss(
-    logits: ArrayLike, topk_indices: ArrayLike, *, score: str = "softmax", mask: ArrayLike | None = None,
+    logits: ArrayLike,
+    topk_indices: ArrayLike,
+    *,
+    score: str = "softmax",
+    mask: ArrayLike | None = None,
     axis_name: Hashable = (),
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The auxiliary loss that evens out the experts' loads.
 
     Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that go to expert e and P[e] the

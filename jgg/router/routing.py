@@ -118,15 +118,32 @@ def route(
         topk_indices = as_given_choices(topk_indices, "[T, k]", (logits.shape[0], topk))
     check_implementation(implementation)
     return compute_routing(
-        logits, selection_bias, topk_indices, How(implementation, current_target()), topk=topk, score=score,
-        normalize=normalize, scale=scale, num_groups=num_groups, topk_groups=topk_groups,
-    )  # fmt: skip
+        logits,
+        selection_bias,
+        topk_indices,
+        How(implementation, current_target()),
+        topk=topk,
+        score=score,
+        normalize=normalize,
+        scale=scale,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+    )
 
 
 def compute_routing(
-    logits: jax.Array, selection_bias: jax.Array | None, given: jax.Array | None, how: How, *, topk: int, score: str,
-    normalize: bool, scale: float, num_groups: int, topk_groups: int,
-) -> Routing:  # fmt: skip
+    logits: jax.Array,
+    selection_bias: jax.Array | None,
+    given: jax.Array | None,
+    how: How,
+    *,
+    topk: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    num_groups: int,
+    topk_groups: int,
+) -> Routing:
     """`route` of checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
     if selection_bias is not None:
@@ -140,9 +157,14 @@ def compute_routing(
 
 
 def _choose(
-    logits: jax.Array, topk: int, score: str, selection_bias: jax.Array | None, num_groups: int, topk_groups: int,
+    logits: jax.Array,
+    topk: int,
+    score: str,
+    selection_bias: jax.Array | None,
+    num_groups: int,
+    topk_groups: int,
     top_k: Callable[[jax.Array, int], jax.Array],
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The experts of each token, int32 [T, k], the highest biased score first."""
     if score == "topk_softmax":
         scores = logits

@@ -52,7 +52,7 @@ def _of_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
 @_of_choices.defjvp
 def _of_choices_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     return _of_choices(*primals), _compared_choices(tangents[0], primals[1])
 
 

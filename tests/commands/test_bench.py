@@ -103,9 +103,15 @@ def expected(op, problem, arrays):
 def test_peers_compute_what_jgg_does(name, groups, op, w_layout):
     op, permute_x = ("forward", True) if op == "gather" else (op, False)
     problem = workloads.gemm(
-        num_rows=24, in_features=8, out_features=6, num_experts=4, topk=2, dtype="float32",
-        w_layout=w_layout, permute_x=permute_x,
-    )  # fmt: skip
+        num_rows=24,
+        in_features=8,
+        out_features=6,
+        num_experts=4,
+        topk=2,
+        dtype="float32",
+        w_layout=w_layout,
+        permute_x=permute_x,
+    )
     arrays = workloads.operands(problem, groups)
     (way,) = peers.PEERS[name].prepare(op, problem, arrays)
     np.testing.assert_allclose(way.compute(), expected(op, problem, arrays), rtol=1e-5, atol=1e-5)
@@ -149,8 +155,11 @@ def test_defaults_without_a_gpu_are_one_layer_scaled_down(monkeypatch):
     assert list(problems) == [(first.name, gemm) for gemm in ("up", "down")]
     up = problems[first.name, "up"]
     assert (up.num_rows, up.in_features, up.out_features, up.num_experts) == (
-        256 * first.topk, first.hidden // 16, 2 * first.expert_intermediate // 16, 16,
-    )  # fmt: skip
+        256 * first.topk,
+        first.hidden // 16,
+        2 * first.expert_intermediate // 16,
+        16,
+    )
     assert settings.problems("gather")[first.name, "up"].permute_x
 
 
@@ -374,16 +383,30 @@ def test_an_interrupt_before_anything_was_measured_writes_nothing(monkeypatch, t
 def test_ratios_are_geometric_means_over_gemms():
     problem = workloads.gemm(num_rows=4, in_features=2, out_features=2, num_experts=2)
     rows = [
-        bench_run.Row(layer, "up", "forward", problem, {
-            "jgg": bench_run.Measurement("right", seconds=1.0), "dense": bench_run.Measurement("right", seconds=dense),
-        })
+        bench_run.Row(
+            layer,
+            "up",
+            "forward",
+            problem,
+            {
+                "jgg": bench_run.Measurement("right", seconds=1.0),
+                "dense": bench_run.Measurement("right", seconds=dense),
+            },
+        )
         for layer, dense in (("a", 2.0), ("b", 0.5), ("c", 8.0))
-    ]  # fmt: skip
+    ]
     rows.append(bench_run.Row("d", "up", "forward", problem, {"jgg": bench_run.Measurement("WRONG")}))
     found = bench_report.ratios(rows, ["forward", "dx"], ["dense", "torch"])
-    assert found == {"forward": {"dense": {
-        "geometric_mean": pytest.approx(2.0), "smallest": 0.5, "smallest_of": "b up", "gemms": 3,
-    }}}  # fmt: skip
+    assert found == {
+        "forward": {
+            "dense": {
+                "geometric_mean": pytest.approx(2.0),
+                "smallest": 0.5,
+                "smallest_of": "b up",
+                "gemms": 3,
+            }
+        }
+    }
 
 
 def test_products_are_not_moved_out_of_the_loop_that_times_them():
@@ -431,6 +454,12 @@ def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
 def test_numbers_have_three_digits():
     values = [None, 0, 0.01234, 1.2345, 12.345, 123.45, 12345.6]
     assert [number(value) for value in values] == [
-        "-", "0", "0.0123", "1.23", "12.3", "123", "12,346",
-    ]  # fmt: skip
+        "-",
+        "0",
+        "0.0123",
+        "1.23",
+        "12.3",
+        "123",
+        "12,346",
+    ]
     assert number(np.float64(2)) == "2.00"

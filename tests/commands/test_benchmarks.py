@@ -131,9 +131,13 @@ def test_a_wrong_result_is_reported_and_not_timed(name, run_layers, monkeypatch)
 
 
 def test_a_result_that_turns_wrong_while_it_is_timed_is_caught(run_layers, monkeypatch):
-    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(
-        1e-3, jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, jax.jit(function)(arrays))
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        ways,
+        "measure",
+        lambda function, arrays, *_, **__: Timing(
+            1e-3, jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, jax.jit(function)(arrays))
+        ),
+    )
     code, _, result = run_layers()
     assert code == 1
     assert {m["status"] for m in result["layers"][0]["passes"].values()} == {"WRONG"}

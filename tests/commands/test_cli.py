@@ -309,9 +309,21 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
 @pytest.fixture(scope="module")
 def small_model():
     settings = demo.Settings(
-        steps=1, batch=2, seq=16, hidden=64, layers=1, experts=4, topk=2, seed=0, out="",
-        implementation=None, dtype="float32", fp8=False, temperature=1.0, quiet=True,
-    )  # fmt: skip
+        steps=1,
+        batch=2,
+        seq=16,
+        hidden=64,
+        layers=1,
+        experts=4,
+        topk=2,
+        seed=0,
+        out="",
+        implementation=None,
+        dtype="float32",
+        fp8=False,
+        temperature=1.0,
+        quiet=True,
+    )
     model = make_model(settings, nnx.Rngs(0))
     model.w_head[...] = jax.random.normal(jax.random.key(1), (64, 256))
     graphdef, params = nnx.split(model)

@@ -33,7 +33,7 @@ def read(folder, *rows, length=64):
     return [
         (pieces_of(ids[:first].tolist()), pieces_of(ids[first:].tolist()))
         for ids, first in finetune.read_examples(options)
-    ]  # fmt: skip
+    ]
 
 
 # the rows; for each kind of tokenizer their pieces, those that are learned after the bar
@@ -47,19 +47,35 @@ ROWS = [
 PIECES = {
     tokenizers.byte_level: ["one : | Ġtwo", "one : | Ġtwo", "one Ċ | two", "<s> | one Ġtwo", "| two"],
     tokenizers.byte_level_with_bos: [
-        "<s> one : | Ġtwo", "<s> one : | Ġtwo", "<s> one Ċ | two", "<s> | one Ġtwo", "<s> | two",
+        "<s> one : | Ġtwo",
+        "<s> one : | Ġtwo",
+        "<s> one Ċ | two",
+        "<s> | one Ġtwo",
+        "<s> | two",
     ],
     tokenizers.llama: [
-        "<s> ▁one <0x3A> | ▁two", "<s> ▁one <0x3A> | ▁two", "<s> ▁one <0x0A> | two", "<s> | ▁one ▁two", "<s> | ▁two",
+        "<s> ▁one <0x3A> | ▁two",
+        "<s> ▁one <0x3A> | ▁two",
+        "<s> ▁one <0x0A> | two",
+        "<s> | ▁one ▁two",
+        "<s> | ▁two",
     ],
     tokenizers.unigram: [
-        "<s> ▁one : | ▁two", "<s> ▁one : | ▁two", "<s> ▁one \n | two", "<s> | ▁one ▁two", "<s> | ▁two",
+        "<s> ▁one : | ▁two",
+        "<s> ▁one : | ▁two",
+        "<s> ▁one \n | two",
+        "<s> | ▁one ▁two",
+        "<s> | ▁two",
     ],
     tokenizers.words: ["one : | two", "one : | two", "one | two", "<s> | one two", "| two"],
     tokenizers.word_pieces: [
-        "<s> on ##e : | two", "<s> on ##e : | two", "<s> on ##e | two", "<s> on | ##e two", "<s> | two",
+        "<s> on ##e : | two",
+        "<s> on ##e : | two",
+        "<s> on ##e | two",
+        "<s> on | ##e two",
+        "<s> | two",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("make", PIECES, ids=lambda make: make.__name__)
@@ -82,9 +98,13 @@ def test_a_text_and_its_continuation_are_decoded_as_one(make, tmp_path):
 
 
 PADDING = {
-    "strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+    "strategy": {"Fixed": 12},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
     "pad_token": "<unk>",
-}  # fmt: skip
+}
 TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
 
 
@@ -113,30 +133,36 @@ TEMPLATES = {
     "generation": (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}"
         "{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}",
-        "one:", "two</s>",
+        "one:",
+        "two</s>",
     ),
     "loops, macros, namespaces": (
         "{% macro turn(m) %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endmacro %}{% set found = namespace(n=0) %}"
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{% set found.n = found.n + 1 %}{{ turn(m) }}{% if found.n > 9 %}{% break %}{% endif %}{% endfor %}",
-        "<|im_start|>one<|im_end|>", "<|im_start|>two<|im_end|>",
+        "<|im_start|>one<|im_end|>",
+        "<|im_start|>two<|im_end|>",
     ),
     "special tokens, JSON, dates": (
         "{{ bos_token }}{{ strftime_now('%Y') | length }}{{ messages[0] | tojson }}"
         "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}",
-        '<s>4{"role": "user", "content": "one"}', "two</s>",
+        '<s>4{"role": "user", "content": "one"}',
+        "two</s>",
     ),
     # a prompt that asks for thoughts, which an answer may lack
     "asks for thoughts": (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}",
-        "user:one\nassistant:", "two\n",
+        "user:one\nassistant:",
+        "two\n",
     ),
     # as Phi-3's, which ends all but a prompt
     "an end behind all": (
-        LOOP.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}"), WHOLE[0], WHOLE[1] + "</s>",
+        LOOP.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}"),
+        WHOLE[0],
+        WHOLE[1] + "</s>",
     ),
-}  # fmt: skip
+}
 
 
 def texts_of(folder, *rows):
@@ -172,9 +198,7 @@ def test_messages_of_llama_s_kind_are_one_text(tmp_path):
         "{{ eos_token }}{% endif %}{% endfor %}"
     )
     folder = folder_of(tmp_path, tokenizers.llama, template)
-    assert read(folder, {"messages": [USER, ASSISTANT]}) == [
-        (["<s>", "▁one", "▁one", "<0x3A>"], ["▁two", "</s>"])
-    ]  # fmt: skip
+    assert read(folder, {"messages": [USER, ASSISTANT]}) == [(["<s>", "▁one", "▁one", "<0x3A>"], ["▁two", "</s>"])]
 
 
 FAILING = {
@@ -239,7 +263,7 @@ WRONG_ROWS = {
     ),
     "no-message": (b'{"messages": []}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "nothing": (b"\n \n", "data.jsonl must have an example with tokens to learn, got none"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_ROWS)

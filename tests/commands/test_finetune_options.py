@@ -112,7 +112,7 @@ CONFIGS = {
     "balance": ("config.json", {"router_aux_loss_coef": "much"}, "router_aux_loss_coef must be a number of at least 0"),
     "vocabulary": ("config.json", {"vocab_size": 3}, "data.jsonl must have tokens below the model's vocab_size, 3"),
     "end": ("generation_config.json", '{"eos_token_id": 64}', "below the model's vocab_size, 64, got 64"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -207,8 +207,10 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, capsys):
     assert str(raised.value).endswith("checkpoint is of step 2")
     assert run_steps([1.0, 2.0, 3.0], tmp_path)["n"] == 3  # goes on from there
     assert re.findall(r"step (\d): loss (\S+),", capsys.readouterr().out) == [
-        ("1", "1.0000"), ("2", "2.0000"), ("3", "3.0000"),
-    ]  # fmt: skip
+        ("1", "1.0000"),
+        ("2", "2.0000"),
+        ("3", "3.0000"),
+    ]
 
 
 def test_other_options_are_named_where_a_run_goes_on(folder, error):
@@ -216,9 +218,17 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error):
     finetune.check_same_run(finetune.parse(None, list(arguments)), 3)
     (folder.parent / "run" / "2").mkdir()
     changes = {
-        "--lora-rank": 4, "--lora-alpha": 1.5, "--targets": "w_q", "--experts": "fp8", "--sequence-length": 9,
-        "--batch-size": 2, "--accumulate": 3, "--steps": 7, "--learning-rate": 1e-3, "--seed": 1,
-    }  # fmt: skip
+        "--lora-rank": 4,
+        "--lora-alpha": 1.5,
+        "--targets": "w_q",
+        "--experts": "fp8",
+        "--sequence-length": 9,
+        "--batch-size": 2,
+        "--accumulate": 3,
+        "--steps": 7,
+        "--learning-rate": 1e-3,
+        "--seed": 1,
+    }
     for option, value in changes.items():
         name = option.strip("-").replace("-", "_")
         assert f"--checkpoints run has a run with {name} " in error(finetune, *arguments, option, value)

@@ -64,12 +64,31 @@ def trained(monkeypatch):
     """`jgg demo` has this result at once."""
     result = train.Result(
         demo.Settings(
-            steps=1, batch=1, seq=8, hidden=64, layers=1, experts=2, topk=1, seed=0, out="",
-            implementation=None, dtype="float32", fp8=False, temperature=1.0, quiet=True,
+            steps=1,
+            batch=1,
+            seq=8,
+            hidden=64,
+            layers=1,
+            experts=2,
+            topk=1,
+            seed=0,
+            out="",
+            implementation=None,
+            dtype="float32",
+            fp8=False,
+            temperature=1.0,
+            quiet=True,
         ),
-        "xla", 100, 10, 1000, 500, train=[{"step": 1, "bits_per_byte": 4.0, "tokens_per_second": 8.0}],
-        held_out=[{"step": 1, "bits_per_byte": 4.5}], expert_load=[[0.5, 0.5]], train_seconds=1.0,
-    )  # fmt: skip
+        "xla",
+        100,
+        10,
+        1000,
+        500,
+        train=[{"step": 1, "bits_per_byte": 4.0, "tokens_per_second": 8.0}],
+        held_out=[{"step": 1, "bits_per_byte": 4.5}],
+        expert_load=[[0.5, 0.5]],
+        train_seconds=1.0,
+    )
 
     class Trainer:
         def __init__(self, settings):

@@ -194,12 +194,16 @@ def test_tables_of_all_layers_and_peers_are_at_most_100_columns_wide(capsys):
     measured = dict.fromkeys(measuring.PASSES, Measurement("right", seconds=123.4e-3, error=0.0))
     rows = [
         layers.LayerRow(
-            problem, measured, measured, dict.fromkeys(layer_peers.LAYER_PEERS, measured),
-            dense_seconds=dict.fromkeys(measuring.PASSES, 1e-3), copy_bandwidth=2.5e12,
+            problem,
+            measured,
+            measured,
+            dict.fromkeys(layer_peers.LAYER_PEERS, measured),
+            dense_seconds=dict.fromkeys(measuring.PASSES, 1e-3),
+            copy_bandwidth=2.5e12,
             product_seconds={f"{gemm} {op}": 1e-3 for gemm in ("up", "down") for op in ("forward", "dx", "dw")},
         )
         for problem in layers.problems_of(args)
-    ]  # fmt: skip
+    ]
     layers.layers_report.show(rows, {}, False)
     lines = capsys.readouterr().out.splitlines()
     assert sum("granite-3.1-3b-a800m" in line for line in lines) == 4

@@ -113,9 +113,15 @@ def test_fine_tune(tmp_path, monkeypatch):
 
 # how many comparisons of `before` and `after` a section of migrate.md has
 COMPARISONS = {
-    "Arrays": 0, "jax.lax.ragged_dot": 2, "tokamax": 0, "MegaBlox": 2, "TransformerEngine": 1, "Unsloth": 1,
-    "megablocks": 2, "From jgg 0.1": 4,
-}  # fmt: skip
+    "Arrays": 0,
+    "jax.lax.ragged_dot": 2,
+    "tokamax": 0,
+    "MegaBlox": 2,
+    "TransformerEngine": 1,
+    "Unsloth": 1,
+    "megablocks": 2,
+    "From jgg 0.1": 4,
+}
 
 
 def test_migrate():

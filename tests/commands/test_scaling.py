@@ -48,10 +48,11 @@ def test_bytes_sent():
 # options: the strategies of two devices
 CHOSEN = {
     "by default": (
-        [], ["data 2", "fsdp 2", "expert 2 by all_gather", "expert 2 by ragged_all_to_all", "tensor 2"],
+        [],
+        ["data 2", "fsdp 2", "expert 2 by all_gather", "expert 2 by ragged_all_to_all", "tensor 2"],
     ),
     "by name": (["--strategy", "ragged_all_to_all"], ["expert 2 by ragged_all_to_all"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("options", "names"), CHOSEN.values(), ids=CHOSEN)

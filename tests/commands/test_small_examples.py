@@ -78,8 +78,10 @@ def test_expert_parallelism():
     rows = re.findall(r"(\w+), (.*): (\d+) of 1024 rows dropped, gradients differ by (\S+)", printed)
     assert "8 devices, experts over 4" in printed
     assert [(exchange, "all" in room) for exchange, room, *_ in rows] == [
-        ("all_gather", True), ("ragged_all_to_all", True), ("ragged_all_to_all", False),
-    ]  # fmt: skip
+        ("all_gather", True),
+        ("ragged_all_to_all", True),
+        ("ragged_all_to_all", False),
+    ]
     for _, room, dropped, difference in rows:
         assert (int(dropped) == 0) == (float(difference) < 1e-5) == ("all" in room)
 

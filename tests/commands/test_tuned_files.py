@@ -116,8 +116,12 @@ def test_the_nearest_entry_is_used(own_file):
             own_file, entry(gemm(**SIZES | {"in_features": features}), jgg.KernelConfigForward(band=band))
         )
     assert [chosen(gemm(**SIZES | {"in_features": k})).band for k in (1024, 1120, 1600, 2048, 4096)] == [
-        11, 11, 12, 13, 13,
-    ]  # fmt: skip
+        11,
+        11,
+        12,
+        13,
+        13,
+    ]
 
 
 def test_an_entry_that_does_not_fit_is_passed_over(own_file):

@@ -30,9 +30,14 @@ def lowered(compute_capability):
     """The kernels that lower_defaults.py compiled, in a process of its own since it replaces what launches them."""
     count = COUNT // len(COMPUTE_CAPABILITIES)
     output = processes.run_program(
-        "lower_defaults", compute_capability, count, 0,
-        timeout=max(600, 60 * count), JAX_PLATFORMS="cpu", JGG_TUNED="nonesuch",
-    )  # fmt: skip
+        "lower_defaults",
+        compute_capability,
+        count,
+        0,
+        timeout=max(600, 60 * count),
+        JAX_PLATFORMS="cpu",
+        JGG_TUNED="nonesuch",
+    )
     return [json.loads(line) for line in output.splitlines()]
 
 

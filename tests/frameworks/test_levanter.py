@@ -115,9 +115,7 @@ def test_policies_of_levanter_find_the_residuals(monkeypatch):
 
     def layer(*arrays):
         x, weights, *ws = arrays
-        y, _ = ours.moe_mlp_local(
-            x, chosen, weights, jnp.ones(32, bool), *ws, activation_fn=jax.nn.silu, num_experts=8
-        )  # fmt: skip
+        y, _ = ours.moe_mlp_local(x, chosen, weights, jnp.ones(32, bool), *ws, activation_fn=jax.nn.silu, num_experts=8)
         return jnp.sum(jnp.sin(y))
 
     policy = jax.checkpoint_policies.save_only_these_names(*grug_moe.MOE_REMAT_SAVE_NAMES)

@@ -19,24 +19,44 @@ from tests.support.frameworks import framework
 
 pytestmark = [*framework("maxtext"), pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")]
 SIZES = {
-    "base_emb_dim": 64, "base_mlp_dim": 96, "base_moe_mlp_dim": 96, "base_num_query_heads": 2, "base_num_kv_heads": 2,
-    "head_dim": 32, "base_num_decoder_layers": 1, "vocab_size": 128, "per_device_batch_size": 4,
-    "max_target_length": 24, "num_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "base_emb_dim": 64,
+    "base_mlp_dim": 96,
+    "base_moe_mlp_dim": 96,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 32,
+    "base_num_decoder_layers": 1,
+    "vocab_size": 128,
+    "per_device_batch_size": 4,
+    "max_target_length": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 OPTIONS = {
-    "run_name": "test", "enable_checkpointing": False, "model_name": "mixtral-8x7b", "override_model_config": True,
-    "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "float32_gate_logits": True,
-    "skip_jax_distributed_system": True, "log_config": False, "sparse_matmul": True, "load_balance_loss_weight": 0.01,
-}  # fmt: skip
+    "run_name": "test",
+    "enable_checkpointing": False,
+    "model_name": "mixtral-8x7b",
+    "override_model_config": True,
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "float32_gate_logits": True,
+    "skip_jax_distributed_system": True,
+    "log_config": False,
+    "sparse_matmul": True,
+    "load_balance_loss_weight": 0.01,
+}
 MESHES = {
     "data": {},
     "fsdp": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
     "tensor": {"ici_tensor_parallelism": 2},
     "ring of experts": {"ici_expert_parallelism": 2, "use_ring_of_experts": True},
     "ring of experts, tensor": {
-        "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "use_ring_of_experts": True,
+        "ici_expert_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+        "use_ring_of_experts": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +88,16 @@ def make(**options):
     config = config_of(**options)
     mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     block = moe.get_routed_moe(
-        name="block", config=config, num_experts=8, num_experts_per_tok=2, mesh=mesh, dtype=config.dtype,
-        kernel_init=nd_dense_init(1.0, "fan_in", "truncated_normal"), kernel_axes=("embed", "mlp"),
+        name="block",
+        config=config,
+        num_experts=8,
+        num_experts_per_tok=2,
+        mesh=mesh,
+        dtype=config.dtype,
+        kernel_init=nd_dense_init(1.0, "fan_in", "truncated_normal"),
+        kernel_axes=("embed", "mlp"),
         intermediate_dim=config.mlp_dim,
-    )  # fmt: skip
+    )
     batch = int(config.per_device_batch_size) * jax.device_count()
     x = jax.random.normal(jax.random.key(1), (batch, config.max_target_length, 64), config.dtype)
 
@@ -221,9 +247,15 @@ def train(module, *options, metrics_file, **settings):
 
 
 TRAINING = {
-    "model_name": "qwen3-30b-a3b", "hardware": "cpu", "steps": 4, "jax_cache_dir": "", "attention": "dot_product",
-    "dataset_type": "synthetic", "enable_tensorboard": False, "per_device_batch_size": 1,
-}  # fmt: skip
+    "model_name": "qwen3-30b-a3b",
+    "hardware": "cpu",
+    "steps": 4,
+    "jax_cache_dir": "",
+    "attention": "dot_product",
+    "dataset_type": "synthetic",
+    "enable_tensorboard": False,
+    "per_device_batch_size": 1,
+}
 
 
 @pytest.mark.thorough

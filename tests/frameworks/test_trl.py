@@ -15,9 +15,13 @@ from tests.support.frameworks import framework
 pytestmark = framework("trl")
 
 KINDS = (
-    tokenizers.byte_level, tokenizers.byte_level_with_bos, tokenizers.llama, tokenizers.unigram, tokenizers.words,
+    tokenizers.byte_level,
+    tokenizers.byte_level_with_bos,
+    tokenizers.llama,
+    tokenizers.unigram,
+    tokenizers.words,
     tokenizers.word_pieces,
-)  # fmt: skip
+)
 TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},

@@ -228,10 +228,11 @@ def train(adapted):
     def model_input(example):
         shape = example.input_tokens.shape
         return {
-            "input_tokens": example.input_tokens, "input_mask": example.input_mask,
+            "input_tokens": example.input_tokens,
+            "input_mask": example.input_mask,
             "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
             "attention_mask": jnp.broadcast_to(jnp.tril(jnp.ones(shape[1:] * 2, bool)), (*shape, shape[1])),
-        }  # fmt: skip
+        }
 
     settings = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=5, max_inflight_computations=1)
     trainer = Trainer(model, optax.adamw(1e-2), settings).with_gen_model_input_fn(model_input).with_loss_fn(loss)

@@ -63,7 +63,10 @@ MODULE |= dict.fromkeys(("kernel_init", "router_init", "bias_init"), nnx.initial
 FUNCTIONS = {
     "grouped_gemm": (
         jgg.grouped_gemm,
-        rows("x", 4) | PERMUTED | OPTIONS | {"w": W, "bias": jnp.ones((2, 5)), "preferred_element_type": "float32"}
+        rows("x", 4)
+        | PERMUTED
+        | OPTIONS
+        | {"w": W, "bias": jnp.ones((2, 5)), "preferred_element_type": "float32"}
         | {"low_rank": jgg.LowRank(jnp.ones((2, 3, 4)), jnp.ones((2, 5, 3)))},
     ),
     "grouped_gemm_forward": (jgg.grouped_gemm_forward, rows("x", 4) | PERMUTED | OPTIONS | {"w": W}),
@@ -76,7 +79,9 @@ FUNCTIONS = {
     "check": (jgg.check, {"group_sizes": indices(2), "num_rows": 4, "gather_indices": jnp.arange(4)}),
     "moe_mlp": (
         jgg.moe_mlp,
-        MLP | OPTIONS | {"routing": jgg.Routing(**CHOICES, group_sizes=indices(2), gather_indices=indices(6))}
+        MLP
+        | OPTIONS
+        | {"routing": jgg.Routing(**CHOICES, group_sizes=indices(2), gather_indices=indices(6))}
         | {"spare_sms": 1, "expected_rows": 1, "residual_names": {"x": "own"}},
     ),
     "sharded_moe_mlp": (sharded_moe_mlp, MLP | CHOICES | OPTIONS | {"sharding": SHARDING, "residual_names": {}}),
@@ -84,11 +89,13 @@ FUNCTIONS = {
     "MoESharding": (MoESharding, {"mesh": MESH, "data": "a", "exchange": "all_gather", "buffer_factor": 1.0}),
     "route": (
         jgg.route,
-        ROUTER | {"logits": jnp.ones((3, 4)), "selection_bias": jnp.ones(4), "topk_indices": indices(3, 2)}
+        ROUTER
+        | {"logits": jnp.ones((3, 4)), "selection_bias": jnp.ones(4), "topk_indices": indices(3, 2)}
         | {"implementation": "xla"},
     ),
     "router_logits": (
-        jgg.router_logits, OPTIONS | {"x": jnp.ones((3, 4)), "w_router": jnp.ones((4, 2)), "bias": jnp.ones(2)}
+        jgg.router_logits,
+        OPTIONS | {"x": jnp.ones((3, 4)), "w_router": jnp.ones((4, 2)), "bias": jnp.ones(2)},
     ),
     "sort_by_expert": (jgg.sort_by_expert, {"topk_indices": indices(3, 2), "num_experts": 4, "implementation": "xla"}),
     "load_balancing_loss": (
@@ -97,7 +104,8 @@ FUNCTIONS = {
     ),
     "router_z_loss": (jgg.router_z_loss, {"logits": jnp.ones((3, 4)), "mask": jnp.ones(3, bool)}),
     "update_selection_bias": (
-        jgg.update_selection_bias, {"selection_bias": jnp.ones(4), "group_sizes": indices(4), "rate": jnp.float32(0.5)},
+        jgg.update_selection_bias,
+        {"selection_bias": jnp.ones(4), "group_sizes": indices(4), "rate": jnp.float32(0.5)},
     ),
     "Activation": (Activation, {"name": "own", "function": jnp.sin, "is_gated": True}),
     "clamped_swiglu": (clamped_swiglu, {"limit": 7.0, "alpha": 1.5}),
@@ -117,17 +125,41 @@ FUNCTIONS = {
         config.__name__: (config, dataclasses.asdict(config()))
         for config in (jgg.KernelConfigForward, jgg.KernelConfigDX, jgg.KernelConfigDW)
     },
-}  # fmt: skip
+}
 MAY_BE_NONE = {
-    "gather_indices", "topk_weights", "bias", "b_gate_up", "b_down", "selection_bias", "mask", "precision", "num_sms",
-    "implementation", "preferred_element_type", "dtype", "sharding", "buffer_factor", "expected_rows",
-    "residual_names", "ops", "topk_indices", "low_rank", "low_rank_gate_up", "low_rank_down", "lora_rank", "lora_alpha",
+    "gather_indices",
+    "topk_weights",
+    "bias",
+    "b_gate_up",
+    "b_down",
+    "selection_bias",
+    "mask",
+    "precision",
+    "num_sms",
+    "implementation",
+    "preferred_element_type",
+    "dtype",
+    "sharding",
+    "buffer_factor",
+    "expected_rows",
+    "residual_names",
+    "ops",
+    "topk_indices",
+    "low_rank",
+    "low_rank_gate_up",
+    "low_rank_down",
+    "lora_rank",
+    "lora_alpha",
     "normalize",
-}  # fmt: skip
+}
 MUST_BE_GIVEN = {
-    ("sharded_moe_mlp", "topk_weights"), ("sharded_moe_mlp", "topk_indices"), ("sharded_moe_mlp", "sharding"),
-    ("sort_by_expert", "topk_indices"), ("load_balancing_loss", "topk_indices"), ("tune", "dtype"),
-}  # fmt: skip
+    ("sharded_moe_mlp", "topk_weights"),
+    ("sharded_moe_mlp", "topk_indices"),
+    ("sharded_moe_mlp", "sharding"),
+    ("sort_by_expert", "topk_indices"),
+    ("load_balancing_loss", "topk_indices"),
+    ("tune", "dtype"),
+}
 ANY_SHAPE = {("interleave", "array"), ("sort_by_expert", "topk_indices")}
 
 

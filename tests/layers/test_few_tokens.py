@@ -14,9 +14,14 @@ from tests.support.closeness import assert_close, largest_error
 
 E, H, HIDDEN, K = 12, 256, 128, 3
 LAYER = MoELayer(
-    in_features=H, hidden_features=HIDDEN, num_experts=E, topk=K, use_bias=True,
-    lora_rank=2, lora_targets=("w_gate_up",),
-)  # fmt: skip
+    in_features=H,
+    hidden_features=HIDDEN,
+    num_experts=E,
+    topk=K,
+    use_bias=True,
+    lora_rank=2,
+    lora_targets=("w_gate_up",),
+)
 
 
 def make_params(layer, **experts):

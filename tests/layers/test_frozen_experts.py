@@ -171,7 +171,7 @@ def wrong(**parts):
         (TypeError, "b_down", wrong(), "b_down must be a NumPy or JAX array, got QuantizedArray."),
     ],
     ids=["shape", "scales", "dtype", "dense", "bias"],
-)  # fmt: skip
+)
 def test_wrong_quantized_params(error, name, array, message):
     layer = with_quantized_experts(make(use_bias=True))
     params = nnx.to_pure_dict(nnx.state(layer)) | {name: array}

@@ -219,15 +219,27 @@ def test_a_layer_given_its_choices(options):
     tokens = X.reshape(15, 24)
     logits = jgg.router_logits(tokens, params["w_router"], params.get("b_router"), precision="highest")
     routing = jgg.route(
-        logits, layer.topk, score=layer.score, normalize=layer.normalize, selection_bias=selection_bias,
-        num_groups=layer.num_groups, topk_groups=layer.topk_groups, topk_indices=given.reshape(15, -1),
-    )  # fmt: skip
+        logits,
+        layer.topk,
+        score=layer.score,
+        normalize=layer.normalize,
+        selection_bias=selection_bias,
+        num_groups=layer.num_groups,
+        topk_groups=layer.topk_groups,
+        topk_indices=given.reshape(15, -1),
+    )
     if layer.scale_input:
         tokens, routing = tokens * routing.topk_weights, routing._replace(topk_weights=jnp.ones((15, 1)))
     want = jgg.moe_mlp(
-        tokens, params["w_gate_up"], params["w_down"], routing, b_gate_up=params.get("b_gate_up"),
-        b_down=params.get("b_down"), w_layout="ekn", precision="highest",
-    )  # fmt: skip
+        tokens,
+        params["w_gate_up"],
+        params["w_down"],
+        routing,
+        b_gate_up=params.get("b_gate_up"),
+        b_down=params.get("b_down"),
+        w_layout="ekn",
+        precision="highest",
+    )
     if layer.shared_features:
         gate, up = np.split(X.reshape(15, 24) @ params["w_shared_gate_up"], 2, axis=1)
         want += (jax.nn.silu(gate) * up) @ params["w_shared_down"]

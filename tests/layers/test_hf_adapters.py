@@ -221,7 +221,7 @@ WRONG_SETTINGS = [
     ({"exclude_modules": 3}, "exclude_modules of {} must be a list of names, got 3"),
     ({"layers_to_transform": [1.5]}, "layers_to_transform of {} must be null, an int or a list of ints, got [1.5]"),
     ({"lora_alpha": 10**400}, "lora_alpha of model.layers.0.mlp.experts.gate_up_proj in {} must be a finite number"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG_SETTINGS, ids=str)
@@ -330,9 +330,7 @@ def test_parts_of_one_term_may_differ_in_rank_and_scale(edited):
 
     def up_of_rank_1(tensors):
         cut = {"lora_A": lambda array: array[:1], "lora_B": lambda array: array[:, :1]}
-        return {
-            name: cut[name.split(".")[-2]](array) if ".w3." in name else array for name, array in tensors.items()
-        }  # fmt: skip
+        return {name: cut[name.split(".")[-2]](array) if ".w3." in name else array for name, array in tensors.items()}
 
     whole, adapter = load_case("mixtral_modules"), edited("mixtral_modules", {"rank_pattern": {"w3": 1}}, up_of_rank_1)
     for layer, terms in adapter.layers.items():

@@ -161,7 +161,7 @@ WRONG_CONFIGS = [
     ("deepseek_v3", {"routed_scaling_factor": float("nan")}, r"routed_scaling_factor must be a finite number, got nan"),
     ("gpt_oss", {"swiglu_limit": "7"}, r"swiglu_limit must be a number, got '7'"),
     ("gpt_oss", {"swiglu_alpha": [1]}, r"swiglu_alpha must be a number, got \[1\]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG_CONFIGS)

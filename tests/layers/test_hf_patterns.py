@@ -10,11 +10,28 @@ from jgg.hf.patterns import check_pattern, matches, matches_end
 
 NAMES = ("", "a", "ab", "aab", "model.layers.0.self_attn.q_proj", "model.layers.12.mlp.experts.gate_up_proj", "b.a_b-1")
 PATTERNS = (
-    "", "a*b", "(a|b)*", "a{2}b", "a{,1}b?", "a{1,}b", "(?:a|ab)(?P<last>b?)", "a??b+?", "[^b]*b", r"[]a\]]+b",
-    "{a}|a{b}?",     r".*\.(q|k)_proj", r"^(?!.*mlp).*_proj$", r"(?=.*attn)[\w.]+", r"\Amodel\.\D+\d+.*\Z",
-    r".*layers\.\d{1,2}\..*\b\w+_proj\b",     r".*\.[0-9]+\.mlp\..*", r"((a*)*b)*", r"b\.a_b\-1", r"\S+\Bq_proj",
+    "",
+    "a*b",
+    "(a|b)*",
+    "a{2}b",
+    "a{,1}b?",
+    "a{1,}b",
+    "(?:a|ab)(?P<last>b?)",
+    "a??b+?",
+    "[^b]*b",
+    r"[]a\]]+b",
+    "{a}|a{b}?",
+    r".*\.(q|k)_proj",
+    r"^(?!.*mlp).*_proj$",
+    r"(?=.*attn)[\w.]+",
+    r"\Amodel\.\D+\d+.*\Z",
+    r".*layers\.\d{1,2}\..*\b\w+_proj\b",
+    r".*\.[0-9]+\.mlp\..*",
+    r"((a*)*b)*",
+    r"b\.a_b\-1",
+    r"\S+\Bq_proj",
     r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|gate_up_proj).*?)",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -43,9 +60,13 @@ def test_random_patterns_match_as_re_matches_them(pattern, text):
 
 
 ENDLESS = (
-    "(a+)+b", "(a|a)*b", "(a|aa)+" + "(a?)" * 30 + "b", "((((a*b|a)*b|a)*b|a)*b|a)*b", "(.*)*(.*)*(.*)*b",
+    "(a+)+b",
+    "(a|a)*b",
+    "(a|aa)+" + "(a?)" * 30 + "b",
+    "((((a*b|a)*b|a)*b|a)*b|a)*b",
+    "(.*)*(.*)*(.*)*b",
     "(a{0,9999}){9999}b",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("pattern", ENDLESS)

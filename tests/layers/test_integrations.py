@@ -26,9 +26,17 @@ def normal(seed, *shape):
 def test_maxtext_gmm():
     lhs, rhs, sizes = normal(0, 20, H), normal(1, 2, H, HIDDEN), jnp.array([3, 5, 0, 9])
     got = jgg.integrations.maxtext.gmm(
-        lhs=lhs, rhs=rhs, group_sizes=sizes, preferred_element_type=jnp.float32, tiling=(128,) * 9, group_offset=1,
-        lhs_quantize_dtype=None, weight_gather_axes=[], interpret=True, partial_sum=jnp.ones((20, HIDDEN)),
-    )  # fmt: skip
+        lhs=lhs,
+        rhs=rhs,
+        group_sizes=sizes,
+        preferred_element_type=jnp.float32,
+        tiling=(128,) * 9,
+        group_offset=1,
+        lhs_quantize_dtype=None,
+        weight_gather_axes=[],
+        interpret=True,
+        partial_sum=jnp.ones((20, HIDDEN)),
+    )
     want = jnp.zeros((20, HIDDEN)).at[3:8].set(lhs[3:8] @ rhs[0]) + 1
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -45,9 +53,13 @@ class Block:
     def __init__(self, **config):
         kind = types.SimpleNamespace(value=config.pop("decoder_block", "mistral"))
         defaults = {
-            "mlp_bias": False, "load_balance_loss_weight": 0.01, "matmul_precision": "highest", "quantization": "",
-            "use_ring_of_experts": False, "mlp_activations_limit": 7.0,
-        }  # fmt: skip
+            "mlp_bias": False,
+            "load_balance_loss_weight": 0.01,
+            "matmul_precision": "highest",
+            "quantization": "",
+            "use_ring_of_experts": False,
+            "mlp_activations_limit": 7.0,
+        }
         self.config = types.SimpleNamespace(**defaults | config, decoder_block=kind)
         self.mesh = jax.make_mesh((1, 1), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         self.dtype, self.rngs, self.activation_fn = jnp.float32, None, jax.nn.silu
@@ -89,9 +101,16 @@ def test_maxtext_block(decoder_block, activation, biased):
     def by_jgg(x, logits, _, gate, up, down, *biases):
         routing = jgg.route(logits.reshape(T, E), K, score="topk_softmax")
         return jgg.moe_mlp(
-            x.reshape(T, H), jnp.concatenate([gate, up], 2), down, routing, activation=activation, w_layout="ekn",
-            b_gate_up=jnp.concatenate(biases[:2], 1) if biased else None, b_down=biases[2], precision="highest",
-        )  # fmt: skip
+            x.reshape(T, H),
+            jnp.concatenate([gate, up], 2),
+            down,
+            routing,
+            activation=activation,
+            w_layout="ekn",
+            b_gate_up=jnp.concatenate(biases[:2], 1) if biased else None,
+            b_down=biases[2],
+            precision="highest",
+        )
 
     arrays = x, logits, None, gate, up, down, *biases
     (y, loss, updates, has_overflow), want = run(*arrays), by_jgg(*arrays)
@@ -166,10 +185,12 @@ def test_a_framework_that_is_not_installed():
 @pytest.mark.parametrize(
     ("capability", "dtype", "kernels"),
     [
-        (None, "bfloat16", "plain JAX"), (80, "bfloat16", "plain Triton kernels"), (90, "bfloat16", "Hopper kernels"),
+        (None, "bfloat16", "plain JAX"),
+        (80, "bfloat16", "plain Triton kernels"),
+        (90, "bfloat16", "Hopper kernels"),
         (90, "float32", "plain Triton kernels"),
     ],
-)  # fmt: skip
+)
 def test_the_log_names_the_kernels_once(capability, dtype, kernels, caplog):
     plugs._log_once.cache_clear()
     x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.float32), jax.ShapeDtypeStruct((64, 2048, 1536), jnp.float32)
@@ -197,9 +218,15 @@ def test_levanter_experts():
     routing = jgg.route(normal(3, T, E), K)
     valid = jnp.arange(T) % 3 > 0
     y, dropped = jgg.integrations.levanter.moe_mlp_local(
-        x, routing.topk_indices, routing.topk_weights, valid, w_gate_up, w_down, activation_fn=jax.nn.silu,
+        x,
+        routing.topk_indices,
+        routing.topk_weights,
+        valid,
+        w_gate_up,
+        w_down,
+        activation_fn=jax.nn.silu,
         num_experts=E,
-    )  # fmt: skip
+    )
     want = jgg.moe_mlp(x, w_gate_up, w_down, routing, w_layout="ekn")
     np.testing.assert_allclose(y, jnp.where(valid[:, None], want, 0), rtol=1e-5, atol=1e-5)
     assert dropped == 0

@@ -90,12 +90,14 @@ def test_new_adapters_change_nothing(options, prepare):
     [
         {},
         {
-            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"), "lora_rank": (2, 3, 5), "use_bias": True,
+            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"),
+            "lora_rank": (2, 3, 5),
+            "use_bias": True,
             "shared_features": 12,
         },
     ],
     ids=["both", "down and shared"],
-)  # fmt: skip
+)
 def test_as_with_merged_weights(options):
     """In every framework: y, and all gradients, those of a and b by differentiating the merged weights."""
     layer = make_trained(**options)

@@ -109,10 +109,13 @@ def test_against_float64(activation, w_layout, interleaved, biased, sizes, recip
     order = np.arange(arrays["w_gate_up"].shape[1])
     want = fp8.mlp(
         *(np.asarray(arrays[name]) for name in ("x", "w_gate_up", "w_down")),
-        *(np.asarray(routing[index]) for index in (2, 3, 0)), np.asarray(dy), activation, RECIPES[recipe],
+        *(np.asarray(routing[index]) for index in (2, 3, 0)),
+        np.asarray(dy),
+        activation,
+        RECIPES[recipe],
         order.reshape(2, -1).T.reshape(-1) if interleaved else order,
         **{name: None if b is None else np.asarray(b).astype(np.float64) for name, b in biases.items()},
-    )  # fmt: skip
+    )
     for name, expected in zip(NAMES, want, strict=True):
         # a GPU's sums differ in the last of bfloat16's 8 bits at times, and then in the last of FP8's 4 or 3
         assert distance(got[name], expected) < (0.005 if implementation is None else 0.03), name

@@ -17,9 +17,7 @@ T, H, E = 64, 96, 10
 def arrays(x_dtype="bfloat16", w_dtype="float32"):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"x": (T, H), "w_router": (H, E), "bias": (E,), "d_logits": (T, E)}
-    floats = {
-        name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }  # fmt: skip
+    floats = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
     dtypes = {"x": x_dtype, "w_router": w_dtype, "bias": w_dtype, "d_logits": "float32"}
     return {name: array.astype(dtypes[name]) for name, array in floats.items()}
 

@@ -302,21 +302,28 @@ SCALES = jgg.QuantizedArray(np.zeros((8, 10, 12), jnp.float8_e4m3fn), np.ones((8
 # what is wrong with a call inside shard_map: (function, changed arguments, error, the message's beginning)
 WRONG_INSIDE = {
     "the arrays of all devices": (
-        sharded_moe_mlp, {}, ValueError, "sharding must split over axes of the mesh that no jax.shard_map around",
+        sharded_moe_mlp,
+        {},
+        ValueError,
+        "sharding must split over axes of the mesh that no jax.shard_map around",
     ),
     "a mesh": (moe_mlp_on_device, {"sharding": MESH}, TypeError, "sharding must be a jgg.sharding.MoESharding, got A"),
     "an axis of none": (
-        moe_mlp_on_device, {"sharding": MoESharding(MESH, data="b")}, ValueError,
+        moe_mlp_on_device,
+        {"sharding": MoESharding(MESH, data="b")},
+        ValueError,
         "sharding must split over axes of the jax.shard_map around this call, 'b' over 4 devices, got no such axis.",
     ),
     "more devices": (
-        moe_mlp_on_device, {"sharding": MoESharding(MESH, data="a")}, ValueError,
+        moe_mlp_on_device,
+        {"sharding": MoESharding(MESH, data="a")},
+        ValueError,
         "sharding must split over axes of the jax.shard_map around this call, 'a' over 2 devices, got 1.",
     ),
     "tokens": (moe_mlp_on_device, {"x": [1.0]}, ValueError, "x must be [T, H], 2-dimensional, got [1]."),
     "a bias": (moe_mlp_on_device, {"b_down": [1.0]}, ValueError, "b_down must be [E, N] = [8, 12], got [1]."),
     "blocks": (moe_mlp_on_device, {"w_down": SCALES}, ValueError, "w_down.scales must be of blocks of (1, 32, 128) "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("function", "changes", "error", "message"), WRONG_INSIDE.values(), ids=WRONG_INSIDE)

@@ -41,9 +41,11 @@ def operands(activation, w_layout="enk", hidden=200, features=192, dtype="bfloat
 def compute(arrays, activation, implementation, w_layout="enk", gathers=True, config=None, **parameters):
     """The results; of a problem whose x is in token order, gathered in the kernel or copied before."""
     problem = check_problem(
-        **{key: arrays[key] for key in ("x", "w", "bias", "group_sizes", "gather_indices")}, topk=TOPK, permute_x=True,
+        **{key: arrays[key] for key in ("x", "w", "bias", "group_sizes", "gather_indices")},
+        topk=TOPK,
+        permute_x=True,
         w_layout=w_layout,
-    )  # fmt: skip
+    )
     if implementation == "triton":
         config = config or choose_config(KernelConfigForward, problem, current_target())
         config = dataclasses.replace(config, fuse_gather=gathers)

@@ -120,9 +120,10 @@ def test_policies_know_what_the_weights_were_made_into(quantization):
     want = jax.grad(loss)(floats)
     policies = jax.checkpoint_policies
     for policy, is_kept in (
-        (policies.save_only_these_names(name), True), (policies.nothing_saveable, False),
+        (policies.save_only_these_names(name), True),
+        (policies.nothing_saveable, False),
         (policies.everything_saveable, True),
-    ):  # fmt: skip
+    ):
         function = jax.checkpoint(loss, policy=policy)
         kept = [aval for aval, source in saved_residuals(function, floats) if "argument" not in source]
         sizes = [aval.size for aval in kept if aval.dtype.itemsize < 4]

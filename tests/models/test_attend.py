@@ -14,14 +14,17 @@ B, S, HEADS, KV_HEADS, D, SCALE = 2, 48, 4, 2, 16, 0.25
 WINDOW = 10
 SEGMENTS = np.repeat([[0, 1, 2], [4, 4, 7]], S // 3, axis=1)
 OPTIONS = {
-    "causal": {}, "window": {"window": WINDOW}, "segments": {"segments": SEGMENTS}, "sinks": {"sinks": True},
+    "causal": {},
+    "window": {"window": WINDOW},
+    "segments": {"segments": SEGMENTS},
+    "sinks": {"sinks": True},
     "window with sinks": {"window": WINDOW, "sinks": True},
     "segments with sinks": {"segments": SEGMENTS, "sinks": True},
     "all": {"window": WINDOW, "segments": SEGMENTS, "sinks": True},
     "window past the end": {"window": S, "is_local": True},
     "local": {"window": WINDOW, "is_local": True, "sinks": True},
     "not local": {"window": WINDOW, "is_local": False, "sinks": True},
-}  # fmt: skip
+}
 
 
 def by_definition(q, k, v, sinks, *, window=None, is_local=True, segments=None):
@@ -86,9 +89,9 @@ LEAST = float(jnp.finfo(jnp.float32).min)
 def test_sinks_of_any_size_take_nothing_or_all(name, dtype):
     options = {key: value for key, value in OPTIONS[name].items() if key != "sinks"}
     (q, k, v, _), dy = inputs(has_sinks=True)
-    run = jax.jit(functools.partial(with_gradients, lambda q, k, v, sinks: attend(
-        q, k, v, scale=SCALE, sinks=sinks, **options
-    )))  # fmt: skip
+    run = jax.jit(
+        functools.partial(with_gradients, lambda q, k, v, sinks: attend(q, k, v, scale=SCALE, sinks=sinks, **options))
+    )
     q, k, v = (array.astype(dtype) for array in (q, k, v))
     wanted = run((q, k, v, jnp.asarray([-1e4, -1e4, -1e4, 1e4])), dy)
     assert not np.isnan(wanted[0]).any()

@@ -19,10 +19,13 @@ ADAPTERS = DATA.parent / "model_adapters"
 CASES = "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe"
 # what PEFT makes of seven target_modules, of patterns of ranks and alphas, and of some layers alone
 VARIED = (
-    "qwen3_moe-seven-rslora", "olmoe-seven-patterns", "mixtral-all-linear", "glm4_moe-all",
+    "qwen3_moe-seven-rslora",
+    "olmoe-seven-patterns",
+    "mixtral-all-linear",
+    "glm4_moe-all",
     *(pytest.param(case, marks=pytest.mark.thorough) for case in ("granitemoe-seven-excluded", "glm4_moe-experts")),
     pytest.param("gpt_oss-seven-last", marks=pytest.mark.thorough),
-)  # fmt: skip
+)
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -71,10 +74,13 @@ def test_a_model_gets_the_targets_ranks_and_scales_of_a_folder(case, tmp_path):
 def test_adapters_are_read_back_bit_for_bit(family, dtype, tmp_path):
     options = {"lora_rank": 3, "lora_alpha": 7.0, "lora_param_dtype": dtype}
     model = loaded(family, **options)
-    nnx.update(model, jax.tree.map(
-        lambda value: jax.random.normal(jax.random.key(value.size), value.shape, value.dtype),
-        nnx.state(model, nnx.LoRAParam),
-    ))  # fmt: skip
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda value: jax.random.normal(jax.random.key(value.size), value.shape, value.dtype),
+            nnx.state(model, nnx.LoRAParam),
+        ),
+    )
     assert {array.dtype for array in adapters_of(model).values()} == {jnp.dtype(dtype)}
     jgg.models.save_adapter(model, tmp_path)
     again = loaded(family, **options)
@@ -168,7 +174,7 @@ WRONG = {
     "must be of a target in": ({"exclude_modules": r".*layers\.0\.self_attn\.q_proj"}, {}),
     "use_dora of": ({"use_dora": True}, {}),
     "bias of": ({"bias": "all"}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", WRONG)

@@ -17,9 +17,14 @@ from tests.support.models import FAMILIES, config_of, copied, reference
 # what tests/programs/make_config_data.py read from transformers
 OF_TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 SIZES = {
-    "vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
-    "num_key_value_heads": 2, "moe_intermediate_size": 8,
-}  # fmt: skip
+    "vocab_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 8,
+}
 
 
 def same(one, other):
@@ -65,11 +70,18 @@ def test_rotary_settings_mean_what_they_do_in_transformers(family):
 OLD_ROTARY = {
     "qwen3_moe": {"rope_theta": 10000.0, "rope_scaling": None},
     "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    "gpt_oss": {"rope_theta": 1000.0, "rope_scaling": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0,
-        "truncate": False,
-    }},
-}  # fmt: skip
+    "gpt_oss": {
+        "rope_theta": 1000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+}
 
 
 @pytest.mark.parametrize("family", OLD_ROTARY)
@@ -108,7 +120,8 @@ WRONG = {
     "model_type must be one of ['qwen3_moe', ": ({"model_type": "llama"}, ValueError),
     "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
-        {"attn_logit_softcapping": 30.0}, ValueError,
+        {"attn_logit_softcapping": 30.0},
+        ValueError,
     ),
     "must have no null in 'vocab_size', got null": ({"vocab_size": None}, ValueError),
     "must have no null in 'num_experts_per_tok', got null": ({"num_experts_per_tok": None}, ValueError),
@@ -117,42 +130,60 @@ WRONG = {
     "decoder_sparse_step must be 1, got 2": ({"decoder_sparse_step": 2}, ValueError),
     "qkv_bias must be False, got True": ({"qkv_bias": True}, ValueError),
     "mlp_only_layers must be the first layers, such as [0, 1], or none, got [1]": (
-        {"mlp_only_layers": [1]}, ValueError,
+        {"mlp_only_layers": [1]},
+        ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
     "rope_type must be 'default' or 'yarn', got 'llama3'": (
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ValueError,
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        ValueError,
     ),
     "must have only keys that jgg.models knows, got {'mscale': 1.0}": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 1.0}}, ValueError,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 1.0}},
+        ValueError,
     ),
     "rope_parameters must be null or an object, got str.": ({"rope_parameters": "default"}, TypeError),
     "rope_parameters of rope_type 'yarn' must have 'factor', got {}": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        ValueError,
     ),
     "rope_theta must be greater than 1, got 0.0": ({"rope_parameters": {"rope_theta": 0}}, ValueError),
     "rope_theta must be a number, got '1e4'": ({"rope_parameters": None, "rope_theta": "1e4"}, TypeError),
-    **{f"{key} must be more than 0, got {float(value)}": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 32} | {key: value}},
-        ValueError,
-    ) for key, value in (
-        ("factor", 0), ("factor", -2), ("beta_fast", 0), ("beta_slow", -1), ("attention_factor", 0),
-        ("original_max_position_embeddings", 0),
-    )},
+    **{
+        f"{key} must be more than 0, got {float(value)}": (
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 32}
+                | {key: value}
+            },
+            ValueError,
+        )
+        for key, value in (
+            ("factor", 0),
+            ("factor", -2),
+            ("beta_fast", 0),
+            ("beta_slow", -1),
+            ("attention_factor", 0),
+            ("original_max_position_embeddings", 0),
+        )
+    },
     "rope_parameters must give frequencies and a scale that float32 holds, got {'rope_type': 'yarn', 'factor': 1e": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 1e-320}}, ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1e-320}},
+        ValueError,
     ),
     "beta_fast must be finite in float32, got 1e+308": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e308}}, ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e308}},
+        ValueError,
     ),
     "rope_theta must be greater than 1, got 1.0": ({"rope_theta": 1}, ValueError),  # though rope_parameters count
     "sliding_window must be a positive int, got -1": ({"sliding_window": -1}, ValueError),
     "rms_norm_eps must be finite in float32, got 1e+300": ({"rms_norm_eps": 1e300}, ValueError),
     "beta_fast must be at least beta_slow, 1.0, got 0.5": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}, ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}},
+        ValueError,
     ),
     "partial_rotary_factor must be 1, as qwen3_moe rotates all features, got 0.5": (
-        {"partial_rotary_factor": 0.5}, ValueError,
+        {"partial_rotary_factor": 0.5},
+        ValueError,
     ),
     "rms_norm_eps must be a finite number, got 1000": ({"rms_norm_eps": 10**400}, ValueError),
     "rms_norm_eps must be 0 or more, got -1.0": ({"rms_norm_eps": -1}, ValueError),
@@ -161,17 +192,19 @@ WRONG = {
     "vocab_size must be at most 2147483647, got 1000000": ({"vocab_size": 10**30}, ValueError),
     "num_experts must be at most 65536, got 1000000": ({"num_local_experts": None, "num_experts": 10**30}, ValueError),
     "num_experts and num_local_experts must be equal, as they are names of one setting, got [8, 4]": (
-        {"num_experts": 8}, ValueError,
+        {"num_experts": 8},
+        ValueError,
     ),
     "num_experts_per_tok must be at most num_local_experts, 4, got 5": ({"num_experts_per_tok": 5}, ValueError),
     "eos_token_id must be null, an int of at least 0, or a list of them, got -1": ({"eos_token_id": -1}, ValueError),
     "eos_token_id must be null, an int of at least 0, or a list of them, got 2.5": (
-        {"eos_token_id": [1, 2.5]}, TypeError,
+        {"eos_token_id": [1, 2.5]},
+        TypeError,
     ),
     "pad_token_id must be an int, got 2.5": ({"pad_token_id": 2.5}, TypeError),
     "text_config must be an object, got [1]": ({"text_config": [1]}, ValueError),
     "text_config must have 'model_type' 'qwen3_moe', got None": ({"text_config": {"hidden_size": 8}}, ValueError),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -186,23 +219,27 @@ def test_wrong_settings_of_one_family_are_named():
         "logits_scaling must be a number to divide by, got 0.0": ("granitemoe", {"logits_scaling": 0}),
         "clip_qkv must be null or more than 0, got -1.0": ("olmoe", {"clip_qkv": -1}),
         "num_nextn_predict_layers must be an int of at least 0, got 'a'": (
-            "glm4_moe", {"num_nextn_predict_layers": "a"},
+            "glm4_moe",
+            {"num_nextn_predict_layers": "a"},
         ),
         "num_mtp_layers must be an int of at least 0, got 1.5": (
-            "glm4_moe", {"num_nextn_predict_layers": None, "num_mtp_layers": 1.5},
+            "glm4_moe",
+            {"num_nextn_predict_layers": None, "num_mtp_layers": 1.5},
         ),
         "n_group must divide n_routed_experts, 4, got 3": ("glm4_moe", {"n_group": 3}),
         "topk_group must be at most n_group, 1, got 2": ("glm4_moe", {"topk_group": 2}),
         "num_experts_per_tok must be at most the number of experts in topk_group = 1 groups, 2, got 3": (
-            "glm4_moe", {"n_group": 2, "num_experts_per_tok": 3},
+            "glm4_moe",
+            {"n_group": 2, "num_experts_per_tok": 3},
         ),
         "swiglu_limit must be more than 0, got -1.0": ("gpt_oss", {"swiglu_limit": -1}),
         "The last layer must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
-            "glm4_moe", {"first_k_dense_replace": 3},
+            "glm4_moe",
+            {"first_k_dense_replace": 3},
         ),
         "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
         "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
-    }  # fmt: skip
+    }
     for message, (family, changes) in cases.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             jgg.models.model_config(config_of(family) | changes)

@@ -75,8 +75,9 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
     names = run_code(code)
     assert names["losses"][-1] < names["losses"][0]
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors",
-    }  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     own = names["adapters"], nnx.state(names["model"], nnx.LoRAParam)
     trained, loaded = map(nnx.to_pure_dict, own)
     jax.tree.map(np.testing.assert_array_equal, loaded, trained)

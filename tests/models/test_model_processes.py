@@ -29,9 +29,11 @@ def losses_of_two_processes(folder, steps):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     environment = {
-        "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(processes.ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONPATH": str(processes.ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-    }  # fmt: skip
+    }
     both = [processes.start("train.py", address, 2, i, steps, cwd=folder, **environment) for i in range(2)]
     try:
         first, second = (
@@ -46,9 +48,12 @@ def losses_of_two_processes(folder, steps):
 
 def batch(step):
     """The rows that both processes draw."""
-    return np.concatenate([
-        ROWS[process::2][np.random.default_rng((step, process)).integers(0, len(ROWS) // 2, 2)] for process in range(2)
-    ])  # fmt: skip
+    return np.concatenate(
+        [
+            ROWS[process::2][np.random.default_rng((step, process)).integers(0, len(ROWS) // 2, 2)]
+            for process in range(2)
+        ]
+    )
 
 
 def trained_on_one_device():

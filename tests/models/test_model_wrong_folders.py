@@ -83,26 +83,34 @@ def test_what_is_no_file_is_named_and_not_read(kind, tmp_path):
 
 
 def test_errors_of_config_json_name_the_file(tmp_path):
-    for number, (message, changes) in enumerate({
-        "rms_norm_eps must be 0 or more": {"rms_norm_eps": -1},
-        "vocab_size must be a positive int": {"vocab_size": "64"},
-        "quantization_config must have quant_method 'fp8'": {"quantization_config": {"quant_method": "awq"}},
-    }.items()):  # fmt: skip
+    for number, (message, changes) in enumerate(
+        {
+            "rms_norm_eps must be 0 or more": {"rms_norm_eps": -1},
+            "vocab_size must be a positive int": {"vocab_size": "64"},
+            "quantization_config must have quant_method 'fp8'": {"quantization_config": {"quant_method": "awq"}},
+        }.items()
+    ):
         folder = copied("qwen3_moe", tmp_path / str(number), **changes)
         with pytest.raises((TypeError, ValueError), match=f"{folder}/config.json: {message}"):
             jgg.models.load(folder)
 
 
 def test_huge_counts_are_refused_at_once(tmp_path):
-    for number, (key, value, message) in enumerate([
-        ("num_hidden_layers", 10_000, r"model\.layers\.2\.input_layernorm\.weight is missing"),
-        ("num_local_experts", 65_536, r"model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight is missing"),
-        ("num_local_experts", 10**9, r"/config\.json: num_local_experts must be at most 65536, got 1000000000"),
-        ("vocab_size", 2**31 - 1, r"model\.embed_tokens\.weight of .* must have shape \[2147483647, 32\]"),
-        ("moe_intermediate_size", 2**31 - 1, r"experts\.0\.gate_proj\.weight of .* must have shape \[2147483647, 32\]"),
-        ("num_attention_heads", 2**31 - 2, r"self_attn\.q_proj\.weight of .* must have shape \[25769803752, 32\]"),
-        ("num_hidden_layers", 10**30, r"/config\.json: num_hidden_layers must be at most 10000"),
-    ]):  # fmt: skip
+    for number, (key, value, message) in enumerate(
+        [
+            ("num_hidden_layers", 10_000, r"model\.layers\.2\.input_layernorm\.weight is missing"),
+            ("num_local_experts", 65_536, r"model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight is missing"),
+            ("num_local_experts", 10**9, r"/config\.json: num_local_experts must be at most 65536, got 1000000000"),
+            ("vocab_size", 2**31 - 1, r"model\.embed_tokens\.weight of .* must have shape \[2147483647, 32\]"),
+            (
+                "moe_intermediate_size",
+                2**31 - 1,
+                r"experts\.0\.gate_proj\.weight of .* must have shape \[2147483647, 32\]",
+            ),
+            ("num_attention_heads", 2**31 - 2, r"self_attn\.q_proj\.weight of .* must have shape \[25769803752, 32\]"),
+            ("num_hidden_layers", 10**30, r"/config\.json: num_hidden_layers must be at most 10000"),
+        ]
+    ):
         folder = copied("qwen3_moe", tmp_path / str(number), **{key: value})
         with pytest.raises(ValueError, match=message):
             jgg.models.load(folder)
@@ -111,10 +119,11 @@ def test_huge_counts_are_refused_at_once(tmp_path):
 def test_what_is_no_path_is_named():
     model = loaded("qwen3_moe", lora_rank=1)
     uses = {
-        "load": jgg.models.load, "load_adapter": functools.partial(jgg.models.load_adapter, model),
+        "load": jgg.models.load,
+        "load_adapter": functools.partial(jgg.models.load_adapter, model),
         "save": functools.partial(jgg.models.save, model),
         "save_adapter": functools.partial(jgg.models.save_adapter, model),
-    }  # fmt: skip
+    }
     for use in uses.values():
         with pytest.raises(TypeError, match=re.escape("folder must be a str or a Path, got b'here'")):
             use(b"here")

@@ -147,8 +147,12 @@ def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
     """The layer's rows of hidden features take more memory than its weights."""
     tokens, features, topk = 24576, 256, 8
     lower_layer(tokens, 1536, features, 128, topk)
-    widths = [result.shape[1] for _, launch in launched for result in launch.result_types.values()
-              if result.ndim == 2 and result.shape[0] == tokens * topk]  # fmt: skip
+    widths = [
+        result.shape[1]
+        for _, launch in launched
+        for result in launch.result_types.values()
+        if result.ndim == 2 and result.shape[0] == tokens * topk
+    ]
     assert max(widths) == 2 * features
 
 
@@ -163,8 +167,11 @@ def test_no_array_of_all_rows_is_wider_than_the_pre_activation(launched):
 )
 def test_columns_of_parts(tokens, experts, expected_rows, parts, launched):
     lower_layer(tokens, 2048, 768, experts, 8, expected_rows=expected_rows)
-    sums = [launch.constants["COLUMNS"] for name, launch in launched
-            if name == "combine_kernel" and launch.constants["TOPK"] == 8]  # fmt: skip
+    sums = [
+        launch.constants["COLUMNS"]
+        for name, launch in launched
+        if name == "combine_kernel" and launch.constants["TOPK"] == 8
+    ]
     assert sums == 2 * parts  # of the down product and of dX of up
 
 

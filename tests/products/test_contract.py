@@ -226,9 +226,14 @@ def test_more_than_int32_elements(implementation, shape, permuted):
 
     def forward(x, w):
         return jgg.grouped_gemm(
-            x, w, group_sizes, gather_indices=gather_indices, permute_x=permuted, permute_y=permuted,
+            x,
+            w,
+            group_sizes,
+            gather_indices=gather_indices,
+            permute_x=permuted,
+            permute_y=permuted,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     y, dx, dw = jax.jit(forward_and_backward(forward))(dy, x, w)
     for expert, rows in ((0, slice(0, 5)), (-1, slice(num_rows - last, num_rows))):

@@ -33,9 +33,13 @@ def assert_right(case, dtype, implementation, configs=()):
     def compute(unwritten, dy, rows):
         del unwritten
         return jgg.grouped_gemm_dw(
-            dy=dy, **rows, **arguments, preferred_element_type="float32", implementation=implementation,
+            dy=dy,
+            **rows,
+            **arguments,
+            preferred_element_type="float32",
+            implementation=implementation,
             kernel_config=dict(configs).get("kernel_config_bwd_dw"),
-        )  # fmt: skip
+        )
 
     got = np.asarray(compute(jnp.full(want.shape, jnp.nan, "float32"), data.dy, rows))
     assert got.dtype == "float32"

@@ -44,10 +44,17 @@ def run(case, data, x, w, implementation, config=None):
     def product(unwritten, x, w, group_sizes, gather_indices, topk_weights, bias):
         del unwritten
         return jgg.grouped_gemm(
-            x, w, group_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias,
-            preferred_element_type=case.out_dtype, implementation=implementation, kernel_config_fwd=config,
+            x,
+            w,
+            group_sizes,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            bias=bias,
+            preferred_element_type=case.out_dtype,
+            implementation=implementation,
+            kernel_config_fwd=config,
             **case.options,
-        )  # fmt: skip
+        )
 
     unwritten = jnp.full(data.dy.shape, np.nan, case.out_dtype or "bfloat16")
     function = jax.jit(product, donate_argnums=0, keep_unused=True)
@@ -191,9 +198,14 @@ def test_gradients_are_those_of_what_is_not_quantized(function):
     def gradients(x, w):
         def product(x, w, weights):
             y = function(
-                x, w, group_sizes=data.group_sizes, gather_indices=data.gather_indices, **weights,
-                **OPTIONS[-1].options, preferred_element_type="float32",
-            )  # fmt: skip
+                x,
+                w,
+                group_sizes=data.group_sizes,
+                gather_indices=data.gather_indices,
+                **weights,
+                **OPTIONS[-1].options,
+                preferred_element_type="float32",
+            )
             return jnp.sum(y * data.dy.astype("float32"))
 
         return jax.jit(jax.grad(product, argnums=(0, 1, 2)))(x, w, weights)
@@ -223,9 +235,13 @@ def test_errors_name_the_operand():
         jgg.grouped_gemm(tokens, weights, sizes, w_layout="ekn")
     with pytest.raises(ValueError, match=r"^block_k of forward must be 128 in FP8, got 64"):
         jgg.grouped_gemm(
-            tokens, weights, sizes, kernel_config_fwd=jgg.KernelConfigForward(), preferred_element_type="float16",
+            tokens,
+            weights,
+            sizes,
+            kernel_config_fwd=jgg.KernelConfigForward(),
+            preferred_element_type="float16",
             implementation="interpret",
-        )  # fmt: skip
+        )
     with pytest.raises(TypeError, match=r"^kernel_config must be a KernelConfigForward or None, got"):
         jgg.grouped_gemm_forward(tokens, weights, group_sizes=sizes, kernel_config=jgg.KernelConfigDX())
 
@@ -261,7 +277,7 @@ def test_default_configurations_fit(compute_capability):
     ):
         problem = gemm(
             num_rows=rows, in_features=features, out_features=1536, num_experts=8, dtype="float8_e4m3fn", **options
-        )  # fmt: skip
+        )
         chosen, plain = (
             choose(jgg.KernelConfigForward, problem, target) for choose in (heuristic_config, plain_config)
         )

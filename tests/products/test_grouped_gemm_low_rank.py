@@ -20,9 +20,14 @@ OF_CASES = [
     if case.poison in ("", "tail") and case.gather in ("none", "random")  # what is specified for any result
 ]
 QUICK = {
-    "options-enk", "options-px-py-weights-bias-ekn", "everything", "sizes-everything", "no-rows-everything",
-    "rows-past-the-groups-everything", "result-in-float32",
-}  # fmt: skip
+    "options-enk",
+    "options-px-py-weights-bias-ekn",
+    "everything",
+    "sizes-everything",
+    "no-rows-everything",
+    "rows-past-the-groups-everything",
+    "result-in-float32",
+}
 
 
 def make(case, dtype="float32", rank=5, seed=0):
@@ -70,7 +75,7 @@ def assert_as_merged(case, **options):
 def test_as_merged(case, implementation):
     assert_as_merged(
         case, implementation=implementation, **(dict(small_configs()) if implementation == "interpret" else {})
-    )  # fmt: skip
+    )
 
 
 OTHER_CASES = [case for case in OF_CASES if case.name not in QUICK]
@@ -137,9 +142,7 @@ def test_quantized_weights():
     case = Case("quantized", in_features=128, out_features=128)
     floats, dy, order = make(case)
     base = jgg.quantize_weights(floats["w"])
-    (y, got), (want_y, want) = (
-        run(floats | {"w": w}, dy, order, case) for w in (base, base.dequantize(jnp.float32))
-    )  # fmt: skip
+    (y, got), (want_y, want) = (run(floats | {"w": w}, dy, order, case) for w in (base, base.dequantize(jnp.float32)))
     assert_close((y, got["low_rank"].a, got["low_rank"].b), (want_y, want["low_rank"].a, want["low_rank"].b), 1e-6)
     message = "x must be no QuantizedArray with low_rank, got QuantizedArray."
     with pytest.raises(TypeError, match=re.escape(message)):

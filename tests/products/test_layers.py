@@ -55,9 +55,17 @@ def run(implementation, topk, gather, dtype, data):
     def both(x, w, topk_weights, dy, group_sizes, gather_indices):
         def forward(x, w, topk_weights):
             return jgg.grouped_gemm(
-                x, w, group_sizes, topk, gather_indices, permute_x=gather, permute_y=not gather,
-                topk_weights=None if gather else topk_weights, precision="highest", implementation=implementation,
-            )  # fmt: skip
+                x,
+                w,
+                group_sizes,
+                topk,
+                gather_indices,
+                permute_x=gather,
+                permute_y=not gather,
+                topk_weights=None if gather else topk_weights,
+                precision="highest",
+                implementation=implementation,
+            )
 
         return forward_and_backward(forward)(dy, x.astype(dtype), w.astype(dtype), topk_weights)
 

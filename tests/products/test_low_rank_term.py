@@ -39,9 +39,14 @@ def assert_right(case, dtype, implementation, rank, configs=()):
     data, configs = make_data(case, dtype), dict(configs)
     arrays = {name: getattr(data, name) for name in ("x", "w", "topk_weights", "bias")}
     problem = check_problem(
-        x=data.x, w=data.w, group_sizes=data.group_sizes, gather_indices=data.gather_indices,
-        topk_weights=data.topk_weights, bias=data.bias, **case.options,
-    )  # fmt: skip
+        x=data.x,
+        w=data.w,
+        group_sizes=data.group_sizes,
+        gather_indices=data.gather_indices,
+        topk_weights=data.topk_weights,
+        bias=data.bias,
+        **case.options,
+    )
     how = How(implementation, current_target())
     indices = None if data.gather_indices is None else jnp.asarray(data.gather_indices, jnp.int32)
     low = LowRankTerm(*map(jnp.asarray, term_of(case, data.x.dtype, rank, of_dx=False)))

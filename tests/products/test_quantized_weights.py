@@ -29,10 +29,14 @@ CASES = {
     "blocks of one row": {"block": (1, 32)},
     "e5m2": {"block": (32, 32), "stored_as": Format(jnp.dtype(jnp.float8_e5m2))},
     "gathered, scattered, weighted": {
-        "block": (32, 1), "permute_x": True, "permute_y": True, "weighted": True, "biased": True,
+        "block": (32, 1),
+        "permute_x": True,
+        "permute_y": True,
+        "weighted": True,
+        "biased": True,
     },
     "many rows": {"block": (128, 128), "num_rows": 400},
-}  # fmt: skip
+}
 
 
 def make(name, dtype="float32"):

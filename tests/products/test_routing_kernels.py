@@ -94,9 +94,10 @@ def test_weights_and_gradients_are_those_of_xla(implementation):
     def weights(logits, implementation):
         return jgg.route(logits, 3, score="sigmoid", num_groups=4, topk_groups=2, implementation=implementation)[0]
 
-    for got, want in zip(*(
-        jax.vjp(functools.partial(weights, implementation=name), logits) for name in (implementation, "xla")
-    ), strict=True):  # fmt: skip
+    for got, want in zip(
+        *(jax.vjp(functools.partial(weights, implementation=name), logits) for name in (implementation, "xla")),
+        strict=True,
+    ):
         if callable(got):
             got, want = (vjp(jnp.arange(27, dtype=jnp.float32).reshape(9, 3))[0] for vjp in (got, want))
         np.testing.assert_array_equal(got, want)

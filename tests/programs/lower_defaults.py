@@ -43,7 +43,7 @@ def random_problem(rng):
         rows = 4 * rng.choice((1, 8, 17, 33, 65, 128, 500))
         problem = gemm(
             num_rows=rows, in_features=features[0], out_features=features[1], num_experts=4, topk=2, **options
-        )  # fmt: skip
+        )
     return dataclasses.replace(problem, out_dtype=jnp.dtype(rng.choice((dtype, "float32", "bfloat16"))))
 
 
@@ -55,10 +55,17 @@ def lower(problem, configs):
 
     def product(floats, fixed):
         return jgg.grouped_gemm(
-            **floats, **fixed, **configs, topk=problem.topk, permute_x=problem.permute_x, permute_y=problem.permute_y,
-            w_layout=problem.w_layout, precision=problem.precision, preferred_element_type=problem.out_dtype,
+            **floats,
+            **fixed,
+            **configs,
+            topk=problem.topk,
+            permute_x=problem.permute_x,
+            permute_y=problem.permute_y,
+            w_layout=problem.w_layout,
+            precision=problem.precision,
+            preferred_element_type=problem.out_dtype,
             implementation="triton",
-        )  # fmt: skip
+        )
 
     def forward_and_backward(floats, fixed, dy):
         y, vjp = jax.vjp(lambda floats: product(floats, fixed), floats)

@@ -50,12 +50,20 @@ HOPPER_KERNELS = ("hopper_kernel", "hopper_fp8_kernel")
 SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
 SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
 LAYER_KERNELS = (
-    "activate_kernel", "activate_backward_kernel",
-    "top_k_kernel", "sort_few_kernel", "count_experts_kernel", "sum_counts_kernel", "place_rows_kernel",
-)  # fmt: skip
+    "activate_kernel",
+    "activate_backward_kernel",
+    "top_k_kernel",
+    "sort_few_kernel",
+    "count_experts_kernel",
+    "sum_counts_kernel",
+    "place_rows_kernel",
+)
 FP8_KERNELS = (
-    "quantize_rows_kernel", "quantize_weights_kernel", "activate_fp8_kernel", "activate_backward_fp8_kernel",
-)  # fmt: skip
+    "quantize_rows_kernel",
+    "quantize_weights_kernel",
+    "activate_fp8_kernel",
+    "activate_backward_fp8_kernel",
+)
 EXPERT_COUNTS = (8, 128, 512, 1024)
 # dtype and precision, and the one whose kernels stand for those of the same configuration: they differ in the type or
 # in repeated instructions
@@ -223,9 +231,14 @@ def lower_fp8(compute_capability, name, interleaved, gradient_dtype, hidden):
         def forward(x, weights):
             routing = jgg.route(logits, topk, implementation="xla")
             return jgg.moe_mlp(
-                x, *weights, routing, activation=activation, interleaved=interleaved, implementation="triton",
+                x,
+                *weights,
+                routing,
+                activation=activation,
+                interleaved=interleaved,
+                implementation="triton",
                 quantization=jgg.Fp8(gradient_dtype, power_of_2_scales=interleaved),
-            )  # fmt: skip
+            )
 
         y, vjp = jax.vjp(forward, x, weights)
         return y, vjp(y)
@@ -244,7 +257,7 @@ def lower_fp8_product(compute_capability, out_dtype, options):
         quantized = {"x": jgg.quantize_tokens(arrays["x"]), "w": jgg.quantize_weights(arrays["w"])}
         return jgg.grouped_gemm(
             **arrays | quantized, **static, preferred_element_type=out_dtype, implementation="triton"
-        )  # fmt: skip
+        )
 
     with jgg.target(compute_capability):
         jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))

@@ -19,9 +19,14 @@ MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 # of the others, jgg has the experts alone
 CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
 SIZES = {
-    "vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
-    "num_key_value_heads": 2, "moe_intermediate_size": 8,
-}  # fmt: skip
+    "vocab_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 8,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 V4 = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 # changes of a config

@@ -42,20 +42,29 @@ BLOCKS = {
     "mixtral": ("mixtral", "mixtral", "MixtralSparseMoeBlock", SMALL | {"num_local_experts": EXPERTS}),
     "qwen3_moe": ("qwen3_moe", "qwen3_moe", "Qwen3MoeSparseMoeBlock", QWEN),
     "qwen3_next": (
-        "qwen3_next", "qwen3_next", "Qwen3NextSparseMoeBlock", QWEN | {"shared_expert_intermediate_size": 40},
+        "qwen3_next",
+        "qwen3_next",
+        "Qwen3NextSparseMoeBlock",
+        QWEN | {"shared_expert_intermediate_size": 40},
     ),
     "olmoe": (
-        "olmoe", "olmoe", "OlmoeSparseMoeBlock", SMALL | {"num_experts": EXPERTS, "norm_topk_prob": False},
+        "olmoe",
+        "olmoe",
+        "OlmoeSparseMoeBlock",
+        SMALL | {"num_experts": EXPERTS, "norm_topk_prob": False},
     ),
     "deepseek_v3": ("deepseek_v3", "deepseek_v3", "DeepseekV3MoE", DEEPSEEK),
     "kimi_k2": ("deepseek_v3", "deepseek_v3", "DeepseekV3MoE", KIMI),
     "glm4_moe": ("glm4_moe", "glm4_moe", "Glm4MoeMoE", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
     "llama4": (
-        "llama4_text", "llama4", "Llama4TextMoe", SMALL | {"num_local_experts": EXPERTS, "num_experts_per_tok": 1},
+        "llama4_text",
+        "llama4",
+        "Llama4TextMoe",
+        SMALL | {"num_local_experts": EXPERTS, "num_experts_per_tok": 1},
     ),
     "gpt_oss": ("gpt_oss", "gpt_oss", "GptOssMLP", SMALL | {"num_local_experts": EXPERTS, "swiglu_limit": 1.5}),
     "granitemoe": ("granitemoe", "granitemoe", "GraniteMoeMoE", SMALL | {"num_local_experts": EXPERTS}),
-}  # fmt: skip
+}
 PREFIXES = {
     "mixtral": "model.layers.0.block_sparse_moe.",
     "granitemoe": "model.layers.0.block_sparse_moe.",

@@ -40,16 +40,18 @@ CASES = {
         "alpha_pattern": {"k_proj|o_proj": 5, "model.layers.1.self_attn.v_proj": 7},
     },
     "granitemoe-seven-excluded": {
-        "target_modules": SEVEN, "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj",
+        "target_modules": SEVEN,
+        "exclude_modules": r".*layers\.[1-9]\.self_attn\.(q|o)_proj",
         "target_parameters": ["router.weight"],
     },
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
     "glm4_moe-all": {
-        "target_modules": r".*\.[qo]_proj", "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
+        "target_modules": r".*\.[qo]_proj",
+        "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
     },
-}  # fmt: skip
+}
 
 
 def base(case):

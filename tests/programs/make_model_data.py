@@ -28,32 +28,60 @@ PROMPT_LENGTHS, NEW_TOKENS, STEPS = (1, 5, 9), 6, 3
 LEAST_MARGIN = 1e-2  # between the two largest logits of a greedy choice, so that rounding changes none
 
 COMMON = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 HEADS = {"head_dim": 12}  # not hidden_size / num_attention_heads
 YARN = {
-    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
-    "beta_slow": 1.0, "truncate": False,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 FAMILIES = {
     "qwen3_moe": HEADS | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 6},
     "olmoe": {"num_experts": 4, "intermediate_size": 8, "clip_qkv": 1.5, "attention_bias": True},
-    "gpt_oss": HEADS | {
-        "num_local_experts": 4, "intermediate_size": 8, "sliding_window": 4, "swiglu_limit": 1.5,
+    "gpt_oss": HEADS
+    | {
+        "num_local_experts": 4,
+        "intermediate_size": 8,
+        "sliding_window": 4,
+        "swiglu_limit": 1.5,
         "rope_parameters": YARN,
     },
     "granitemoe": {
-        "num_local_experts": 4, "intermediate_size": 8, "tie_word_embeddings": True, "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 0.7,
+        "num_local_experts": 4,
+        "intermediate_size": 8,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.7,
     },
-    "glm4_moe": HEADS | {
-        "n_routed_experts": 4, "moe_intermediate_size": 8, "intermediate_size": 24, "num_hidden_layers": 3,
-        "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+    "glm4_moe": HEADS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
-}  # fmt: skip
+}
 
 
 def make_folder(family, seed):
@@ -127,10 +155,15 @@ def make(family):
     padded = [prompt + [0] * (max(PROMPT_LENGTHS) - len(prompt)) for prompt in prompts]
     losses = np.asarray(losses_of_training(model, tokens), np.float32)
     np.savez_compressed(
-        OUT / family / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.detach().numpy(),
-        loss=loss.detach().numpy(), gradients=of_parameters, losses=losses, prompts=np.asarray(padded, np.int32),
+        OUT / family / "reference.npz",
+        tokens=tokens.numpy().astype(np.int32),
+        logits=logits.detach().numpy(),
+        loss=loss.detach().numpy(),
+        gradients=of_parameters,
+        losses=losses,
+        prompts=np.asarray(padded, np.int32),
         greedy=np.asarray(greedy, np.int32),
-    )  # fmt: skip
+    )
 
 
 def check_opens(family, folder):

@@ -32,10 +32,19 @@ OUT = Path(__file__).parents[1] / "data" / "peft"
 HIDDEN, INNER, EXPERTS = 10, 6, 4
 TOKENS = 24
 COMMON = {
-    "hidden_size": HIDDEN, "num_experts_per_tok": 2, "num_hidden_layers": 2, "hidden_act": "silu", "vocab_size": 4,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "bos_token_id": 0, "eos_token_id": 1,
-    "pad_token_id": None, "intermediate_size": INNER,
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "vocab_size": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "intermediate_size": INNER,
+}
 LOCAL = COMMON | {"num_local_experts": EXPERTS}
 QWEN = COMMON | {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "norm_topk_prob": True}
 OLMOE = COMMON | {"num_experts": EXPERTS, "norm_topk_prob": False}
@@ -47,20 +56,22 @@ FUSED = {
     "qwen3_moe": ("qwen3_moe", QWEN, {"r": 2, "target_parameters": BOTH, "target_modules": ["q_proj"]}),
     "mixtral": ("mixtral", LOCAL, {"r": 2, "target_parameters": BOTH, "alpha_pattern": {"experts.down_proj": 5}}),
     "gpt_oss": (
-        "gpt_oss", LOCAL,
+        "gpt_oss",
+        LOCAL,
         {"r": 2, "target_parameters": [f"1.{BOTH[0]}", BOTH[1]], "rank_pattern": {"layers.0.*down_proj": 3}},
     ),
     "olmoe": ("olmoe", OLMOE, {"r": 3, "target_parameters": BOTH[:1], "use_rslora": True}),
     "llama4": ("llama4", LLAMA, {"r": 2, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
     "granitemoe": ("granitemoe", LOCAL, {"r": 2, "target_parameters": ["experts.gate_up_proj"]}),
-}  # fmt: skip
+}
 OF_MODULES = {
     "mixtral_modules": ("mixtral", LOCAL, {"r": 2, "target_modules": ["w1", "w2", "w3"]}),
     "qwen3_moe_modules": (
-        "qwen3_moe", QWEN,
+        "qwen3_moe",
+        QWEN,
         {"r": 1, "target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"], "lora_dropout": 0.1},
     ),
-}  # fmt: skip
+}
 CASES = FUSED | OF_MODULES
 DIFFERENTIATED = "qwen3_moe", "mixtral", "gpt_oss", "olmoe"
 

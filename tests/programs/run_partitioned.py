@@ -74,9 +74,19 @@ def program(implementation):
 
     def loss(floats):
         y = jgg.grouped_gemm(
-            floats["x"], floats["w"], group_sizes, TOPK, gather_indices, True, True, floats["topk_weights"],
-            floats["bias"], w_layout="ekn", precision="highest", implementation=implementation,
-        )  # fmt: skip
+            floats["x"],
+            floats["w"],
+            group_sizes,
+            TOPK,
+            gather_indices,
+            True,
+            True,
+            floats["topk_weights"],
+            floats["bias"],
+            w_layout="ekn",
+            precision="highest",
+            implementation=implementation,
+        )
         return jnp.sum(y * dy), y
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))

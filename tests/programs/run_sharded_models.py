@@ -128,7 +128,7 @@ def check_quantized():
         whole, model = (
             jgg.models.load(Path(folder) / "wide", dtype=jnp.float32, sharding=own, **options)
             for own in (None, sharding)
-        )  # fmt: skip
+        )
     assert_in_place(nnx.state(model), sharding)
     assert model.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
     got, want = (nnx.jit(lambda model: model(TOKENS))(each) for each in (model, whole))

@@ -69,7 +69,7 @@ def check_layer(kind):
         def loss(params):
             y, metrics = layer.apply(
                 params, x, selection_bias, topk_indices=given, sharding=sharding, precision="highest"
-            )  # fmt: skip
+            )
             return jnp.sum(jnp.square(y)) + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
 
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(params)
@@ -122,9 +122,18 @@ def check_load_params():
 
         def make(sharding=sharding):
             return jgg.nnx.MoE(
-                24, 20, num_experts=8, topk=2, interleaved=True, use_bias=True, use_selection_bias=True,
-                lora_rank=5, sharding=sharding, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
-            )  # fmt: skip
+                24,
+                20,
+                num_experts=8,
+                topk=2,
+                interleaved=True,
+                use_bias=True,
+                use_selection_bias=True,
+                lora_rank=5,
+                sharding=sharding,
+                param_dtype=jnp.bfloat16,
+                rngs=nnx.Rngs(0),
+            )
 
         layer = nnx.eval_shape(make) if is_abstract else make()
         rng = np.random.default_rng(0)

@@ -46,17 +46,31 @@ def compute_sanitizer():
 def start(tool, cases, number, count, folder):
     """The process of a tool, or of none, that runs one part of the cases, and the file that it writes to."""
     log = folder / f"{tool or 'compiling'}-{number}.log"
-    watch = [
-        compute_sanitizer(), "--tool", tool, *OF_TOOL.get(tool, []), "--print-limit", "100000",
-        "--report-api-errors", "no", "--show-backtrace", "device",
-    ] if tool else []  # fmt: skip
+    watch = (
+        [
+            compute_sanitizer(),
+            "--tool",
+            tool,
+            *OF_TOOL.get(tool, []),
+            "--print-limit",
+            "100000",
+            "--report-api-errors",
+            "no",
+            "--show-backtrace",
+            "device",
+        ]
+        if tool
+        else []
+    )
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     with log.open("w") as file:
         process = subprocess.Popen(
             [*watch, sys.executable, "-m", "tests.programs.run_contract", str(number), str(count), cases],
-            env=environment, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
     return process, log
 
 

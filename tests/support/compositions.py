@@ -79,9 +79,14 @@ def chain(seed: int, length: int = 3) -> list[Program]:
         drawn = [draw_states(layer) for layer in layers]
         states = drawn[:1] * count if loops == "scan" else drawn
         return Program(
-            layers, tuple(states), flag(), choose(None, "all", "names"), loops, choose(None, None, "vmap"),
+            layers,
+            tuple(states),
+            flag(),
+            choose(None, "all", "names"),
+            loops,
+            choose(None, None, "vmap"),
             choose(True, True, True, False),
-        )  # fmt: skip
+        )
 
     def draw_states(layer):
         # often all alike, as when all experts are frozen
@@ -103,9 +108,11 @@ def shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
         own |= {"b_gate_up": (experts, 2 * hidden), "b_down": (experts, FEATURES)}
     if layer.low_rank:
         own |= {
-            "a_gate_up": (experts, FEATURES, RANK), "b_of_gate_up": (experts, RANK, 2 * hidden),
-            "a_down": (experts, hidden, RANK), "b_of_down": (experts, RANK, FEATURES),
-        }  # fmt: skip
+            "a_gate_up": (experts, FEATURES, RANK),
+            "b_of_gate_up": (experts, RANK, 2 * hidden),
+            "a_down": (experts, hidden, RANK),
+            "b_of_down": (experts, RANK, FEATURES),
+        }
     return own
 
 
@@ -192,19 +199,35 @@ def _layer(layer, implementation, x, params, chosen):
     biases = params.get("b_gate_up"), params.get("b_down")
     if layer.function == "moe_mlp":
         return jgg.moe_mlp(
-            x, params["w_gate_up"], params["w_down"], routing, b_gate_up=biases[0], b_down=biases[1],
-            low_rank_gate_up=terms["gate_up"], low_rank_down=terms["down"],
-            quantization=jgg.Fp8() if layer.is_quantized else None, **options,
-        )  # fmt: skip
+            x,
+            params["w_gate_up"],
+            params["w_down"],
+            routing,
+            b_gate_up=biases[0],
+            b_down=biases[1],
+            low_rank_gate_up=terms["gate_up"],
+            low_rank_down=terms["down"],
+            quantization=jgg.Fp8() if layer.is_quantized else None,
+            **options,
+        )
     sizes, indices = routing.group_sizes, routing.gather_indices
     pre_activation = jgg.grouped_gemm(
         x, params["w_gate_up"], sizes, TOPK, indices, True, bias=biases[0], low_rank=terms["gate_up"], **options
     )
     gate, up = jnp.split(pre_activation, 2, axis=1)
     rows = jgg.grouped_gemm(
-        jax.nn.silu(gate) * up, params["w_down"], sizes, TOPK, indices, False, True, routing.topk_weights, biases[1],
-        low_rank=terms["down"], **options,
-    )  # fmt: skip
+        jax.nn.silu(gate) * up,
+        params["w_down"],
+        sizes,
+        TOPK,
+        indices,
+        False,
+        True,
+        routing.topk_weights,
+        biases[1],
+        low_rank=terms["down"],
+        **options,
+    )
     return jnp.sum(rows.reshape(TOKENS, TOPK, FEATURES), axis=1)
 
 

@@ -84,10 +84,8 @@ def make_terms(features=FEATURES, hidden=HIDDEN):
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     return {
         name: jgg.LowRank(normal(EXPERTS, rows, RANK) / rows**0.5, normal(EXPERTS, RANK, columns), scale=0.5)
-        for name, rows, columns in (
-            ("low_rank_gate_up", features, 2 * hidden), ("low_rank_down", hidden, features)
-        )
-    }  # fmt: skip
+        for name, rows, columns in (("low_rank_gate_up", features, 2 * hidden), ("low_rank_down", hidden, features))
+    }
 
 
 def fitting(chosen, sharding):
@@ -117,9 +115,14 @@ def on_one_device(floats, chosen, dy, fits, quantization=None):
         weights = arrays.pop("topk_weights") * fits.astype(jnp.float32)
         routing = jgg.Routing(weights, chosen, *jgg.sort_by_expert(chosen, EXPERTS))
         y = jgg.moe_mlp(
-            **arrays, routing=routing, interleaved=True, w_layout="ekn", precision="highest", implementation="xla",
+            **arrays,
+            routing=routing,
+            interleaved=True,
+            w_layout="ekn",
+            precision="highest",
+            implementation="xla",
             quantization=quantization,
-        )  # fmt: skip
+        )
         return jnp.sum(y * dy), y
 
     (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
@@ -131,9 +134,15 @@ def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=
 
     def loss(floats, chosen, dy):
         y, overflow = sharded_moe_mlp(
-            **floats, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn", precision="highest",
-            implementation=implementation, quantization=quantization,
-        )  # fmt: skip
+            **floats,
+            topk_indices=chosen,
+            sharding=sharding,
+            interleaved=True,
+            w_layout="ekn",
+            precision="highest",
+            implementation=implementation,
+            quantization=quantization,
+        )
         return jnp.sum(y * dy), (y, overflow)
 
     program = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
@@ -164,9 +173,7 @@ def assert_case_is_right(name, mesh, seed=0, compiler_options=None, terms=None):
     floats |= terms or {}
     fits = fitting(chosen, sharding)
     assert (name in MAY_OVERFLOW) == (not fits.all()), name  # so that each case tests what it says
-    y, gradients, overflow = on_mesh(
-        *place(floats, chosen, dy, sharding), sharding, compiler_options=compiler_options
-    )  # fmt: skip
+    y, gradients, overflow = on_mesh(*place(floats, chosen, dy, sharding), sharding, compiler_options=compiler_options)
     want_y, want = on_one_device(floats, chosen, dy, fits)
     assert int(overflow) == np.sum(~fits), name
     assert_shards_close(y, want_y, f"{name}: y")

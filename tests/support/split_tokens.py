@@ -96,15 +96,19 @@ def check_reads_and_writes():
 OVER_PARTS_OF_AN_AXIS = {
     "16 experts in 4 groups": (functools.partial(jgg.route, topk=2, num_groups=4, topk_groups=2), (4, 16), (None, "a")),
     "the same by sigmoid": (
-        functools.partial(jgg.route, topk=2, score="sigmoid", num_groups=4, topk_groups=2), (4, 16), (None, "a"),
+        functools.partial(jgg.route, topk=2, score="sigmoid", num_groups=4, topk_groups=2),
+        (4, 16),
+        (None, "a"),
     ),
     "6 tokens": (functools.partial(jgg.route, topk=2), (6, 16), ("a",)),
     "2 tokens of chosen experts": (functools.partial(jgg.sort_by_expert, num_experts=4), (2, 3), ("a",)),
     "6 tokens of chosen experts": (functools.partial(jgg.sort_by_expert, num_experts=4), (6, 2), ("a",)),
     "6 tokens and a loss": (
-        lambda logits: jgg.load_balancing_loss(logits, jgg.route(logits, 2).topk_indices), (6, 16), ("a",),
+        lambda logits: jgg.load_balancing_loss(logits, jgg.route(logits, 2).topk_indices),
+        (6, 16),
+        ("a",),
     ),
-}  # fmt: skip
+}
 
 
 def check_parts_of_an_axis():

@@ -20,9 +20,7 @@ def chains():
 @pytest.mark.parametrize(("implementation", "seed"), [*chains()])
 def test_programs_after_each_other(implementation, seed):
     for number, program in enumerate(compositions.chain(seed)):
-        got, want = (
-            compositions.results_and_gradients(program, each, seed) for each in (implementation, "plain")
-        )  # fmt: skip
+        got, want = (compositions.results_and_gradients(program, each, seed) for each in (implementation, "plain"))
         compositions.check(program, got, want, f"program {number}: {program}")
 
 

@@ -52,9 +52,14 @@ def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
     def product(x, w):
         indices = None if data.gather_indices is None else jnp.asarray(data.gather_indices)
         return jgg.grouped_gemm(
-            x, w, sizes, gather_indices=indices, preferred_element_type=jnp.float32, implementation=implementation,
+            x,
+            w,
+            sizes,
+            gather_indices=indices,
+            preferred_element_type=jnp.float32,
+            implementation=implementation,
             **case.options,
-        )  # fmt: skip
+        )
 
     def by_lax(x, w):
         rows = x[data.gather_indices // 2] if permute_x else x

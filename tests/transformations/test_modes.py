@@ -77,9 +77,16 @@ INDICES = jnp.array([5, 2, 7, 0, 1, 6, 4, 3, 8, 11, 10, 9])  # rows of no group 
 ALL_OPTIONS = {"topk": 2, "gather_indices": INDICES, "permute_x": True, "permute_y": True}
 CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 SHAPES = {
-    "tokens": (6, 4), "x": (12, 4), "dy": (12, 5), "topk_weights": (12,), "w": (3, 5, 4), "bias": (3, 5),
-    "w_gate_up": (3, 6, 4), "w_down": (3, 4, 3), "choices": (6, 2),
-}  # fmt: skip
+    "tokens": (6, 4),
+    "x": (12, 4),
+    "dy": (12, 5),
+    "topk_weights": (12,),
+    "w": (3, 5, 4),
+    "bias": (3, 5),
+    "w_gate_up": (3, 6, 4),
+    "w_down": (3, 4, 3),
+    "choices": (6, 2),
+}
 
 
 def layer_of_some_tokens(tokens, w_gate_up, w_down, choices, **options):

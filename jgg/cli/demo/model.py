@@ -43,9 +43,13 @@ def make_model(settings: Settings, rngs: nnx.Rngs) -> jgg.models.Decoder:
         "tie_word_embeddings": False,
     }
     model = jgg.models.Decoder(
-        jgg.models.model_config(config), dtype=settings.dtype, unroll=settings.layers,
-        quantization=settings.quantization, implementation=settings.implementation, rngs=rngs,
-    )  # fmt: skip
+        jgg.models.model_config(config),
+        dtype=settings.dtype,
+        unroll=settings.layers,
+        quantization=settings.quantization,
+        implementation=settings.implementation,
+        rngs=rngs,
+    )
     model.w_head[...] = jnp.zeros_like(model.w_head[...])
     return model
 

@@ -25,9 +25,20 @@ from jgg.products.plain.row_blocks import Block
 
 
 def rows_dot(
-    rows: Rows, w, bounds: GroupBounds, *, scales=None, bias=None, write_at=None, adds=False, shape, transpose_w,
-    w_dtype=None, precision, out_dtype,
-):  # fmt: skip
+    rows: Rows,
+    w,
+    bounds: GroupBounds,
+    *,
+    scales=None,
+    bias=None,
+    write_at=None,
+    adds=False,
+    shape,
+    transpose_w,
+    w_dtype=None,
+    precision,
+    out_dtype,
+):
     """out[write_at[i]] = scales[i] * (rows[i] @ w[g] + bias[g]) for the rows i of each group g; the rest is zero.
 
     Args:
@@ -42,9 +53,13 @@ def rows_dot(
     """
     return _rows_dot(
         _RowsDot(rows, w, bounds, scales, bias, write_at),
-        adds=adds, shape=shape, transpose_w=transpose_w, w_dtype=w_dtype, precision=precision,
+        adds=adds,
+        shape=shape,
+        transpose_w=transpose_w,
+        w_dtype=w_dtype,
+        precision=precision,
         out_dtype=jnp.dtype(out_dtype),
-    )  # fmt: skip
+    )
 
 
 def outer_dot(left: Rows, right: Rows, bounds: GroupBounds, *, scales=None, precision, out_dtype):
@@ -120,7 +135,7 @@ def _compute_outer_dot(operands, *, precision, out_dtype):
             own = block.own[:, None]
             return row_blocks.dot(
                 jnp.where(own, left_rows, 0), jnp.where(own, row_blocks.take(right, block), 0), (0, 0), precision
-            )  # fmt: skip
+            )
 
         steps = row_blocks.steps(group, size, bounds)
         total = jax.lax.fori_loop(1, steps, lambda step, total: total + multiply(step), multiply(0))
@@ -151,9 +166,18 @@ def _derivative(left, right, w, bounds, scales, *, transpose_w, w_dtype, precisi
         left, right, transpose_w = right, left, not transpose_w
     aval = left.array.aval
     return rows_dot(
-        right, w, bounds, scales=scales, write_at=left.at, adds=left.at is not None, shape=aval.shape,
-        transpose_w=transpose_w, w_dtype=w_dtype, precision=precision, out_dtype=aval.dtype,
-    )  # fmt: skip
+        right,
+        w,
+        bounds,
+        scales=scales,
+        write_at=left.at,
+        adds=left.at is not None,
+        shape=aval.shape,
+        transpose_w=transpose_w,
+        w_dtype=w_dtype,
+        precision=precision,
+        out_dtype=aval.dtype,
+    )
 
 
 def _transpose_rows_dot(ct, operands, *, transpose_w, w_dtype, precision, **_):
@@ -231,7 +255,7 @@ def _multilinear(name, out_type, compute, transpose, letters, dependent_part=Non
 
     _, bind = define_partitioned(
         name, on_leaves(out_type), on_leaves(compute), axes, jvp=jvp, transpose=transpose_leaves
-    )  # fmt: skip
+    )
     return bind_operands
 
 
