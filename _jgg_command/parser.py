@@ -157,7 +157,7 @@ def _tune(parser):
         ("biased", "with a bias"),
     ):
         parser.add_argument(f"--{name}", action="store_true", help=f"of a single product: {meaning}")
-    what = "comma list (forward,dx,dw; in fp8 forward alone, which is dX too, of turned weights)"
+    what = "comma list (forward,dx,dw; in fp8 forward alone: dX is the same product with transposed weights)"
     parser.add_argument("--op", metavar="LIST", help=what)
     what = "to write to ($JGG_TUNED, else a file in the folder for caches)"
     parser.add_argument("--out", type=_file, metavar="FILE", help=what)

@@ -62,7 +62,7 @@ def quantize_weights(
 
     Raises: as `quantize_tokens`; ValueError: Explicit mesh axes split a block.
     """
-    straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), turns=False).forms.straight
+    straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), transposes=False).forms.straight
     assert straight is not None
     return straight
 
@@ -78,12 +78,12 @@ def _format(dtype: DTypeLike, power_of_2_scales: object) -> Format:
     return Format(as_dtype("dtype", dtype, DTYPES), as_flag("power_of_2_scales", power_of_2_scales))
 
 
-def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) -> QuantizedMatrices:
+def _quantized_matrices(name: str, w: object, stored_as: Format, transposes: bool) -> QuantizedMatrices:
     w = _checked(name, w, "[E, N, K] or [E, K, N]")
 
     def quantized(w: jax.Array) -> QuantizedMatrices:
         how = How(None, current_target())
-        return QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=turns)
+        return QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, transposes=transposes)
 
     split = jax.typeof(w).sharding  # over Explicit axes of a mesh
     if not any(split.spec):
@@ -95,8 +95,8 @@ def _quantized_matrices(name: str, w: object, stored_as: Format, turns: bool) ->
             f"{name} must have a multiple of {BLOCK} along axis {axis} on each device, got {list(part)}.",
         )
     experts, rows, columns = split.spec
-    turned = jax.P(experts, columns, rows) if turns else None
-    specs = QuantizedMatrices(split.spec, split.spec, turned)  # type: ignore[arg-type]
+    transposed = jax.P(experts, columns, rows) if transposes else None
+    specs = QuantizedMatrices(split.spec, split.spec, transposed)  # type: ignore[arg-type]
     return jax.shard_map(quantized, mesh=split.mesh, in_specs=split.spec, out_specs=specs)(w)
 
 
@@ -149,13 +149,13 @@ class Fp8:
 
 
 def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
-    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, turns=True))
+    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, transposes=True))
     return QuantizedWeights(as_array(name, w), matrices.forms)
 
 
 def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
-    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, as they are and turned."""
-    matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, turns=True)
+    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, as they are and transposed."""
+    matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, transposes=True)
     return jax.tree.map(_named, matrices).forms
 
 
@@ -176,7 +176,7 @@ def check_quantization(quantization: Fp8 | None) -> None:
 def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
     """Weights together with their FP8 forms, if they are given in FP8; else None.
 
-    A QuantizedArray with blocks of 128 x 128 is copied to make its turned form; one with other blocks is quantized
+    A QuantizedArray with blocks of 128 x 128 is copied to make its transposed form; one with other blocks is quantized
     again. The field `array` of either is the dequantized array, which gets no gradient.
 
     Raises: ValueError: QuantizedWeights are given without quantization, or their array and their FP8 forms have

@@ -69,7 +69,7 @@ def grouped_gemm(
         that keeps as many bits.
       preferred_element_type: dtype of the result; by default the dtype of x, or bfloat16 if x is quantized. If the
         result has another dtype than x, its cotangent is not rounded to the dtype of x: "xla" multiplies it in float32,
-        and the kernels as the sum of two terms in the dtype of x, without the second term where that is zero.
+        and the kernels as the sum of two pieces in the dtype of x, without the second where that is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
       implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; in forward mode too) or

@@ -53,7 +53,7 @@ def dw_kernel(
     left,
     right,
     gather_indices,
-    num_terms,
+    num_pieces,
     scale,
     group_starts,
     group_ends,
@@ -63,7 +63,7 @@ def dw_kernel(
     num_groups,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    LEFT_HAS_TERMS: tl.constexpr,
+    LEFT_HAS_PIECES: tl.constexpr,
     GATHER_LEFT: tl.constexpr,
     GATHER_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -78,8 +78,8 @@ def dw_kernel(
 
     Arrays: left [rows, LEFT]; right [rows, RIGHT]; gather_indices [num_rows], bad outside [0, num_positions), or None;
     group_starts and group_ends [num_groups]; dw [num_groups, LEFT, RIGHT]. One of left and right is dy, the other x.
-    With num_terms [1], dy is the sum of that many matrices of num_rows rows, stored one after the other. scale, float32
-    [1] or None, multiplies dy.
+    With num_pieces [1], dy is the sum of that many matrices of num_rows rows, stored one after the other. scale,
+    float32 [1] or None, multiplies dy.
     With TMA_LEFT and TMA_RIGHT, left and right are TMA descriptors. A group without rows gets zeros.
     """
     left_tiles: tl.constexpr = (LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT
@@ -96,14 +96,14 @@ def dw_kernel(
         # at least one step, on rows that all lie past the end: a flattened loop needs a body for an empty group
         steps = tl.maximum(ceil_div(group_end - group_start, BLOCK_ROWS), 1)
         acc = tl.full([BLOCK_LEFT, BLOCK_RIGHT], 0.0, tl.float32)
-        for step in tl.range(0, steps if num_terms is None else steps * tl.load(num_terms)):
-            start = group_start + (step if num_terms is None else step % steps) * BLOCK_ROWS
-            term = 0 if num_terms is None else step // steps * num_rows
+        for step in tl.range(0, steps if num_pieces is None else steps * tl.load(num_pieces)):
+            start = group_start + (step if num_pieces is None else step % steps) * BLOCK_ROWS
+            piece = 0 if num_pieces is None else step // steps * num_rows
             rows = start + tl.arange(0, BLOCK_ROWS)
             positions, exists = token_positions(gather_indices, rows, group_end, num_positions)
             left_block = load_block(
                 left,
-                term if LEFT_HAS_TERMS else 0,
+                piece if LEFT_HAS_PIECES else 0,
                 start,
                 group_end,
                 positions,
@@ -117,7 +117,7 @@ def dw_kernel(
             )
             right_block = load_block(
                 right,
-                0 if LEFT_HAS_TERMS else term,
+                0 if LEFT_HAS_PIECES else piece,
                 start,
                 group_end,
                 positions,

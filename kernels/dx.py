@@ -10,7 +10,7 @@ from .tiles import add, row_pointers, store_tile, tile_coordinates, token_positi
 @triton.jit
 def dx_kernel(
     dy,
-    num_terms,
+    num_pieces,
     scale,
     w,
     low_rows,
@@ -49,11 +49,11 @@ def dx_kernel(
 ):
     """dx[i] = (dy[i] @ w[group of i] + low_rows[i] @ low_matrices[group of i]) * topk_weights[i], rows in expert order.
 
-    Arrays are as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. With num_terms [1], dy is
-    the sum of that many such matrices, stored one after the other. scale, float32 [1] or None, multiplies dy. GATHER_DY
-    reads row i of dy from dy[gather_indices[i]], which undoes forward's scatter. row_sums, float32 [column tiles,
-    num_rows] or None, gets the sum of (dy[i] @ w) * x[i] over each tile's columns; summed over the column tiles, it is
-    the gradient of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
+    Arrays are as in `forward_kernel`, with dy [num_rows, REDUCED] and dx [num_rows, COLUMNS]. With num_pieces [1], dy
+    is the sum of that many such matrices, stored one after the other. scale, float32 [1] or None, multiplies dy.
+    GATHER_DY reads row i of dy from dy[gather_indices[i]], which undoes forward's scatter. row_sums, float32 [column
+    tiles, num_rows] or None, gets the sum of (dy[i] @ w) * x[i] over each tile's columns; summed over the column tiles,
+    it is the gradient of topk_weights for row i. GATHER_X reads row i of x from x[gather_indices[i] // TOPK].
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tiles = tl.load(tiles_through + num_groups - 1)
@@ -70,7 +70,7 @@ def dx_kernel(
         acc = multiply_rows(
             dy,
             None,
-            num_terms,
+            num_pieces,
             num_rows,
             w,
             None,

@@ -72,7 +72,7 @@ def load_weight_scales(
 def multiply_rows(
     x,
     x_scales,
-    num_terms,
+    num_pieces,
     num_rows,
     w,
     w_scales,
@@ -96,21 +96,21 @@ def multiply_rows(
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
-    Without TMA_X they are `rows`, and a row that does not exist is zero. With num_terms [1], x is the sum of that many
+    Without TMA_X they are `rows`, and a row that does not exist is zero. With num_pieces [1], x is the sum of that many
     matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x and w are quantized;
     a scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
-    for step in tl.range(0, REDUCED if num_terms is None else padded * tl.load(num_terms), BLOCK_REDUCED):
-        k = step if num_terms is None else step % padded
-        term = 0 if num_terms is None else step // padded * num_rows
+    for step in tl.range(0, REDUCED if num_pieces is None else padded * tl.load(num_pieces), BLOCK_REDUCED):
+        k = step if num_pieces is None else step % padded
+        piece = 0 if num_pieces is None else step // padded * num_rows
         if TMA_X:
-            x_block = x.load([start + term, k])
+            x_block = x.load([start + piece, k])
         else:
             reduced = k + tl.arange(0, BLOCK_REDUCED)
             mask = exists[:, None] & (reduced < REDUCED)[None, :]
-            x_block = tl.load(row_pointers(x, rows + term, reduced, REDUCED), mask=mask, other=0.0)
+            x_block = tl.load(row_pointers(x, rows + piece, reduced, REDUCED), mask=mask, other=0.0)
         w_block = load_weight(
             w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )

@@ -52,7 +52,7 @@ the rest:
 
     multiply   load
     240        24     coordinates of blocks, for TMA
-    232        40     the rows to gather for a tile and their addresses; or the term of an operand that a step takes
+    232        40     the rows to gather for a tile and their addresses; or the piece of an operand that a step takes
     224        56     both; or, to gather for dW, other rows at each step and the next step's indices, read ahead
 
 No register of a loading warp that gathers may spill: to read it back would wait for all rows that were asked for.
@@ -95,14 +95,14 @@ LOOKUP_PART = gl.constexpr(1)  # after storing this part, the warpgroups look up
 
 
 @gluon.jit
-def as_matrices(work, ring, RIGHT_IS_TURNED: gl.constexpr):
+def as_matrices(work, ring, RIGHT_IS_TRANSPOSED: gl.constexpr):
     """The ring with its blocks as the matrices [TILE_ROWS, BLOCK_REDUCED] and [BLOCK_REDUCED, BLOCK_COLUMNS].
 
     All blocks are viewed at once: Triton takes seconds to analyse a view of each block where it is multiplied.
     """
     STAGES: gl.constexpr = ring.STAGES
     left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]], transposed=not work.RAGGED_M)
-    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[0, 0]], transposed=RIGHT_IS_TURNED)
+    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[0, 0]], transposed=RIGHT_IS_TRANSPOSED)
     left = ring.left.reinterpret(ring.left.dtype, [2 * STAGES, TILE_ROWS, work.BLOCK_REDUCED], left_layout)
     right = ring.right.reinterpret(ring.right.dtype, [STAGES, work.BLOCK_REDUCED, work.BLOCK_COLUMNS], right_layout)
     return Ring(left, right, ring.full, ring.empty, ring.both_empty, STAGES)
@@ -173,16 +173,16 @@ def multiply_tiles(
     topk_weights,
     gather_indices,
     num_positions,
-    RIGHT_IS_TURNED: gl.constexpr,
+    RIGHT_IS_TRANSPOSED: gl.constexpr,
 ):
     """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
     dtype: gl.constexpr = results.y.descriptor.dtype
     HELD: gl.constexpr = columns_held(dtype, work.BLOCK_COLUMNS)
-    RUN: gl.constexpr = columns_of_a_run(work.BLOCK_COLUMNS, work.HALVES, RIGHT_IS_TURNED)
+    RUN: gl.constexpr = columns_of_a_run(work.BLOCK_COLUMNS, work.HALVES, RIGHT_IS_TRANSPOSED)
     nothing = gl.to_tensor(0)  # a tile that ends before it begins
     pending = make_pending(gl.zeros([TILE_ROWS, HELD], dtype, layout), nothing, nothing, nothing, RUN)
-    ring = as_matrices(work, ring, RIGHT_IS_TURNED)
+    ring = as_matrices(work, ring, RIGHT_IS_TRANSPOSED)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     stage = 0
     phase = 0
@@ -203,12 +203,12 @@ def multiply_tiles(
             acc = finish(
                 acc, work, scale, bias, topk_weights, gather_indices, group, first, last, column, num_positions, RUN
             )
-            row, end, column = work.place_of_result(item, first, last, column, results.y.TURNED)
+            row, end, column = work.place_of_result(item, first, last, column, results.y.TRANSPOSED)
             value = acc.to(dtype)
             if HELD < work.BLOCK_COLUMNS:
                 at_once, value = split_columns(value)
                 make_pending(at_once, row, end, column, RUN).store_all(results, WARPGROUP)
-                if results.y.TURNED:
+                if results.y.TRANSPOSED:
                     row += HELD
                 else:
                     column += HELD
@@ -229,7 +229,7 @@ def hopper_kernel(
     bias,
     topk_weights,
     gather_indices,
-    num_terms,
+    num_pieces,
     scale,
     group_starts,
     group_ends,
@@ -246,13 +246,13 @@ def hopper_kernel(
     first_column,
     y_row,
     y_column,
-    HAS_TERMS: gl.constexpr,
+    HAS_PIECES: gl.constexpr,
     LOW_STEPS: gl.constexpr,
     RAGGED_M: gl.constexpr,
     LEFT: gl.constexpr,
     REDUCED: gl.constexpr,
     COLUMNS: gl.constexpr,
-    RIGHT_IS_TURNED: gl.constexpr,
+    RIGHT_IS_TRANSPOSED: gl.constexpr,
     BAND: gl.constexpr,
     BLOCK_REDUCED: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr,
@@ -260,7 +260,7 @@ def hopper_kernel(
     GATHERS: gl.constexpr,
     TOPK: gl.constexpr,
     Y_GROUP_ROWS: gl.constexpr,
-    Y_IS_TURNED: gl.constexpr,
+    Y_IS_TRANSPOSED: gl.constexpr,
     ACTIVATES: gl.constexpr,
     GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr,
@@ -271,22 +271,22 @@ def hopper_kernel(
     """y[i] = (left[i] @ right[group of i] + bias) * topk_weights with RAGGED_M, else y[g] = left[rows]^T @ right[rows].
 
     Arrays with RAGGED_M: left [num_rows, REDUCED]; right [groups, REDUCED, columns] or with the last two axes exchanged
-    (RIGHT_IS_TURNED), whose COLUMNS columns from first_column on are multiplied; others as in `forward_kernel`. Rows of
-    y without a group become zeros. Arrays without RAGGED_M: left [rows, LEFT]; right [rows, COLUMNS]; tile_group
-    [num_groups], the groups in the order to take them; tile_start and tile_end, where their rows begin and end. Then
-    y[g] has Y_GROUP_ROWS rows, and the result [LEFT, COLUMNS], or transposed if Y_IS_TURNED, is stored in it from row
-    y_row and column y_column on. left and right are 16-bit floats. left, right, y and hidden are TMA descriptors, whose
-    rows are multiples of 16 bytes. Where the kernel GATHERS, left is a pointer instead, and row gather_indices[i] //
-    TOPK there is left's row i. After the steps of left and right come LOW_STEPS more, of low_left [num_rows, rank], in
-    expert order, and low_right, laid out as right is, with rank in place of REDUCED; both are TMA descriptors. With
-    num_terms [1], the operand that HAS_TERMS names is the sum of that many matrices of
-    num_rows rows, stored one after the other. scale, float32 [1] or None, multiplies the product.
+    (RIGHT_IS_TRANSPOSED), whose COLUMNS columns from first_column on are multiplied; others as in `forward_kernel`.
+    Rows of y without a group become zeros. Arrays without RAGGED_M: left [rows, LEFT]; right [rows, COLUMNS];
+    tile_group [num_groups], the groups in the order to take them; tile_start and tile_end, where their rows begin and
+    end. Then y[g] has Y_GROUP_ROWS rows, and the result [LEFT, COLUMNS], or transposed if Y_IS_TRANSPOSED, is stored in
+    it from row y_row and column y_column on. left and right are 16-bit floats. left, right, y and hidden are TMA
+    descriptors, whose rows are multiples of 16 bytes. Where the kernel GATHERS, left is a pointer instead, and row
+    gather_indices[i] // TOPK there is left's row i. After the steps of left and right come LOW_STEPS more, of low_left
+    [num_rows, rank], in expert order, and low_right, laid out as right is, with rank in place of REDUCED; both are TMA
+    descriptors. With num_pieces [1], the operand that HAS_PIECES names is the sum of that many matrices of num_rows
+    rows, stored one after the other. scale, float32 [1] or None, multiplies the product.
 
     With ACTIVATES, which needs RAGGED_M, y is the pre-activation, or None where it is not kept, and hidden [num_rows,
     hidden features] is stored too, as `hopper_results` explains.
     """
     count = gl.load(tiles_through + num_groups - 1) if RAGGED_M else gl.to_tensor(num_groups)
-    terms = gl.to_tensor(1) if num_terms is None else gl.load(num_terms)
+    pieces = gl.to_tensor(1) if num_pieces is None else gl.load(num_pieces)
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     HALVES: gl.constexpr = 2 if ACTIVATES and GATED and not INTERLEAVED else 1
     work = Work(
@@ -297,9 +297,9 @@ def hopper_kernel(
         cta,
         gl.to_tensor(y_row),
         gl.to_tensor(y_column),
-        terms,
+        pieces,
         gl.to_tensor(num_rows),
-        HAS_TERMS,
+        HAS_PIECES,
         RAGGED_M,
         LEFT,
         REDUCED,
@@ -315,18 +315,18 @@ def hopper_kernel(
     ring = make_ring(work, left, right, STAGES)
     # what registers cannot hold is stored at once, a part while TMA still reads the part before
     SLOTS: gl.constexpr = 1 if y is None else BLOCK_COLUMNS // columns_held(y.dtype, BLOCK_COLUMNS)
-    of_first = make_result(hidden if y is None else y, Y_IS_TURNED, SLOTS)
+    of_first = make_result(hidden if y is None else y, Y_IS_TRANSPOSED, SLOTS)
     of_second = of_first if y is None or hidden is None else make_result(hidden, False)
     results = Results(of_first, of_second, y is not None, ACTIVATES, GATED, INTERLEAVED, CURVE, LIMIT, ALPHA)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (0, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+                (0, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TRANSPOSED),
             ),
             (
                 multiply_tiles,
-                (1, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TURNED),
+                (1, work, ring, results, scale, bias, topk_weights, gather_indices, num_positions, RIGHT_IS_TRANSPOSED),
             ),
             (
                 load_blocks,
@@ -340,7 +340,7 @@ def hopper_kernel(
                     gather_indices,
                     num_positions,
                     first_column,
-                    RIGHT_IS_TURNED,
+                    RIGHT_IS_TRANSPOSED,
                     TOPK,
                 ),
             ),
@@ -348,8 +348,8 @@ def hopper_kernel(
         [4, 4 if GATHERS else 1],
         # registers of a thread that multiplies and of one that loads
         [224, 56]
-        if GATHERS and (HAS_TERMS != "" or not RAGGED_M or LOW_STEPS)
-        else ([232, 40] if GATHERS or HAS_TERMS != "" else [240, 24]),
+        if GATHERS and (HAS_PIECES != "" or not RAGGED_M or LOW_STEPS)
+        else ([232, 40] if GATHERS or HAS_PIECES != "" else [240, 24]),
     )
     if RAGGED_M:
         first, last = gl.load(group_starts), gl.load(group_ends + num_groups - 1)

@@ -48,8 +48,9 @@ class Work:
         RAGGED_M, the same for each group in the order in which groups are taken.
       cta: which of the cluster's two CTAs this is, 0 or 1.
       y_row, y_column: without RAGGED_M, where the result begins in each matrix of y, which has Y_GROUP_ROWS rows.
-      terms: how many matrices of num_rows rows, stored one after the other, add up to the operand that HAS_TERMS names:
-        "left", "right" (only without RAGGED_M) or "" for neither. A tile's steps run over one term after the other.
+      pieces: how many matrices of num_rows rows, stored one after the other, add up to the operand that HAS_PIECES
+        names: "left", "right" (only without RAGGED_M) or "" for neither. A tile's steps run over one piece after the
+        other.
       LOW_STEPS: how many of a tile's steps, the last, are of a term of low rank.
       HALVES: 2 where half of a tile's columns are gate's and half are up's, each from column // 2 on; else 1.
     """
@@ -61,9 +62,9 @@ class Work:
     cta: gl.tensor
     y_row: gl.tensor
     y_column: gl.tensor
-    terms: gl.tensor
+    pieces: gl.tensor
     num_rows: gl.tensor
-    HAS_TERMS: gl.constexpr
+    HAS_PIECES: gl.constexpr
     RAGGED_M: gl.constexpr
     LEFT: gl.constexpr
     REDUCED: gl.constexpr
@@ -137,34 +138,34 @@ class Work:
         return row - self.cta * WARPGROUP_ROWS
 
     @gluon.jit
-    def place_of_result(self, item, first, last, column, TURNED: gl.constexpr):
+    def place_of_result(self, item, first, last, column, TRANSPOSED: gl.constexpr):
         """Where a tile is stored in y: its first row, one past the last row of its group in y, and its first column."""
         if self.RAGGED_M:
             return first, last, column
         row = self.y_row + item * self.Y_GROUP_ROWS
-        if TURNED:
+        if TRANSPOSED:
             return row + column, row + self.COLUMNS, self.y_column + first
         else:
             return row + first, row + last, self.y_column + column
 
     @gluon.jit
-    def steps_of_term(self, tile):
+    def steps_of_piece(self, tile):
         size = self.REDUCED if self.RAGGED_M else tile.end - tile.start
         return gl.maximum((size + self.BLOCK_REDUCED - 1) // self.BLOCK_REDUCED, 1)
 
     @gluon.jit
     def steps(self, tile):
-        steps = self.steps_of_term(tile)
-        if self.HAS_TERMS != "":
-            steps = steps * self.terms
+        steps = self.steps_of_piece(tile)
+        if self.HAS_PIECES != "":
+            steps = steps * self.pieces
         return steps + self.LOW_STEPS
 
     @gluon.jit
     def at_step(self, tile, step):
-        """Where a step begins along the reduced axis, and the row at which its term of the operand begins."""
+        """Where a step begins along the reduced axis, and the row at which its piece of the operand begins."""
         row = 0
-        if self.HAS_TERMS != "":
-            steps = self.steps_of_term(tile)
+        if self.HAS_PIECES != "":
+            steps = self.steps_of_piece(tile)
             row = (step // steps) * self.num_rows
             step = step % steps
         return step * self.BLOCK_REDUCED, row

@@ -1,4 +1,4 @@
-"""The kernel of x @ w in FP8 with block scales for sm_90, in Gluon; with turned weights it is dX.
+"""The kernel of x @ w in FP8 with block scales for sm_90, in Gluon; with transposed weights it is dX.
 
 Clusters, roles, ring and barriers are as in `hopper` with RAGGED_M, whose docstring explains them. The loading warps
 run the same code (`hopper_loads`). The differences:
@@ -47,7 +47,7 @@ from .hopper_results import TILE_ROWS, make_result
 
 @gluon.jit
 def as_matrices(ring, left_dtype: gl.constexpr, right_dtype: gl.constexpr):
-    """The ring's blocks as matrices with 128 bytes a row: of TILE_ROWS rows, and two of BLOCK rows a stage, turned.
+    """The ring's blocks as matrices with 128 bytes a row: of TILE_ROWS rows, and two of BLOCK rows a stage, transposed.
 
     The two dtypes have equally many bits.
     """

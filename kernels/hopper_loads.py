@@ -55,12 +55,12 @@ def make_gather(work, left, gather_indices, num_positions, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def load_right(work, right, group, column, reduced, is_shared, full, block, RIGHT_IS_TURNED: gl.constexpr):
+def load_right(work, right, group, column, reduced, is_shared, full, block, RIGHT_IS_TRANSPOSED: gl.constexpr):
     """Begins to load a block of right; the two CTAs share it if both multiply by the same block."""
     if work.HALVES == 2:
-        place = [group, 0, column, reduced] if RIGHT_IS_TURNED else [group, 0, reduced, column]
+        place = [group, 0, column, reduced] if RIGHT_IS_TRANSPOSED else [group, 0, reduced, column]
     else:
-        place = [group, column, reduced] if RIGHT_IS_TURNED else [group, reduced, column]
+        place = [group, column, reduced] if RIGHT_IS_TRANSPOSED else [group, reduced, column]
     tma.async_load(right, place, full, block, multicast=True, pred=is_shared)
     tma.async_load(right, place, full, block, pred=is_shared == 0)
 
@@ -83,7 +83,7 @@ def load_for_rows(
     gather_indices,
     num_positions,
     first_column,
-    RIGHT_IS_TURNED: gl.constexpr,
+    RIGHT_IS_TRANSPOSED: gl.constexpr,
     TOPK: gl.constexpr,
 ):
     """Loads the blocks of all tiles with RAGGED_M: left's from the tile's rows, right's from its group's matrix."""
@@ -114,24 +114,24 @@ def load_for_rows(
             right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
-            reduced, left_term = work.at_step(tile, step)
+            reduced, left_piece = work.at_step(tile, step)
             column = first_column + tile.column // work.HALVES
-            load_right(work, right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TURNED)
+            load_right(work, right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TRANSPOSED)
             if work.GATHERS:
-                gather.load(left_block, sources, left_term, reduced)
-                gather.load(second_block, second_sources, left_term, reduced)
+                gather.load(left_block, sources, left_piece, reduced)
+                gather.load(second_block, second_sources, left_piece, reduced)
                 ring.announce_earlier(stage, begun)
                 begun += 1
             else:
-                tma.async_load(left, [first + left_term, reduced], full, left_block)
-                tma.async_load(left, [second + left_term, reduced], full, second_block, pred=has_second)
+                tma.async_load(left, [first + left_piece, reduced], full, left_block)
+                tma.async_load(left, [second + left_piece, reduced], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
         for low_step in gl.static_range(work.LOW_STEPS):
             reduced = low_step * low_left.block_type.shape[1]
             full = ring.begin(stage, phase, low_left.nbytes_per_cta, RIGHT_BYTES, has_second)
             right_block = low_rights.index(stage)
             column = first_column + tile.column // work.HALVES
-            load_right(work, low_right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TURNED)
+            load_right(work, low_right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TRANSPOSED)
             tma.async_load(low_left, [first, reduced], full, low_lefts.index(2 * stage))
             tma.async_load(low_left, [second, reduced], full, low_lefts.index(2 * stage + 1), pred=has_second)
             if work.GATHERS:
@@ -167,12 +167,12 @@ def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK
             right_block = ring.right.index(stage)
             left_block = ring.left.index(2 * stage)
             second_block = ring.left.index(2 * stage + 1)
-            reduced, term = work.at_step(tile, step)
-            left_term = term if work.HAS_TERMS == "left" else 0
-            right_term = term if work.HAS_TERMS == "right" else 0
+            reduced, piece = work.at_step(tile, step)
+            left_piece = piece if work.HAS_PIECES == "left" else 0
+            right_piece = piece if work.HAS_PIECES == "right" else 0
             end = tile.end
             row = tile.start + reduced - end + ROW_LIMIT  # zeros from the group's end on, as in tiles.load_rows
-            tma.async_load(right, [ROW_LIMIT, end + right_term, row, tile.column], full, right_block, multicast=True)
+            tma.async_load(right, [ROW_LIMIT, end + right_piece, row, tile.column], full, right_block, multicast=True)
             if work.GATHERS:
                 sources = gather.sources(indices)
                 # read the next step's indices before this step's rows are asked for
@@ -181,12 +181,12 @@ def load_for_groups(work, ring, left, right, gather_indices, num_positions, TOPK
                 next_row = gl.where(is_last, next_tile.start, tile.start + next_reduced)
                 next_end = gl.where(is_last, next_tile.end, end)
                 indices = gather.load_indices(next_row, next_end, work.BLOCK_REDUCED)
-                gather.load(left_block, sources, left_term, first)
-                gather.load(second_block, sources, left_term, second)
+                gather.load(left_block, sources, left_piece, first)
+                gather.load(second_block, sources, left_piece, second)
                 ring.announce_earlier(stage, begun)
                 begun += 1
             else:
-                end += left_term
+                end += left_piece
                 tma.async_load(left, [ROW_LIMIT, end, row, first], full, left_block)
                 tma.async_load(left, [ROW_LIMIT, end, row, second], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
@@ -205,7 +205,7 @@ def load_blocks(
     gather_indices,
     num_positions,
     first_column,
-    RIGHT_IS_TURNED: gl.constexpr,
+    RIGHT_IS_TRANSPOSED: gl.constexpr,
     TOPK: gl.constexpr,
 ):
     """Runs on the loading warp or, where the kernel GATHERS rows, which TMA cannot do, on four loading warps."""
@@ -220,7 +220,7 @@ def load_blocks(
             gather_indices,
             num_positions,
             first_column,
-            RIGHT_IS_TURNED,
+            RIGHT_IS_TRANSPOSED,
             TOPK,
         )
     else:

@@ -38,20 +38,20 @@ class Result:
       descriptor: a descriptor by `jgg.launching.launch.bounded_rows`, whose accesses each name the row at which they
         end. If it has five axes, an access stores to both halves of a row, gate and up.
       blocks: SLOTS blocks in shared memory for each warpgroup, which it takes in turns.
-      TURNED: whether rows of a tile are columns of the result.
+      TRANSPOSED: whether rows of a tile are columns of the result.
     """
 
     descriptor: tma.tensor_descriptor
     blocks: gl.shared_memory_descriptor
-    TURNED: gl.constexpr
+    TRANSPOSED: gl.constexpr
     SLOTS: gl.constexpr
 
     @gluon.jit
     def fill(self, warpgroup, value, slot=0):
         """Writes a part of a tile to one of the warpgroup's blocks."""
-        layout: gl.constexpr = matrix_layout(self.descriptor.layout, self.TURNED)
+        layout: gl.constexpr = matrix_layout(self.descriptor.layout, self.TRANSPOSED)
         # where a block holds both halves of a row, they are two rows of its matrix
-        columns: gl.constexpr = value.shape[1] if self.TURNED else self.descriptor.block_shape[-1]
+        columns: gl.constexpr = value.shape[1] if self.TRANSPOSED else self.descriptor.block_shape[-1]
         shape: gl.constexpr = [value.shape[0] * value.shape[1] // columns, columns]
         block = self.blocks.index(warpgroup * self.SLOTS + slot).reinterpret(self.descriptor.dtype, shape, layout)
         block.store(value.reshape(shape))
@@ -91,16 +91,16 @@ def row_size(block_shape):
 
 
 @gluon.jit
-def make_result(descriptor, TURNED: gl.constexpr, SLOTS: gl.constexpr = 1):
+def make_result(descriptor, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr = 1):
     shape: gl.constexpr = [2 * SLOTS] + descriptor.block_type.shape  # noqa: RUF005
-    return Result(descriptor, gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout), TURNED, SLOTS)
+    return Result(descriptor, gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout), TRANSPOSED, SLOTS)
 
 
 @gluon.constexpr_function
-def matrix_layout(layout, turned):
+def matrix_layout(layout, transposed):
     """The layout of a descriptor's block, seen as a matrix."""
     return gl.NVMMASharedLayout(
-        layout.swizzle_byte_width, layout.element_bitwidth, 2, transposed=turned, cga_layout=[[1, 0]]
+        layout.swizzle_byte_width, layout.element_bitwidth, 2, transposed=transposed, cga_layout=[[1, 0]]
     )
 
 
@@ -190,7 +190,7 @@ class Pending:
         results.fill(warpgroup, value, SLOT)
         FIRST: gl.constexpr = PART * value.shape[1]  # the part's first among the tile's columns
         row, column = self.row, self.column
-        if results.y.TURNED:
+        if results.y.TRANSPOSED:
             results.store(warpgroup, row + FIRST, self.end, column, SLOT)
         else:
             results.store(warpgroup, row, self.end, column + FIRST, SLOT)
@@ -209,9 +209,9 @@ def columns_held(dtype, block_columns):
 
 
 @gluon.constexpr_function
-def columns_of_a_run(block_columns, halves, right_is_turned):
+def columns_of_a_run(block_columns, halves, right_is_transposed):
     """How many of a tile's columns are gate's before up's follow, and up's before gate's do; all without halves."""
-    return block_columns if halves == 1 else block_columns // 2 if right_is_turned else 64
+    return block_columns if halves == 1 else block_columns // 2 if right_is_transposed else 64
 
 
 @gluon.jit

@@ -100,7 +100,7 @@ def quantize_weights_kernel(
     w,
     values,
     scales,
-    turned,
+    transposed,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -108,7 +108,7 @@ def quantize_weights_kernel(
 ):
     """Quantizes w [matrices, ROWS, COLUMNS] in blocks of BLOCK x BLOCK.
 
-    Arrays: values, of w's shape, or None; turned, the same transposed, [matrices, COLUMNS, ROWS], or None; scales
+    Arrays: values, of w's shape, or None; transposed, the same transposed, [matrices, COLUMNS, ROWS], or None; scales
     [matrices, ROWS / BLOCK, COLUMNS / BLOCK], rounded up. The grid is (COLUMNS / BLOCK, ROWS / BLOCK, matrices),
     rounded up.
     """
@@ -125,6 +125,6 @@ def quantize_weights_kernel(
         pointers = row_pointers(values + first, rows, columns, COLUMNS)
         tl.store(pointers, value.to(values.dtype.element_ty), mask=mask)
     tl.store(scales + (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0), scale)
-    if turned is not None:
-        pointers = row_pointers(turned + first, columns, rows, ROWS)
-        tl.store(pointers, tl.trans(value).to(turned.dtype.element_ty), mask=tl.trans(mask))
+    if transposed is not None:
+        pointers = row_pointers(transposed + first, columns, rows, ROWS)
+        tl.store(pointers, tl.trans(value).to(transposed.dtype.element_ty), mask=tl.trans(mask))

@@ -38,7 +38,9 @@ def check_implementation(name: str | None) -> None:
 def check_layout(args) -> None:
     """Raises UsageError for FP8 with --w-layout ekn: jgg quantizes weights in the layout enk only."""
     if args.dtype == FP8 and args.w_layout == "ekn":
-        raise UsageError(f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a turned copy")
+        raise UsageError(
+            f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a transposed copy"
+        )
 
 
 def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:

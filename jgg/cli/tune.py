@@ -119,8 +119,8 @@ def _quantized_products(layer, dtype, w_layout):
     for product, gathers in (("up", True), ("down", False)):
         problem = layer.gemms(dtype=dtype, w_layout=w_layout, permute_x=gathers)[product]
         yield f"{layer.name} {product}", problem
-        turned = dataclasses.replace(computed_as("dx", problem)[1], permute_x=not gathers)
-        yield f"{layer.name} {product}'s dX", turned
+        transposed = dataclasses.replace(computed_as("dx", problem)[1], permute_x=not gathers)
+        yield f"{layer.name} {product}'s dX", transposed
 
 
 def run_all(searches: list[Search], out: Path, implementation: str, workers: int, as_json: bool = False) -> int:

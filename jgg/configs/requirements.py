@@ -84,12 +84,12 @@ def _num_stages(problem, target, config):
         return max(config.num_stages - 1, 1)  # the blocks of the current step are in registers
     if problem.dtype.itemsize <= 2:
         return config.num_stages
-    # TF32 operands must lie along the reduced axis, so other blocks are turned first, on 10.0 ahead of their step
+    # TF32 operands must lie along the reduced axis, so other blocks are transposed first, on 10.0 ahead of their step
     return config.num_stages + (2 if target.compute_capability >= 100 else 1)
 
 
 def _store(problem, target, config, elements):
-    """Bytes of the buffer in which a tile is turned, so that neighbouring threads store neighbouring elements."""
+    """Bytes of the buffer in which a tile is transposed, so that neighbouring threads store neighbouring elements."""
     size = config.result_dtype(problem).itemsize
     is_summed = isinstance(config, KernelConfigDX) and problem.has_topk_weights  # with x, in float32
     if is_summed and not _multiplies_from_shared_memory(target):

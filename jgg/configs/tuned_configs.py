@@ -44,7 +44,7 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
 
     An entry must be for the same product with the same options, compute capability and size of dtype. Its K, N and rows
     per expert may each differ by at most a factor of two, and its configuration must be able to run. An entry for the
-    other layout of w serves too, as if it were half a doubling further away; dW's tiles are turned with dw.
+    other layout of w serves too, as if it were half a doubling further away; dW's tiles are transposed with dw.
     """
     for path in (tuned_files.user_file(), *tuned_files.shipped_files()):
         near = [
@@ -69,7 +69,7 @@ def _remoteness(problem, target, entry):
 
 
 def _in_layout(w_layout: str, entry: Entry) -> Entry:
-    """The entry as one for weights of the layout `w_layout`; dW's tiles are turned, because dw is stored as w is."""
+    """The entry as one for weights in `w_layout`; dW's tiles are transposed, because dw is stored as w is."""
     if entry.problem.w_layout == w_layout:
         return entry
     config = entry.config.with_tile(entry.config.tile(entry.problem.w_layout), w_layout)

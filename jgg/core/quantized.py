@@ -126,25 +126,25 @@ def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_turned", "stored_as"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_transposed", "stored_as"])
 @dataclasses.dataclass(frozen=True)
 class ToQuantize:
     """Weights that a product quantizes itself, so that plain JAX need never have all of them quantized.
 
     Attributes:
       array: float [..., rows, columns].
-      is_turned: whether the product multiplies by them with rows and columns exchanged.
+      is_transposed: whether the product multiplies by them with rows and columns exchanged.
       stored_as: how the weights are quantized.
     """
 
     array: jax.Array
-    is_turned: bool
+    is_transposed: bool
     stored_as: Format
 
     def dequantize(self, dtype: DTypeLike) -> jax.Array:
         """The weights of the product, quantized and dequantized."""
         array = quantize(self.array, (BLOCK, BLOCK), self.stored_as).dequantize(dtype)
-        return array.mT if self.is_turned else array
+        return array.mT if self.is_transposed else array
 
 
 class WeightForms(NamedTuple):
@@ -155,7 +155,7 @@ class WeightForms(NamedTuple):
     """
 
     straight: QuantizedArray | None
-    turned: QuantizedArray | None
+    transposed: QuantizedArray | None
 
 
 @jax.tree_util.register_dataclass

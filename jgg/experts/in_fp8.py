@@ -46,7 +46,7 @@ class InFp8(Mlp):
 
     def up(self, operands: Operands, keeps: bool, term: LowRankTerm | None) -> Activated:
         """The hidden features [M, I] and, if `keeps` is True, the pre-activation [M, 2, I], both quantized."""
-        weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "ekn")
+        weights = self._gate_up(operands, is_transposed=self.of_up.w_layout == "ekn")
         of_up = self._operands(operands, self._rows(operands.x, self.recipe.format), weights)
         of_up = of_up._replace(bias=operands.b_gate_up, low_rank=_in_enk(term, self.of_up.w_layout))
         return UP(
@@ -61,7 +61,7 @@ class InFp8(Mlp):
 
     def down(self, operands: Operands, hidden: Any, term: LowRankTerm | None) -> jax.Array:
         """y [T, H]."""
-        of_down = self._operands(operands, hidden, self._down(operands, is_turned=self.of_down.w_layout == "ekn"))
+        of_down = self._operands(operands, hidden, self._down(operands, is_transposed=self.of_down.w_layout == "ekn"))
         of_down = of_down._replace(topk_weights=operands.topk_weights, bias=operands.b_down)
         of_down = of_down._replace(low_rank=_in_enk(term, self.of_down.w_layout))
         return FORWARD(self.how, of_down, problem=self.combined_down.quantized)
@@ -71,7 +71,7 @@ class InFp8(Mlp):
     ) -> ActivationGradients:
         """The results of `Mlp.activation_backward`, with the gradient of the pre-activation quantized too."""
         weights = self.row_weights(operands)
-        w_down = self._down(operands, is_turned=self.of_down.w_layout == "enk")
+        w_down = self._down(operands, is_transposed=self.of_down.w_layout == "enk")
         of_z = self._operands(operands, self._rows(dy, self.recipe.gradient_format), w_down)
         of_z = of_z._replace(low_rank=_in_enk(term, self.transposed_down.w_layout))
         z = FORWARD(self.how, of_z, problem=self.transposed_down.quantized)
@@ -85,8 +85,8 @@ class InFp8(Mlp):
         )
 
     def dx(self, operands: Operands, d_pre_activation: Any, term: LowRankTerm | None) -> jax.Array:
-        """The gradient of x [T, H]: the forward product with turned weights."""
-        weights = self._gate_up(operands, is_turned=self.of_up.w_layout == "enk")
+        """The gradient of x [T, H]: the forward product with transposed weights."""
+        weights = self._gate_up(operands, is_transposed=self.of_up.w_layout == "enk")
         of_dx = self._operands(operands, d_pre_activation, weights)
         layout_of_term = "ekn" if self.of_up.w_layout == "enk" else "enk"
         of_dx = of_dx._replace(low_rank=_in_enk(term, layout_of_term))
@@ -94,10 +94,10 @@ class InFp8(Mlp):
 
     def kept_for_backward(self, operands: Operands) -> Operands:
         """The operands, with only those forms of quantized weights that the products for dX and z read."""
-        is_turned = self.of_up.w_layout == "enk"
+        is_transposed = self.of_up.w_layout == "enk"
 
         def kept(forms: WeightForms | None) -> WeightForms | None:
-            return forms and (forms._replace(straight=None) if is_turned else forms._replace(turned=None))
+            return forms and (forms._replace(straight=None) if is_transposed else forms._replace(transposed=None))
 
         return (
             super()
@@ -111,16 +111,16 @@ class InFp8(Mlp):
     def _rows(self, rows: jax.Array, stored_as: Format) -> QuantizedArray:
         return QUANTIZE_ROWS(self.how, Quantize(rows), stored_as=stored_as)
 
-    def _gate_up(self, operands: Operands, is_turned: bool) -> QuantizedArray | ToQuantize:
-        return self._weights(operands.w_gate_up, operands.quantized_gate_up, is_turned)
+    def _gate_up(self, operands: Operands, is_transposed: bool) -> QuantizedArray | ToQuantize:
+        return self._weights(operands.w_gate_up, operands.quantized_gate_up, is_transposed)
 
-    def _down(self, operands: Operands, is_turned: bool) -> QuantizedArray | ToQuantize:
-        return self._weights(operands.w_down, operands.quantized_down, is_turned)
+    def _down(self, operands: Operands, is_transposed: bool) -> QuantizedArray | ToQuantize:
+        return self._weights(operands.w_down, operands.quantized_down, is_transposed)
 
-    def _weights(self, w: jax.Array, forms: WeightForms | None, is_turned: bool) -> QuantizedArray | ToQuantize:
-        """Weights as they are or turned, from their forms if there are some; else the product quantizes them."""
-        form = forms and (forms.turned if is_turned else forms.straight)
-        return ToQuantize(w, is_turned, self.recipe.format) if form is None else form
+    def _weights(self, w: jax.Array, forms: WeightForms | None, is_transposed: bool) -> QuantizedArray | ToQuantize:
+        """Weights as they are or transposed, from their forms if there are some; else the product quantizes them."""
+        form = forms and (forms.transposed if is_transposed else forms.straight)
+        return ToQuantize(w, is_transposed, self.recipe.format) if form is None else form
 
 
 def _in_enk(term: LowRankTerm | None, w_layout: str) -> LowRankTerm | None:

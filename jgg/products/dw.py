@@ -18,15 +18,15 @@ from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products import column_parts, hopper
 from jgg.products.combine import combine, expert_order
+from jgg.products.pieces import Pieces
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import outer_dot
-from jgg.products.terms import Terms
 
 
 class Dw(NamedTuple):
     """The arrays as `grouped_gemm_dw` takes them, and bounds, the rows of each group.
 
-    With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two terms (see `products.terms`).
+    With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two pieces (see `products.pieces`).
     """
 
     x: jax.Array
@@ -60,19 +60,19 @@ def _launch(launcher: Launcher, operands: Dw, problem: GroupedGemmProblem):
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         dy = combine(launcher, dy, positions, 1, scales)
         problem = dataclasses.replace(problem, permute_y=False)
-    terms = Terms.of(dy, problem.dtype)
+    pieces = Pieces.of(dy, problem.dtype)
     if config.kernel == "hopper":
         multiply = _multiply_copies if copies_x else hopper.multiply_row_blocks
-        return multiply(launcher, problem, x, terms, bounds, gather_indices)
+        return multiply(launcher, problem, x, pieces, bounds, gather_indices)
     if copies_x:
         x = expert_order(launcher, x, gather_indices, problem.topk)
-    return _multiply_on_every_gpu(launcher, problem, x, terms, bounds, gather_indices)
+    return _multiply_on_every_gpu(launcher, problem, x, pieces, bounds, gather_indices)
 
 
 def _multiply_on_every_gpu(
-    launcher: Launcher, problem: GroupedGemmProblem, x, terms: Terms, bounds: GroupBounds, gather_indices
+    launcher: Launcher, problem: GroupedGemmProblem, x, pieces: Pieces, bounds: GroupBounds, gather_indices
 ):
-    """Computes dW from x and the terms of dy by `dw_kernel`."""
+    """Computes dW from x and the pieces of dy by `dw_kernel`."""
     from jgg.kernels.dw import dw_kernel
 
     config, target = launcher.config, launcher.target
@@ -86,11 +86,11 @@ def _multiply_on_every_gpu(
     }
     launch = Launch(
         operands={
-            "left": terms.rows if dy_is_left else x,
-            "right": x if dy_is_left else terms.rows,
+            "left": pieces.rows if dy_is_left else x,
+            "right": x if dy_is_left else pieces.rows,
             "gather_indices": gather_indices,
-            "num_terms": terms.num_terms,
-            "scale": terms.scale,
+            "num_pieces": pieces.num_pieces,
+            "scale": pieces.scale,
             "group_starts": bounds.starts,
             "group_ends": bounds.ends,
             "num_rows": problem.num_rows,
@@ -101,7 +101,7 @@ def _multiply_on_every_gpu(
         outputs={"dw": jax.ShapeDtypeStruct(problem.w_shape, config.result_dtype(problem))},
         constants={
             **{f"{name}_{side}".lstrip("_"): v for side, values in sides.items() for name, v in values.items()},
-            "LEFT_HAS_TERMS": terms.num_terms is not None and dy_is_left,
+            "LEFT_HAS_PIECES": pieces.num_pieces is not None and dy_is_left,
             "PRECISION": PRECISIONS[problem.precision],
             "BAND": config.band,
             "BLOCK_ROWS": config.block_m,

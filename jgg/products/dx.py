@@ -21,16 +21,16 @@ from jgg.primitives.product import Product, array_type
 from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.low_rank import LowRankTerm
+from jgg.products.pieces import Pieces
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
-from jgg.products.terms import Terms
 
 
 class Dx(NamedTuple):
     """The arrays as `grouped_gemm_dx` takes them, bounds, the rows of each group, and x if row sums are wanted.
 
-    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two terms (see `products.terms`).
+    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two pieces (see `products.pieces`).
     """
 
     dy: jax.Array
@@ -85,33 +85,33 @@ def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
     if problem.permute_y and not launcher.config.fuse_gather:
         dy = combine(launcher, dy, gather_indices, 1)
         problem = dataclasses.replace(problem, permute_y=False)
-    terms = Terms.of(dy, problem.dtype)
+    pieces = Pieces.of(dy, problem.dtype)
 
     def multiply(rows, columns):
         part_of_product = dataclasses.replace(problem, in_features=len(columns))
-        own_terms, part = terms._replace(rows=rows), Part(columns.start, zeroes=False)
-        return _multiply_rows(launcher, own_terms, operands, part_of_product, part).dx
+        own_pieces, part = pieces._replace(rows=rows), Part(columns.start, zeroes=False)
+        return _multiply_rows(launcher, own_pieces, operands, part_of_product, part).dx
 
     if problem.permute_x and x is None:
-        dx = sum_by_token(launcher, problem, multiply, terms.rows, problem.in_features, bounds, gather_indices)
+        dx = sum_by_token(launcher, problem, multiply, pieces.rows, problem.in_features, bounds, gather_indices)
         return DxResults(dx)
-    dx, row_sums = _multiply_rows(launcher, terms, operands, problem)
+    dx, row_sums = _multiply_rows(launcher, pieces, operands, problem)
     if problem.permute_x:
         dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
     return DxResults(dx, row_sums)
 
 
 def _multiply_rows(
-    launcher: Launcher, terms: Terms, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
+    launcher: Launcher, pieces: Pieces, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
 ) -> DxResults:
-    """Computes dx [M, K] from the terms of dy, and row sums; `problem` and `part` may describe a range of columns."""
+    """Computes dx [M, K] from the pieces of dy, and row sums; `problem` and `part` may describe a range of columns."""
     _, w, bounds, x, gather_indices, topk_weights, low_rank = operands
     config, target = launcher.config, launcher.target
     if config.kernel == "hopper":
         dx = hopper.multiply_rows(
             launcher,
             problem,
-            terms,
+            pieces,
             w,
             bounds,
             gather_indices,
@@ -127,14 +127,14 @@ def _multiply_rows(
         column_tiles = math.ceil(problem.in_features / config.block_k)
         outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
     own = {
-        "num_terms": terms.num_terms,
-        "scale": terms.scale,
+        "num_pieces": pieces.num_pieces,
+        "scale": pieces.scale,
         "x": x,
         "topk_weights": flat(topk_weights),
         "gather_indices": gather_indices,
         **({} if x is not None else {"row_sums": None}),
     }
-    rows = row_tiles.Rows("dy", terms.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
+    rows = row_tiles.Rows("dy", pieces.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
     results = row_tiles.multiply(
         launcher,
         dx_kernel,

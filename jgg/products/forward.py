@@ -25,10 +25,10 @@ from jgg.primitives.product import Product, array_type
 from jgg.products import hopper, hopper_quantized, row_tiles
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.low_rank import LowRankTerm
+from jgg.products.pieces import Pieces
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
-from jgg.products.terms import Terms
 
 _FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
 _MOST_STAGES = 8
@@ -151,7 +151,7 @@ def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmPr
         y = hopper.multiply_rows(
             launcher,
             problem,
-            Terms(x),
+            Pieces(x),
             w,
             bounds,
             gather_indices,

@@ -15,6 +15,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
 from jgg.products.activation_launches import activation_constants
 from jgg.products.low_rank import LowRankTerm
+from jgg.products.pieces import Pieces
 from jgg.products.row_tiles import (
     TILE_ROWS,
     WHOLE_PRODUCT,
@@ -24,7 +25,6 @@ from jgg.products.row_tiles import (
     ring_constants,
     row_operands,
 )
-from jgg.products.terms import Terms
 
 
 class Hidden(NamedTuple):
@@ -50,7 +50,7 @@ class Hidden(NamedTuple):
 def multiply_rows(
     launcher: Launcher,
     problem: GroupedGemmProblem,
-    terms: Terms,
+    pieces: Pieces,
     w,
     bounds: GroupBounds,
     gather_indices=None,
@@ -65,7 +65,7 @@ def multiply_rows(
     """Computes forward or dX: (rows[i] @ w[e] + bias[e]) * topk_weights, [M, N] or [M, K] in expert order.
 
     Args:
-      terms: the terms of the rows in expert order or, if the kernel `gathers` the rows, in token order.
+      pieces: the pieces of the rows in expert order or, if the kernel `gathers` the rows, in token order.
       part: the range of a product's columns, if `problem` describes only a range of them.
       hidden: the activation, if hidden features are wanted.
 
@@ -83,27 +83,27 @@ def multiply_rows(
     has_halves = hidden is not None and hidden.has_halves
     results = _results(columns, stored_columns(block_columns, dtype.itemsize), hidden)
     # w [E, columns, reduced] is transposed in shared memory
-    is_turned = is_forward == (problem.w_layout == "enk")
+    is_transposed = is_forward == (problem.w_layout == "enk")
     block_features = block_columns // (1 + has_halves)
-    block = (block_features, step) if is_turned else (step, block_features)
+    block = (block_features, step) if is_transposed else (step, block_features)
 
     def right(matrices_of_experts):
         shape = matrices_of_experts.shape
-        return halves(shape, block, axis=1 if is_turned else 2) if has_halves else matrices(shape, block)
+        return halves(shape, block, axis=1 if is_transposed else 2) if has_halves else matrices(shape, block)
 
     low_descriptors = {}
     if low_rank is not None:
-        low_rank = low_rank.aligned(is_turned)
+        low_rank = low_rank.aligned(is_transposed)
         low_left = matrix(low_rank.rows.shape, (TILE_ROWS, step), cta_axis=0)
         low_descriptors = {"low_left": low_left, "low_right": right(low_rank.matrices)}
     launch = Launch(
         operands={
-            "left": terms.rows,
+            "left": pieces.rows,
             "right": w,
             "low_left": low_rank and low_rank.rows,
             "low_right": low_rank and low_rank.matrices,
-            "num_terms": terms.num_terms,
-            "scale": terms.scale,
+            "num_pieces": pieces.num_pieces,
+            "scale": pieces.scale,
             "bias": bias,
             "topk_weights": topk_weights,
             "gather_indices": None if topk_weights is None and not gathers else gather_indices,
@@ -113,20 +113,20 @@ def multiply_rows(
             **_absent(results),
         },
         descriptors={
-            **({} if gathers else {"left": matrix(terms.rows.shape, (TILE_ROWS, step), cta_axis=0)}),
+            **({} if gathers else {"left": matrix(pieces.rows.shape, (TILE_ROWS, step), cta_axis=0)}),
             "right": right(w),
             **low_descriptors,
             **{key: bounded_rows(width, stored, cta_axis=2) for key, (width, stored) in results.items()},
         },
         outputs={key: jax.ShapeDtypeStruct((problem.num_rows, width), dtype) for key, (width, _) in results.items()},
         constants={
-            "HAS_TERMS": "" if terms.num_terms is None else "left",
+            "HAS_PIECES": "" if pieces.num_pieces is None else "left",
             "LOW_STEPS": 0 if low_rank is None else math.ceil(low_rank.rank / step),
             "RAGGED_M": True,
             "LEFT": 0,
-            "RIGHT_IS_TURNED": is_turned,
+            "RIGHT_IS_TRANSPOSED": is_transposed,
             "Y_GROUP_ROWS": 0,
-            "Y_IS_TURNED": False,
+            "Y_IS_TRANSPOSED": False,
             "BLOCK_REDUCED": step,
             **hopper_constants(problem, config, block_columns, gathers),
             **_activation(hidden),
@@ -151,7 +151,7 @@ def multiply_row_blocks(
     launcher: Launcher,
     problem: GroupedGemmProblem,
     x,
-    dy: Terms,
+    dy: Pieces,
     bounds: GroupBounds,
     gather_indices=None,
     *,
@@ -172,12 +172,12 @@ def multiply_row_blocks(
     _, block_columns, step = checked_tile(problem, config)
     left, right = (dy.rows, x) if problem.w_layout == "enk" else (x, dy.rows)
     gathered = x if problem.permute_x else dy.rows if problem.permute_y else None
-    is_turned = gathered is right  # the kernel gathers only its left operand, whose columns become result rows
-    if is_turned:
+    is_transposed = gathered is right  # the kernel gathers only its left operand, whose columns become result rows
+    if is_transposed:
         left, right = right, left
     dtype = config.result_dtype(problem)
     width = stored_columns(block_columns, dtype.itemsize)
-    stored = (width, TILE_ROWS) if is_turned else (TILE_ROWS, width)
+    stored = (width, TILE_ROWS) if is_transposed else (TILE_ROWS, width)
     left_rows = {} if gathered is left else {"left": bounded_rows(left.shape[1], (step, TILE_ROWS), cta_axis=3)}
     tiles = math.ceil(left.shape[1] / (2 * TILE_ROWS)) * math.ceil(right.shape[1] / block_columns)
     # largest groups first: if the last tile were of a large group, all clusters but one would wait for it
@@ -187,7 +187,7 @@ def multiply_row_blocks(
         operands={
             "left": left,
             "right": right,
-            "num_terms": dy.num_terms,
+            "num_pieces": dy.num_pieces,
             "scale": dy.scale,
             "gather_indices": None if gathered is None else gather_indices,
             **dict.fromkeys(("bias", "topk_weights", "low_left", "low_right")),
@@ -200,21 +200,21 @@ def multiply_row_blocks(
         descriptors={
             **left_rows,
             "right": bounded_rows(right.shape[1], (step, block_columns)),
-            "y": bounded_rows(w_columns, stored, cta_axis=3 if is_turned else 2),
+            "y": bounded_rows(w_columns, stored, cta_axis=3 if is_transposed else 2),
         },
         outputs={"y": jax.ShapeDtypeStruct(problem.w_shape, dtype) if dw is None else dw},
         constants={
-            "HAS_TERMS": "" if dy.num_terms is None else "left" if left is dy.rows else "right",
+            "HAS_PIECES": "" if dy.num_pieces is None else "left" if left is dy.rows else "right",
             "LOW_STEPS": 0,
             "RAGGED_M": False,
             "LEFT": left.shape[1],
             "REDUCED": 0,
             "COLUMNS": right.shape[1],
-            "RIGHT_IS_TURNED": False,
+            "RIGHT_IS_TRANSPOSED": False,
             "GATHERS": gathered is not None,
             "TOPK": problem.topk if problem.permute_x else 1,
             "Y_GROUP_ROWS": w_rows,
-            "Y_IS_TURNED": is_turned,
+            "Y_IS_TRANSPOSED": is_transposed,
             "BLOCK_REDUCED": step,
             **ring_constants(config, block_columns),
             **_activation(None),

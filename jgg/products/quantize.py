@@ -95,26 +95,26 @@ class QuantizedMatrices(NamedTuple):
     Attributes:
       values: the values in the shape of the weights, or None.
       scales: float32, one for each block of 128 x 128, in the order of `values`.
-      turned: the values with rows and columns exchanged, or None.
+      transposed: the values with rows and columns exchanged, or None.
     """
 
     values: jax.Array | None
     scales: jax.Array
-    turned: jax.Array | None
+    transposed: jax.Array | None
 
     @property
     def forms(self) -> WeightForms:
         """The QuantizedArrays of the values and of the transposed values, each None where it was not asked for."""
         straight = None if self.values is None else QuantizedArray(self.values, self.scales)
-        turned = None if self.turned is None else QuantizedArray(self.turned, self.scales.mT)
-        return WeightForms(straight, turned)
+        transposed = None if self.transposed is None else QuantizedArray(self.transposed, self.scales.mT)
+        return WeightForms(straight, transposed)
 
 
-def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
     w = operands.array
     types = quantized_types(w.shape, WEIGHT_BLOCK, stored_as)
-    turned = array_type((*w.shape[:-2], w.shape[-1], w.shape[-2]), stored_as.dtype)
-    return QuantizedMatrices(types.values if keeps else None, types.scales, turned if turns else None)
+    transposed = array_type((*w.shape[:-2], w.shape[-1], w.shape[-2]), stored_as.dtype)
+    return QuantizedMatrices(types.values if keeps else None, types.scales, transposed if transposes else None)
 
 
 def _weights_plainly(operands: Quantize, **options):
@@ -124,20 +124,20 @@ def _weights_plainly(operands: Quantize, **options):
     return jax.tree.map(lambda array, type: from_bits(array, type.dtype), bits, types)
 
 
-def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
     """Quantizes all matrices together; if devices have some of the matrices each, a loop would make them gather all."""
     values, scales = jax.tree.leaves(quantize(operands.array, WEIGHT_BLOCK, stored_as))
-    return QuantizedMatrices(values if keeps else None, scales, values.mT if turns else None)
+    return QuantizedMatrices(values if keeps else None, scales, values.mT if transposes else None)
 
 
-def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, keeps: bool, turns: bool):
+def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
     if not can_quantize(launcher):
-        return _weights_at_once(operands, stored_as, keeps, turns)
+        return _weights_at_once(operands, stored_as, keeps, transposes)
     from jgg.kernels.quantize import quantize_weights_kernel
 
     (w,) = operands
     matrices, rows, columns = w.shape
-    results = _weight_types(operands, stored_as, keeps, turns)._asdict()
+    results = _weight_types(operands, stored_as, keeps, transposes)._asdict()
     outputs = {name: result for name, result in results.items() if result is not None}
     absent: dict[str, Any] = dict.fromkeys(results.keys() - outputs)
     launch = Launch(
@@ -160,7 +160,7 @@ QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
     launch=_launch_weights,
     several=lambda how, operands, **parameters: _weights_at_once(operands, **parameters),
 )
-"""QuantizedMatrices of weights: their values if it `keeps` them, and the values turned if it `turns` them."""
+"""QuantizedMatrices of weights: their values if it `keeps` them, and the values transposed if it `transposes` them."""
 
 
 def with_quantized(
@@ -173,8 +173,8 @@ def with_quantized(
     """
     if isinstance(w, QuantizedArray):
         return w
-    options = {"stored_as": w.stored_as, "keeps": not w.is_turned, "turns": w.is_turned}
+    options = {"stored_as": w.stored_as, "keeps": not w.is_transposed, "transposes": w.is_transposed}
     forms = quantize_weights(Quantize(w.array), **options).forms
-    form = forms.turned if w.is_turned else forms.straight
+    form = forms.transposed if w.is_transposed else forms.straight
     assert form is not None
     return form

@@ -17,8 +17,8 @@ from jgg.products import forward, hopper, hopper_quantized
 from jgg.products.activate import ACTIVATE, Activate, Activated, activated_types
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.hopper import Hidden
+from jgg.products.pieces import Pieces
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
-from jgg.products.terms import Terms
 
 
 def _one_by_one(
@@ -85,7 +85,7 @@ def _launch(
     results = hopper.multiply_rows(
         launcher,
         product,
-        Terms(x),
+        Pieces(x),
         operands.w,
         operands.bounds,
         operands.gather_indices,

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.core.arguments import as_array, as_precision, check_floats, check_rank
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.launching.choice import check_implementation
-from jgg.products.terms import two_terms
+from jgg.products.pieces import two_pieces
 
 
 def router_logits(
@@ -63,8 +63,8 @@ def compute_logits(
     """`router_logits` of checked arguments."""
     if x.dtype == jnp.bfloat16 and precision == jax.lax.Precision.DEFAULT and implementation != "xla":
         axes = varying_axes(x, w_router)
-        in_terms = w_router if w_router.dtype == x.dtype else w_router.astype(jnp.float32)
-        logits = _multiply(vary_over(axes, x), vary_over(axes, in_terms))
+        in_pieces = w_router if w_router.dtype == x.dtype else w_router.astype(jnp.float32)
+        logits = _multiply(vary_over(axes, x), vary_over(axes, in_pieces))
     else:
         logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=precision)
     return logits if bias is None else logits + bias.astype(jnp.float32)[None, :]
@@ -73,7 +73,7 @@ def compute_logits(
 @jax.custom_vjp
 def _multiply(x: jax.Array, w_router: jax.Array) -> jax.Array:
     """Float32 logits of bfloat16 x and a w_router in bfloat16 or float32."""
-    return _sum_of_products(x, _terms(w_router), x_axis=1)
+    return _sum_of_products(x, _pieces(w_router), x_axis=1)
 
 
 def _forward(x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -82,28 +82,28 @@ def _forward(x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, tuple[jax.Ar
 
 def _backward(residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w_router = residuals
-    d_terms, w_terms = _terms(d_logits), _terms(w_router)
-    dw_router = _sum_of_products(x, d_terms, x_axis=0, like=w_router).astype(w_router.dtype)
-    if len(w_terms) == 1:
-        w_terms = w_terms * 2
-    else:  # all products of terms except low times low
-        d_terms, w_terms = [*d_terms, d_terms[0]], [w_terms[0], *w_terms]
-    return _dot(jnp.concatenate(d_terms, axis=1), jnp.concatenate(w_terms, axis=1), 1, 1, x.dtype, x), dw_router
+    d_pieces, w_pieces = _pieces(d_logits), _pieces(w_router)
+    dw_router = _sum_of_products(x, d_pieces, x_axis=0, like=w_router).astype(w_router.dtype)
+    if len(w_pieces) == 1:
+        w_pieces = w_pieces * 2
+    else:  # all products of pieces except low times low
+        d_pieces, w_pieces = [*d_pieces, d_pieces[0]], [w_pieces[0], *w_pieces]
+    return _dot(jnp.concatenate(d_pieces, axis=1), jnp.concatenate(w_pieces, axis=1), 1, 1, x.dtype, x), dw_router
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def _terms(matrix: jax.Array) -> list[jax.Array]:
+def _pieces(matrix: jax.Array) -> list[jax.Array]:
     """The bfloat16 matrices whose sum is the matrix or, if that is float32, its upper 17 bits."""
-    return [matrix] if matrix.dtype == jnp.bfloat16 else list(two_terms(matrix, jnp.dtype("bfloat16")))
+    return [matrix] if matrix.dtype == jnp.bfloat16 else list(two_pieces(matrix, jnp.dtype("bfloat16")))
 
 
-def _sum_of_products(x: jax.Array, terms: list[jax.Array], x_axis: int, like: jax.Array | None = None) -> jax.Array:
-    """The sum of x's float32 products with each term, side by side in one product, so that x is read once."""
-    products = _dot(x, jnp.concatenate(terms, axis=1), x_axis, 0, jnp.float32, like)
-    first, *others = jnp.split(products, len(terms), axis=1)
-    # where the first product is infinite, the low terms, which may be zero, would make it NaN
+def _sum_of_products(x: jax.Array, pieces: list[jax.Array], x_axis: int, like: jax.Array | None = None) -> jax.Array:
+    """The sum of x's float32 products with each piece, side by side in one product, so that x is read once."""
+    products = _dot(x, jnp.concatenate(pieces, axis=1), x_axis, 0, jnp.float32, like)
+    first, *others = jnp.split(products, len(pieces), axis=1)
+    # where the first product is infinite, the low pieces, which may be zero, would make it NaN
     return jnp.where(jnp.isfinite(first), sum(others, first), first) if others else first
 
 

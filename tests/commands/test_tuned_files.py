@@ -84,10 +84,10 @@ def test_another_problem_does_not(own_file, change):
 @pytest.mark.parametrize("op", CONFIG_TYPES)
 def test_an_entry_serves_the_other_layout_until_that_has_its_own(own_file, op):
     config = CONFIG_TYPES[op](block_m=32, block_n=64, block_k=128)
-    turned = dataclasses.replace(config, block_n=128, block_k=64) if op == "dw" else config
+    transposed = dataclasses.replace(config, block_n=128, block_k=64) if op == "dw" else config
     problem = gemm(**SIZES | {"in_features": 1024}, w_layout="ekn")
     tuned_files.merge(own_file, entry(config=config))
-    assert chosen(problem, op) == turned
+    assert chosen(problem, op) == transposed
     own = dataclasses.replace(config, band=3)
     tuned_files.merge(own_file, entry(gemm(**SIZES, w_layout="ekn"), own))
     assert chosen(problem, op) == own

@@ -68,7 +68,7 @@ def test_values_scales_and_errors(quantize, shape, block, dtype, power_of_2_scal
 
 
 @KINDS
-def test_the_same_bits_every_time_and_turned(quantize, shape, block):
+def test_the_same_bits_every_time_and_transposed(quantize, shape, block):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     q = quantize(x)
     compiled = jax.jit(quantize)

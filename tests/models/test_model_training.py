@@ -259,7 +259,9 @@ def test_wrong_targets_are_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("experts", "layers_copied"), [("dense", 0.5), ("fp8", 1.5)])  # FP8: turned, a layer at a time
+@pytest.mark.parametrize(
+    ("experts", "layers_copied"), [("dense", 0.5), ("fp8", 1.5)]
+)  # FP8: transposed, a layer at a time
 def test_a_gpu_copies_no_experts_out_of_the_stack(experts, layers_copied):
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_local_experts": 64, "num_hidden_layers": 8}
     config = jgg.models.model_config(config_of("qwen3_moe") | sizes)

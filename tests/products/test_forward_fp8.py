@@ -179,7 +179,7 @@ def test_kernels_quantize_as_plain_jax(shape, dtype, powers):
         options = {"stored_as": Format(jnp.dtype(dtype), powers)}
         product = QUANTIZE_ROWS if len(shape) == 2 else QUANTIZE_WEIGHTS
         if len(shape) == 3:
-            options |= {"keeps": True, "turns": True}
+            options |= {"keeps": True, "transposes": True}
         got, want = (
             jax.jit(lambda operands, name=name: product(How(name, current_target()), operands, **options))(operands)  # noqa: B023
             for name in ("triton", "xla")

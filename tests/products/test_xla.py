@@ -106,7 +106,7 @@ GROWTHS = {
     "layer backward": (layer(None, True), 0.1, list),
     "Fp8": (layer(jgg.Fp8(), False), 0.1, list),
     "Fp8 backward": (layer(jgg.Fp8(), True), 0.1, list),
-    "kept weights": (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and turned
+    "kept weights": (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and transposed
     "quantized product": (quantized_product, 1.1, QUANTIZED_W),  # as integers of 8 bits, which a CPU copies them to
     "quantize_weights": (lambda x, weights, logits: jgg.quantize_weights(weights[0]), 1.1, list),
 }

@@ -296,7 +296,7 @@ def kind(name, launch):
     """What decides how a kernel is compiled: of sizes, whether rows are aligned and a tile takes more than a step."""
     constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
     if name in HOPPER_KERNELS:  # which take long to compile, and no more memory with a bias or weights
-        of_interest = ("RAGGED_M", "GATHERS", "HAS_TERMS", "BLOCK_COLUMNS", "STAGES", "Y_IS_TURNED")
+        of_interest = ("RAGGED_M", "GATHERS", "HAS_PIECES", "BLOCK_COLUMNS", "STAGES", "Y_IS_TRANSPOSED")
         of_interest += ("ACTIVATES", "GATED", "INTERLEAVED", "CURVE")
         constants = {key: value for key, value in constants.items() if key in of_interest}
         sizes = {key: result.dtype.itemsize for key, result in launch.result_types.items()}

@@ -183,7 +183,7 @@ def check_quantizing_on_explicit_axes():
     w = np.random.default_rng(0).normal(size=(2, 256, 512)).astype(np.float32)
     got, want = jgg.Fp8().weights(jax.device_put(w, spec)), jgg.Fp8().weights(w)
     assert got.forms.straight.scales.sharding.spec == jax.P("b", "a", "c")
-    assert got.forms.turned.values.sharding.spec == jax.P("b", "c", "a")
+    assert got.forms.transposed.values.sharding.spec == jax.P("b", "c", "a")
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), got, want)
     try:
         jgg.quantize_weights(jax.device_put(w[:, :128], spec))
