@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.experts.moe import moe_mlp
-from jgg.fp8 import Fp8
+from jgg.linear.fp8 import Fp8
 from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
 from jgg.measuring.workloads import OPS, Layer
 from jgg.router.logits import router_logits

@@ -40,7 +40,7 @@ from jgg.cli.console import progress
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
-from jgg.fp8 import Fp8
+from jgg.linear.fp8 import Fp8
 from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import FAILED, WRONG, Measurement, first_line
 from jgg.measuring.ways import JaxProduct, measure_best

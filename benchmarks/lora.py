@@ -32,8 +32,8 @@ from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table, progress
 from jgg.experts.moe import moe_mlp
-from jgg.fp8 import Fp8, quantize_weights
-from jgg.low_rank import LowRank
+from jgg.linear.fp8 import Fp8, quantize_weights
+from jgg.linear.low_rank import LowRank
 from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import RIGHT, Measurement, Reference, first_line, jit_reference
 from jgg.measuring.ways import FAILED, JaxProduct, measure_best

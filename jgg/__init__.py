@@ -9,10 +9,10 @@ from jgg.core.schedule import check
 from jgg.core.versions import __version__ as __version__
 from jgg.experts.moe import moe_mlp
 from jgg.exporting import export
-from jgg.fp8 import Fp8, quantize_tokens, quantize_weights
-from jgg.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
-from jgg.low_rank import LowRank
-from jgg.ragged_dot import ragged_dot, ragged_dot_general
+from jgg.linear.fp8 import Fp8, quantize_tokens, quantize_weights
+from jgg.linear.grouped_gemm import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from jgg.linear.low_rank import LowRank
+from jgg.linear.ragged_dot import ragged_dot, ragged_dot_general
 from jgg.router.logits import router_logits
 from jgg.router.losses import load_balancing_loss, router_z_loss, update_selection_bias
 from jgg.router.routing import Routing, route, sort_by_expert

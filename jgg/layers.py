@@ -1,29 +1,31 @@
 """An MoE layer as a function of its parameters: what the layers of every framework share."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_flag, as_int, check_floats
-from jgg.core.dense import dense_product
 from jgg.core.gpu_target import current_target
+from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
-from jgg.experts.arguments import MlpOptions, as_matrices, check_shapes, in_quantization, with_terms
-from jgg.experts.layer_arrays import LayerArrays
+from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_sharding
-from jgg.experts.lora import OF_DENSE, TARGETS, Lora, add_term
 from jgg.experts.mesh import check_outside_shard_map, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8
 from jgg.launching.choice import How
-from jgg.low_rank import LowRank
+from jgg.linear.dense import dense
+from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import OF_DENSE, TARGETS, Lora, merged
+from jgg.linear.low_rank import LowRank, factors_of
+from jgg.linear.weights import as_matrix
 from jgg.router.logits import compute_logits
 from jgg.router.losses import as_mask, compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
@@ -199,14 +201,12 @@ class MoELayer(LayerOptions, InFeatures):
         if sharding is None:
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
-            named = {name: array for name, array in arrays._asdict().items() if array is not None}
-            whole = *self.shapes, *self.adapter_shapes, "selection_bias"
-            specs = dict.fromkeys(whole, jax.P()) | sharding.weight_specs("ekn")
+            specs = dict.fromkeys((*self.shapes, "selection_bias"), jax.P()) | sharding.weight_specs("ekn")
             of_metrics = Metrics._make([*[jax.P()] * 4, sharding.token_spec])
             y, metrics = map_tokens(
-                lambda part: self._apply_to_tokens(LayerArrays(**part), sharding, options),
+                lambda part: self._apply_to_tokens(part, sharding, options),
                 sharding,
-                named,
+                arrays,
                 specs,
                 (sharding.token_spec, of_metrics),
             )
@@ -222,8 +222,11 @@ class MoELayer(LayerOptions, InFeatures):
         mask: ArrayLike | None,
         sharding: MoESharding | None,
         options: MlpOptions,
-    ) -> LayerArrays:
-        """The arguments of `apply`, the axes of x but the last merged; raises where one is wrong."""
+    ) -> dict[str, Any]:
+        """The arguments of `apply` that are given, by name, the axes of x but the last merged; raises if one is wrong.
+
+        Matrices "w_..." are each a Matrix, with its adapter.
+        """
         check_sharding(self, sharding)
         if sharding is not None:
             check_outside_shard_map(sharding)
@@ -243,39 +246,50 @@ class MoELayer(LayerOptions, InFeatures):
             topk_indices = topk_indices.reshape(math.prod(x.shape[:-1]), self.topk)
         mask = as_mask(mask, "[...]", x.shape[:-1])
         mask = None if mask is None else mask.reshape(math.prod(x.shape[:-1]))
+        named = self._checked_params(params, x.dtype)
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        check_floats("x", x)
+        check_shapes(tokens, _expert_weights(named), options)
+        optional = {"selection_bias": selection_bias, "topk_indices": topk_indices, "mask": mask}
+        return {"x": tokens} | named | {name: array for name, array in optional.items() if array is not None}
+
+    def _checked_params(
+        self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], dtype: DTypeLike
+    ) -> dict[str, Any]:
+        """The parameters by name, each matrix as a Matrix with its adapter; raises if one is missing or wrong."""
         named: dict[str, Any] = {}
-        adapters = self.adapter_shapes
-        for name, expected in (self.shapes | adapters).items():
+        for name, expected in (self.shapes | self.adapter_shapes).items():
             if name in params:
                 value: Any = params[name]
-                is_dense = len(expected) != 3 or name in adapters
-                named[name] = as_dense(name, value, x.dtype) if is_dense else as_matrices(name, value)
+                is_of_experts = len(expected) == 3 and name in self.shapes
+                named[name] = as_matrix(name, value) if is_of_experts else as_dense(name, value, dtype)
             if name not in params or named[name].shape != expected:
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        arrays = LayerArrays(x=tokens, selection_bias=selection_bias, topk_indices=topk_indices, mask=mask, **named)
-        check_floats("x", x)
-        for name in {"w_router", "b_router", *adapters} & named.keys():
+        for name in {"w_router", "b_router", *self.adapter_shapes} & named.keys():
             check_floats(name, named[name])
-        check_shapes(tokens, arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down, options)
-        return arrays
+        factors = {name: factors_of(term) for name, term in self.lora.terms(named).items()}
+        matrices = {
+            name: named[name] if isinstance(named[name], Matrix) else Matrix(dense=named[name])
+            for name in self.shapes
+            if name.startswith("w_")
+        }
+        beside = {name: matrices[name].beside(own) for name, own in factors.items()}
+        return {name: named[name] for name in self.shapes} | matrices | beside
 
     def _apply_to_tokens(
-        self, arrays: LayerArrays, sharding: MoESharding | None, options: MlpOptions
+        self, arrays: Mapping[str, Any], sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
-        w_router, term = arrays.w_router, self._term(arrays, "w_router")
-        if term is not None:
-            delta = jnp.matmul(*(factor.astype(jnp.float32) for factor in (term.a, term.b)), precision="highest")
-            w_router = jax.lax.stop_gradient(w_router).astype(jnp.float32) + delta * term.scale
-        logits = compute_logits(arrays.x, w_router, arrays.b_router, options.precision, options.implementation)
+        x, mask, router = arrays["x"], arrays.get("mask"), arrays["w_router"]
+        w_router = router.dense if router.factors is None else merged(router, jnp.float32)
+        logits = compute_logits(x, w_router, arrays.get("b_router"), options.precision, options.implementation)
         routing = compute_routing(
             logits,
-            arrays.selection_bias,
-            arrays.topk_indices,
+            arrays.get("selection_bias"),
+            arrays.get("topk_indices"),
             how,
             topk=self.topk,
             score=self.score,
@@ -286,46 +300,40 @@ class MoELayer(LayerOptions, InFeatures):
         )
         y, overflow = self._experts(arrays, routing, sharding, options)
         rows = routing.group_sizes
-        if arrays.mask is not None:
-            rows = counted_rows(routing.topk_indices, arrays.mask, self.num_experts, how)
+        if mask is not None:
+            rows = counted_rows(routing.topk_indices, mask, self.num_experts, how)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
-            compute_load_balancing_loss(logits, rows, arrays.mask, self.topk, self.score, token_axes),
-            compute_router_z_loss(logits, arrays.mask, token_axes),
+            compute_load_balancing_loss(logits, rows, mask, self.topk, self.score, token_axes),
+            compute_router_z_loss(logits, mask, token_axes),
             overflow,
             routing.topk_indices,
         )
-        return y + self._shared(arrays, options.precision) if self.shared_features else y, metrics
+        return y + self._shared(arrays, options) if self.shared_features else y, metrics
 
     def _experts(
-        self, arrays: LayerArrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions
+        self, arrays: Mapping[str, Any], routing: Routing, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, jax.Array]:
         """The experts' y of all tokens, and the overflow."""
-        tokens, weights = arrays.x, (arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down)
+        tokens, weights = arrays["x"], _expert_weights(arrays)
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
-        terms = self.adapters(arrays._asdict())
         if sharding is None:
-            quantized = in_quantization(tokens, *weights, options.quantization)
-            return compute_mlp(tokens, with_terms(quantized, terms), routing, options), jnp.int32(0)
-        choices = routing.topk_weights, routing.topk_indices
-        return compute_mlp_on_device(tokens, *weights, *choices, terms, sharding, options)
+            weights = weights.in_recipe(options.quantization, tokens.dtype)
+            return compute_mlp(tokens, weights, routing, options), jnp.int32(0)
+        return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _term(self, arrays: LayerArrays, name: str) -> LowRank | None:
-        """The term beside a matrix that has no axis for experts, if there is one."""
-        return self.lora.of({name: name}).terms(arrays._asdict()).get(name)
-
-    def _shared(self, arrays: LayerArrays, precision: jax.lax.Precision) -> jax.Array:
+    def _shared(self, arrays: Mapping[str, Any], options: MlpOptions) -> jax.Array:
         """The shared experts' y of all tokens."""
-        assert arrays.w_shared_gate_up is not None and arrays.w_shared_down is not None
-        activation, tokens = find_activation(self.activation), arrays.x
+        tokens, activation = arrays["x"], find_activation(self.activation)
+        multiply = functools.partial(dense, precision=options.precision, implementation=options.implementation)
+        hidden = activation(multiply(tokens, arrays["w_shared_gate_up"])).astype(tokens.dtype)
+        y = multiply(hidden, arrays["w_shared_down"])
+        if not self.use_shared_gate:
+            return y
+        return y * jax.nn.sigmoid(multiply(tokens, arrays["w_shared_gate"]))
 
-        def dot(x: jax.Array, w: jax.Array, term: LowRank | None = None) -> jax.Array:
-            w = w if term is None else jax.lax.stop_gradient(w)
-            return add_term(dense_product(x, w.astype(x.dtype), precision), x, term, precision)
 
-        of_up, of_down = (self._term(arrays, name) for name in ("w_shared_gate_up", "w_shared_down"))
-        hidden = activation(dot(tokens, arrays.w_shared_gate_up, of_up)).astype(tokens.dtype)
-        y = dot(hidden, arrays.w_shared_down, of_down)
-        return y if arrays.w_shared_gate is None else y * jax.nn.sigmoid(dot(tokens, arrays.w_shared_gate))
+def _expert_weights(arrays: Mapping[str, Any]) -> ExpertWeights:
+    return ExpertWeights(arrays["w_gate_up"], arrays["w_down"], arrays.get("b_gate_up"), arrays.get("b_down"))

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 
 from jgg.core.quantized import is_quantized
 from jgg.experts.layer_options import LayerOptions, check_layer
-from jgg.experts.lora import adapter_init
-from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import adapter_init
 from jgg.sharding import MoESharding
 
 

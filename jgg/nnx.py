@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_dtype, check, check_instance
 from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
-from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
-from jgg.fp8 import Fp8
 from jgg.layers import MoELayer, dense_init, expert_init
-from jgg.low_rank import LowRank
+from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import adapter_init
+from jgg.linear.low_rank import LowRank
 from jgg.sharding import MoESharding
 
 

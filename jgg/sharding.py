@@ -1,6 +1,6 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
-import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
-from jgg.core.arguments import as_array, as_array_or_none, as_int, check, check_instance
+from jgg.core.arguments import as_array, as_int, check, check_instance
+from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
-from jgg.experts.arguments import Matrices, MlpOptions, as_matrices, check_choices, check_shapes, checked_terms
-from jgg.experts.lora import adapter_names
+from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
 from jgg.experts.mesh import (
     MoESharding,
     check_inside_shard_map,
@@ -22,8 +22,8 @@ from jgg.experts.mesh import (
     specs_of_parts,
 )
 from jgg.experts.on_device import compute_mlp_on_device
-from jgg.fp8 import Fp8
-from jgg.low_rank import LowRank
+from jgg.linear.fp8 import Fp8
+from jgg.linear.low_rank import LowRank
 
 __all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
 
@@ -89,31 +89,19 @@ def sharded_moe_mlp(
         implementation=implementation,
         residual_names=residual_names,
     )
-    arrays, terms = _checked(
-        x,
-        w_gate_up,
-        w_down,
-        topk_weights,
-        topk_indices,
-        b_gate_up,
-        b_down,
-        low_rank_gate_up,
-        low_rank_down,
-        sharding,
-        options,
-        on_device=False,
-    )
-    for name, term in terms.items():
-        arrays |= dict(zip(adapter_names(name), (term.a, term.b), strict=True))
+    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options)
+    check_shapes(x, weights, options)
+    tokens = {"x": x, "topk_weights": topk_weights, "topk_indices": topk_indices}
+    of_weights = zip(("w_gate_up", "w_down", "b_gate_up", "b_down"), weights, strict=True)
+    arrays = {name: array for name, array in of_weights if array is not None}
 
     def on_device(part: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        own_terms = {}
-        for name, term in terms.items():
-            a, b = adapter_names(name)
-            own_terms[name] = dataclasses.replace(term, a=part[a], b=part[b])
-        return _compute(part, own_terms, sharding, options)
+        own = ExpertWeights(part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"))
+        return compute_mlp_on_device(part["x"], own, part["topk_weights"], part["topk_indices"], sharding, options)
 
-    return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
+    specs = sharding.weight_specs(w_layout)
+    return map_tokens(on_device, sharding, tokens | arrays, specs, (sharding.token_spec, P()))
 
 
 def moe_mlp_on_device(
@@ -157,93 +145,45 @@ def moe_mlp_on_device(
         implementation=implementation,
         residual_names=residual_names,
     )
-    arrays, terms = _checked(
-        x,
-        w_gate_up,
-        w_down,
-        topk_weights,
-        topk_indices,
-        b_gate_up,
-        b_down,
-        low_rank_gate_up,
-        low_rank_down,
-        sharding,
-        options,
-        on_device=True,
-    )
-    return _compute(arrays, terms, sharding, options)
+    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options)
+    check_shapes(x, _gathered_types(weights, sharding, options), options)
+    return compute_mlp_on_device(x, weights, topk_weights, topk_indices, sharding, options)
 
 
 def _checked(
     x: ArrayLike,
-    w_gate_up: ArrayLike | Matrices,
-    w_down: ArrayLike | Matrices,
+    weights: ExpertWeights,
     topk_weights: ArrayLike,
     topk_indices: ArrayLike,
-    b_gate_up: ArrayLike | None,
-    b_down: ArrayLike | None,
-    low_rank_gate_up: LowRank | None,
-    low_rank_down: LowRank | None,
     sharding: MoESharding,
     options: MlpOptions,
-    *,
-    on_device: bool,
-) -> tuple[dict[str, Any], dict[str, LowRank]]:
-    """The arrays that are given, by name, and the terms of low rank; raises where they disagree.
-
-    Args:
-      on_device: whether these are the shards of one device.
-    """
-    arrays: dict[str, Any] = {
-        "x": as_array("x", x),
-        "w_gate_up": as_matrices("w_gate_up", w_gate_up),
-        "w_down": as_matrices("w_down", w_down),
-        "topk_weights": as_array("topk_weights", topk_weights),
-        "topk_indices": as_array("topk_indices", topk_indices),
-    }
-    biases = {"b_gate_up": as_array_or_none("b_gate_up", b_gate_up), "b_down": as_array_or_none("b_down", b_down)}
-    weights = [arrays["w_gate_up"], arrays["w_down"]]
-    if on_device:
-        weights = [_gathered(name, arrays[name], sharding, options) for name in ("w_gate_up", "w_down")]
-    check_shapes(arrays["x"], weights[0], weights[1], biases["b_gate_up"], biases["b_down"], options)
-    check_choices(arrays["x"], arrays["topk_weights"], arrays["topk_indices"])
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens and their choices as arrays; raises where they disagree, or where weights cannot be split."""
+    x, topk_weights = as_array("x", x), as_array("topk_weights", topk_weights)
+    topk_indices = as_array("topk_indices", topk_indices)
+    check_choices(x, topk_weights, topk_indices)
     check_interleaved(options.interleaved, options.activation, sharding)
-    terms = checked_terms(low_rank_gate_up, low_rank_down, arrays["w_gate_up"], arrays["w_down"], options.w_layout)
-    return arrays | {name: bias for name, bias in biases.items() if bias is not None}, terms
+    for name, matrix in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
+        if matrix.straight is not None:
+            block_of(matrix.straight, f"{name}.")
+    return x, topk_weights, topk_indices
 
 
-def _compute(
-    part: Mapping[str, Any], terms: Mapping[str, LowRank], sharding: MoESharding, options: MlpOptions
-) -> tuple[jax.Array, jax.Array]:
-    """y and the overflow of one device's checked arrays."""
-    return compute_mlp_on_device(
-        part["x"],
-        part["w_gate_up"],
-        part["w_down"],
-        part.get("b_gate_up"),
-        part.get("b_down"),
-        part["topk_weights"],
-        part["topk_indices"],
-        terms,
-        sharding,
-        options,
-    )
-
-
-def _gathered(name: str, w: Matrices, sharding: MoESharding, options: MlpOptions) -> Any:
+def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpOptions) -> ExpertWeights:
     """The shapes and dtypes of a device's weights once they are gathered over the `fsdp` axis."""
-    quantized = w.forms.straight if isinstance(w, QuantizedWeights) else w
-    if isinstance(quantized, QuantizedArray):
-        block_of(quantized, f"{name}.")
     if sharding.fsdp is None:
-        return w
+        return weights
+    specs, devices = sharding.weight_specs(options.w_layout), sharding.size(sharding.fsdp)
 
     def gathered(part: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
-        axis, devices = spec.index(sharding.fsdp), sharding.size(sharding.fsdp)
-        shape = [size * devices if at == axis else size for at, size in enumerate(part.shape)]
-        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
+        split = [devices if axis == sharding.fsdp else 1 for axis in spec]
+        return jax.ShapeDtypeStruct(tuple(map(operator.mul, part.shape, split)), part.dtype)
 
-    return jax.tree.map(gathered, w, specs_of_parts(w, sharding.weight_specs(options.w_layout)[name]))
+    def whole(name: str, matrix: Matrix) -> Matrix:
+        return jax.tree.map(gathered, matrix, specs_of_parts(name, matrix, specs))
+
+    return weights._replace(gate_up=whole("w_gate_up", weights.gate_up), down=whole("w_down", weights.down))
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:

@@ -51,6 +51,7 @@ class GroupedGemmProblem:
       combine_y: y is [T, N], the sum of each token's rows, scaled.
       expected_rows: about how many of the M rows will belong to a group, used to choose kernels; None for all.
       dw_dtype: the dtype of dW; None for `dtype`.
+      is_dense: there is one group, and every row belongs to it, so that plain JAX need not look at bounds.
     """
 
     num_rows: int
@@ -70,6 +71,7 @@ class GroupedGemmProblem:
     combine_y: bool = False
     expected_rows: int | None = None
     dw_dtype: Any = None
+    is_dense: bool = False
 
     @property
     def rows_of_groups(self) -> int:

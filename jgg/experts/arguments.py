@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import Activation, ActivationLike, find_activation
 from jgg.core.arguments import (
@@ -22,15 +22,13 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
+from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
-from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, as_dense
-from jgg.fp8 import Fp8, as_quantized_weights, check_quantization
 from jgg.launching.choice import check_implementation
-from jgg.low_rank import LowRank, as_low_rank, factors_of
-from jgg.products.low_rank import Factors
+from jgg.linear.fp8 import Fp8, check_quantization
+from jgg.linear.low_rank import LowRank, as_low_rank, factors_of
+from jgg.linear.weights import Weights, as_matrix, in_recipe
 from jgg.router.routing import Routing
-
-Matrices = jax.Array | QuantizedArray | QuantizedWeights
 
 
 class ResidualNames(NamedTuple):
@@ -46,22 +44,17 @@ class ResidualNames(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The parameters of the experts, in the layout of `MlpOptions.w_layout`.
+    """The parameters of the experts, in the layout of `MlpOptions.w_layout`; biases as in `jgg.moe_mlp`."""
 
-    Attributes:
-      w_gate_up, w_down, b_gate_up, b_down: as in `jgg.moe_mlp`.
-      quantized_gate_up, quantized_down: w_gate_up and w_down as QuantizedArrays, if they were given so or are quantized
-        before a product needs them.
-    """
-
-    w_gate_up: jax.Array
-    w_down: jax.Array
+    gate_up: Matrix
+    down: Matrix
     b_gate_up: jax.Array | None = None
     b_down: jax.Array | None = None
-    quantized_gate_up: WeightForms | None = None
-    quantized_down: WeightForms | None = None
-    low_rank_gate_up: Factors | None = None
-    low_rank_down: Factors | None = None
+
+    def in_recipe(self, recipe: Fp8 | None, dtype: DTypeLike) -> Self:
+        """The parameters with the forms that products by a recipe need of weights that are stored quantized."""
+        gate_up = in_recipe("w_gate_up", self.gate_up, recipe, dtype)
+        return self._replace(gate_up=gate_up, down=in_recipe("w_down", self.down, recipe, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,114 +113,60 @@ class MlpOptions:
         )
 
 
-def checked_weights(
-    x: jax.Array,
-    w_gate_up: ArrayLike | Matrices,
-    w_down: ArrayLike | Matrices,
+def expert_weights(
+    w_gate_up: ArrayLike | Weights,
+    w_down: ArrayLike | Weights,
     b_gate_up: ArrayLike | None,
     b_down: ArrayLike | None,
-    options: MlpOptions,
+    low_rank_gate_up: LowRank | None,
+    low_rank_down: LowRank | None,
+    w_layout: str,
 ) -> ExpertWeights:
-    """The parameters as arrays; raises where they disagree with each other, with x or with the activation."""
-    weights = in_quantization(
-        x,
-        as_matrices("w_gate_up", w_gate_up),
-        as_matrices("w_down", w_down),
-        as_array_or_none("b_gate_up", b_gate_up),
-        as_array_or_none("b_down", b_down),
-        options.quantization,
+    """The parameters as arrays; raises where a term and the weights that it is beside disagree."""
+    gate_up = _matrix("gate_up", w_gate_up, low_rank_gate_up, w_layout)
+    down = _matrix("down", w_down, low_rank_down, w_layout)
+    biases = as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down)
+    return ExpertWeights(gate_up, down, *biases)
+
+
+def _matrix(name: str, w: ArrayLike | Weights, term: LowRank | None, w_layout: str) -> Matrix:
+    matrix = as_matrix(f"w_{name}", w)
+    return (
+        matrix
+        if term is None
+        else matrix.beside(factors_of(as_low_rank(f"low_rank_{name}", term, w_layout, matrix.shape)))
     )
-    check_shapes(x, weights.w_gate_up, weights.w_down, weights.b_gate_up, weights.b_down, options)
-    return weights
 
 
-def checked_terms(
-    gate_up: LowRank | None, down: LowRank | None, w_gate_up: Matrices, w_down: Matrices, w_layout: str
-) -> dict[str, LowRank]:
-    """The terms of low rank that are given, by the names of the weights beside them; raises as `as_low_rank`."""
-    given = ("gate_up", gate_up, w_gate_up), ("down", down, w_down)
-    return {
-        f"w_{name}": as_low_rank(f"low_rank_{name}", term, w_layout, w.shape)
-        for name, term, w in given
-        if term is not None
-    }
-
-
-def with_terms(weights: ExpertWeights, terms: Mapping[str, LowRank]) -> ExpertWeights:
-    """The parameters with checked terms by the names of the weights beside them, which then get no gradient."""
-    for name, term in terms.items():
-        w = jax.lax.stop_gradient(getattr(weights, name))
-        weights = weights._replace(**{name: w, name.replace("w_", "low_rank_", 1): factors_of(term)})
-    return weights
-
-
-def in_quantization(
-    x: jax.Array,
-    w_gate_up: Matrices,
-    w_down: Matrices,
-    b_gate_up: jax.Array | None,
-    b_down: jax.Array | None,
-    quantization: Fp8 | None,
-) -> ExpertWeights:
-    """The parameters, with weights in FP8 if the recipe quantizes them early; other QuantizedArrays dequantized too."""
-    w_gate_up, gate_up_forms = _in_quantization("w_gate_up", w_gate_up, quantization, x)
-    w_down, down_forms = _in_quantization("w_down", w_down, quantization, x)
-    return ExpertWeights(w_gate_up, w_down, b_gate_up, b_down, gate_up_forms, down_forms)
-
-
-def _in_quantization(
-    name: str, w: Matrices, quantization: Fp8 | None, x: jax.Array
-) -> tuple[jax.Array, WeightForms | None]:
-    if quantization is None and isinstance(w, jax.Array):
-        return w, None
-    quantized = as_quantized_weights(name, w, quantization, x)
-    if quantized is not None:
-        return as_array(name, quantized.array), quantized.forms
-    assert not isinstance(w, QuantizedWeights)  # as_quantized_weights returns these
-    return as_dense(name, w, x.dtype), WeightForms(w, None) if isinstance(w, QuantizedArray) else None
-
-
-def as_matrices(name: str, value: ArrayLike | Matrices) -> Matrices:
-    """Experts' weights as JAX arrays; what is in FP8 gets no gradient."""
-    if isinstance(value, QuantizedWeights):
-        return QuantizedWeights(as_array(f"{name}.array", value.array), jax.lax.stop_gradient(value.forms))
-    return jax.lax.stop_gradient(value) if isinstance(value, QuantizedArray) else as_array(name, value)
-
-
-def check_shapes(
-    x: Shaped,
-    w_gate_up: Shaped | Matrices,
-    w_down: Shaped | Matrices,
-    b_gate_up: Shaped | None,
-    b_down: Shaped | None,
-    options: MlpOptions,
-) -> None:
+def check_shapes(x: Shaped, weights: ExpertWeights, options: MlpOptions) -> None:
     """Raises where the tokens and the parameters disagree, with each other or with the activation."""
     as_dtype("x", x.dtype, DTYPES)
     check_rank("x", x, "[T, H]")
     for name, w, axes in (
-        ("w_gate_up", w_gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
-        ("w_down", w_down, "[E, H, I] or [E, I, H]"),
+        ("w_gate_up", weights.gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
+        ("w_down", weights.down, "[E, H, I] or [E, I, H]"),
     ):
-        if not isinstance(w, QuantizedArray):
-            as_dtype(name, w.dtype, DTYPES)
+        if w.dense is not None:
+            as_dtype(name, w.dense.dtype, DTYPES)
         check_rank(name, w, axes)
     activation = options.activation
-    in_by_out = [w.shape[1:] if options.w_layout == "ekn" else w.shape[:0:-1] for w in (w_gate_up, w_down)]
+    in_by_out = [w.shape[1:] if options.w_layout == "ekn" else w.shape[:0:-1] for w in (weights.gate_up, weights.down)]
     (got_features, wide), down_features = in_by_out
-    num_experts, features = w_gate_up.shape[0], x.shape[1]
+    num_experts, features = weights.gate_up.shape[0], x.shape[1]
     if got_features != features:
-        raise ValueError(f"w_gate_up must have H in-features equal to x's {features}, got {list(w_gate_up.shape)}.")
+        raise ValueError(
+            f"w_gate_up must have H in-features equal to x's {features}, got {list(weights.gate_up.shape)}."
+        )
     hidden, rest = divmod(wide, 2 if activation.is_gated else 1)
     if rest:
         raise ValueError(f"w_gate_up must have 2 * I out-features for activation {activation.name!r}, got {wide}.")
-    expected, got = [num_experts, hidden, features], [w_down.shape[0], *down_features]
+    expected, got = [num_experts, hidden, features], [weights.down.shape[0], *down_features]
     if got != expected:
         raise ValueError(
             f"w_down must have E, I, H = {expected} by x, w_gate_up and the activation {activation.name!r}, got {got}."
         )
-    check_bias("b_gate_up", b_gate_up, (num_experts, wide))
-    check_bias("b_down", b_down, (num_experts, features))
+    check_bias("b_gate_up", weights.b_gate_up, (num_experts, wide))
+    check_bias("b_down", weights.b_down, (num_experts, features))
 
 
 def checked_routing(x: jax.Array, routing: Routing, num_experts: int) -> Routing:

@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_dtype, as_precision, check_instance
 from jgg.core.problem import DTYPES
-from jgg.experts.lora import TARGETS
 from jgg.experts.mesh import MoESharding, check_interleaved
-from jgg.fp8 import Fp8, check_quantization
 from jgg.launching.choice import check_implementation
+from jgg.linear.fp8 import Fp8, check_quantization
+from jgg.linear.lora import TARGETS
 
 
 @dataclasses.dataclass(eq=False, repr=False)

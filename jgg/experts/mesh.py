@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,11 +13,14 @@ from jax.typing import DTypeLike
 
 from jgg.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
+from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import W_LAYOUTS
-from jgg.core.quantized import QuantizedArray, QuantizedWeights, WeightForms, block_of
+from jgg.core.quantized import QuantizedArray, block_of
 from jgg.experts.exchange import EXCHANGES
+from jgg.linear.lora import adapter_names
 
 P = jax.P
+_WHOLE = P()  # every device has all of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +150,14 @@ def map_tokens[Result](
 ) -> Result:
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
 
-    Arrays may be a QuantizedArray or QuantizedWeights, whose parts are split as their specs say for the whole.
+    Arrays may be a Matrix, whose factors have the specs of their own names. All other parts are split alike.
     """
-    whole = {name: specs.get(name, sharding.token_spec) for name in arrays}
+    tokens = sharding.token_spec
     for name, array in arrays.items():
-        check_split(name, array, whole[name], sharding)
-    parts = {name: specs_of_parts(array, whole[name]) for name, array in arrays.items()}
+        check_split(name, array, specs.get(name, tokens), sharding)
+        for part, factor in zip(adapter_names(name), getattr(array, "factors", None) or (), strict=False):
+            check_split(part, factor, specs.get(part, P()), sharding)
+    parts = {name: specs_of_parts(name, array, specs, tokens) for name, array in arrays.items()}
     arrays = {
         name: jax.tree.map(functools.partial(_placed, name, sharding), array, parts[name])
         for name, array in arrays.items()
@@ -191,24 +196,32 @@ def check_inside_shard_map(sharding: MoESharding) -> None:
             )
 
 
-def specs_of_parts(array: Any, spec: P) -> Any:
-    """The PartitionSpec of each array in a QuantizedArray or QuantizedWeights, in its place; of an array its own."""
-    each: Any = spec  # where types say that an array stands
+def specs_of_parts(name: str, array: Any, specs: Mapping[str, P], default: P = _WHOLE) -> Any:
+    """The PartitionSpec of each array in a Matrix or QuantizedArray of this name, in its place; of an array its own.
+
+    Args:
+      specs: by name, as `MoESharding.weight_specs`; all parts of what it does not name have the `default`.
+    """
+    spec: Any = specs.get(name, default)
     if isinstance(array, QuantizedArray):
-        return QuantizedArray(each, each)
-    if isinstance(array, QuantizedWeights):
-        experts, rows, columns = spec
-        specs = spec, P(experts, columns, rows)
-        forms = (form and specs_of_parts(form, own) for form, own in zip(array.forms, specs, strict=True))
-        return QuantizedWeights(each, WeightForms(*forms))
-    return spec
+        return QuantizedArray(spec, spec)
+    if not isinstance(array, Matrix):
+        return spec
+    of_transposed = P(spec[0], *spec[:0:-1]) if spec else spec
+    return Matrix(
+        specs_of_parts(name, array.dense, specs, default) if array.dense is not None else None,
+        specs_of_parts(name, array.straight, specs, default) if array.straight is not None else None,
+        array.transposed and QuantizedArray(of_transposed, of_transposed),  # type: ignore[arg-type]
+        array.factors and Factors(*(specs.get(part, spec) for part in adapter_names(name))),
+    )
 
 
 def check_split(name: str, array: Any, spec: P, sharding: MoESharding) -> None:
-    """Raises where an array, or a part of quantized weights, cannot be split evenly as a spec says."""
-    if isinstance(array, QuantizedWeights):
-        check_split(name, array.array, spec, sharding)
-        check_split(name, array.forms.straight, spec, sharding)
+    """Raises where an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
+    if isinstance(array, Matrix):
+        for part in (array.dense, array.straight):
+            if part is not None:
+                check_split(name, part, spec, sharding)
     elif isinstance(array, QuantizedArray):
         ones = (1,) * (len(array.shape) - 2)
         check_divides(name, array.shape, spec, sharding, (*ones, *block_of(array, f"{name}.")))

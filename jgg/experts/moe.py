@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,19 @@ from jax.typing import ArrayLike
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
-from jgg.core.schedule import as_indices, inverse_permutation, saturated_int32
-from jgg.experts import low_rank
-from jgg.experts.arguments import ExpertWeights, MlpOptions, checked_routing, checked_terms, checked_weights, with_terms
-from jgg.experts.in_dtype import InDtype
-from jgg.experts.in_fp8 import InFp8
-from jgg.experts.mlp import Mlp, Operands, problems
-from jgg.fp8 import Fp8
-from jgg.launching.choice import how_of
-from jgg.low_rank import LowRank
+from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
+from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
+from jgg.experts.mlp import Mlp, Operands
+from jgg.linear import layer
+from jgg.linear.fp8 import Fp8
+from jgg.linear.layer import Routes
+from jgg.linear.low_rank import LowRank
 from jgg.primitives.barrier import barrier
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients
 from jgg.products.combine import COMBINE, Combine
-from jgg.products.dbias import DBIAS, Dbias
-from jgg.products.dw import DW, Dw
-from jgg.products.grouped_gemm import bias_row_sums
+from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
 from jgg.products.plain import grouped_gemm as plain
 from jgg.router.routing import Routing
 
@@ -114,43 +112,25 @@ def moe_mlp(
         expected_rows=expected_rows,
     )
     x = as_array("x", x)
-    weights = checked_weights(x, w_gate_up, w_down, b_gate_up, b_down, options)
-    terms = checked_terms(low_rank_gate_up, low_rank_down, weights.w_gate_up, weights.w_down, options.w_layout)
-    weights = with_terms(weights, terms)
-    return compute_mlp(x, weights, checked_routing(x, routing, weights.w_gate_up.shape[0]), options)
+    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, options.w_layout)
+    weights = weights.in_recipe(options.quantization, x.dtype)
+    check_shapes(x, weights, options)
+    return compute_mlp(x, weights, checked_routing(x, routing, weights.gate_up.shape[0]), options)
 
 
 def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
     """`moe_mlp` of checked arguments."""
-    up, down = problems(x, weights, routing, options)
-    described = (
-        up,
-        down,
-        how_of(up, options.implementation),
-        options.activation,
-        options.interleaved,
-        options.spare_sms,
-        options.names,
-    )
-    recipe = options.quantization
-    mlp = InDtype(*described) if recipe is None else InFp8(*described, recipe=recipe)
+    mlp = Mlp.of(x, weights, routing, options)
+    if not mlp.is_plain:
+        # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
+        x = checkpoint_name(x, mlp.names.x)
     operands = Operands(
         x=x,
-        w_gate_up=weights.w_gate_up,
-        w_down=weights.w_down,
-        b_gate_up=weights.b_gate_up,
-        b_down=weights.b_down,
-        quantized_gate_up=weights.quantized_gate_up,
-        quantized_down=weights.quantized_down,
-        low_rank_gate_up=weights.low_rank_gate_up,
-        low_rank_down=weights.low_rank_down,
+        **weights._asdict(),
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
     )
-    if not mlp.is_plain:
-        # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
-        operands = operands._replace(x=checkpoint_name(operands.x, mlp.names.x))
     axes = varying_axes(*jax.tree.leaves(operands))
     return _compute(mlp, jax.tree.map(lambda array: vary_over(axes, array), operands))
 
@@ -162,96 +142,160 @@ def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
-    operands = mlp.prepared(operands, keeps=False)
-    hidden = mlp.up(operands, keeps=False, term=low_rank.term_of_up(mlp, operands)).hidden
-    return mlp.down(operands, hidden, low_rank.term_of_down(mlp, operands, hidden))
+    return _forward_pass(mlp, _prepared(mlp, operands, keeps=False), keeps=False)[0]
 
 
-class _KeptRows(NamedTuple):
-    """The rows [M, r] of the terms of low rank; None where there is no term."""
+class _Kept(NamedTuple):
+    """What the forward pass computes for the backward pass.
 
-    up: jax.Array | None
-    down: jax.Array | None
+    Attributes:
+      pre_activation: [M, 2 * I] or, quantized, [M, 2, I]; None without a backward pass.
+      rows_up, rows_down: x @ a and hidden @ a, [M, r]; None without factors.
+    """
+
+    pre_activation: jax.Array | QuantizedArray | None
+    rows_up: jax.Array | None
+    rows_down: jax.Array | None
 
 
-def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Any, _KeptRows]]:
-    operands = mlp.prepared(operands, keeps=True)
-    term_up = low_rank.term_of_up(mlp, operands)
-    activated = mlp.up(operands, keeps=True, term=term_up)
-    term_down = low_rank.term_of_down(mlp, operands, activated.hidden)
-    y = mlp.down(operands, activated.hidden, term_down)
-    rows = _KeptRows(term_up and term_up.rows, term_down and term_down.rows)
-    kept, rows = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), (activated.kept, rows))
-    return y, (mlp.kept_for_backward(operands), kept, rows)
+def _prepared(mlp: Mlp, operands: Operands, keeps: bool) -> Operands:
+    gate_up = layer.prepared(mlp.up, operands.gate_up, keeps=keeps, name=mlp.names.weights)
+    down = layer.prepared(mlp.down, operands.down, keeps=keeps, name=mlp.names.weights)
+    return operands._replace(gate_up=gate_up, down=down)
+
+
+def _forward_pass(mlp: Mlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
+    activated, rows_up = layer.forward_activated(
+        mlp.up,
+        operands.x,
+        operands.gate_up,
+        mlp.routes(operands),
+        operands.b_gate_up,
+        activation=mlp.activation,
+        interleaved=mlp.interleaved,
+        keeps=keeps,
+    )
+    routes = mlp.routes(operands)._replace(topk_weights=operands.topk_weights)
+    y, rows_down = layer.forward(mlp.combined_down, activated.hidden, operands.down, routes, operands.b_down)
+    return y, _Kept(activated.kept, rows_up, rows_down)
+
+
+def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, _Kept]]:
+    operands = _prepared(mlp, operands, keeps=True)
+    y, kept = _forward_pass(mlp, operands, keeps=True)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), kept)
+    gate_up, down = layer.kept(mlp.up, operands.gate_up), layer.kept(mlp.down, operands.down)
+    return y, (operands._replace(gate_up=gate_up, down=down), kept)
+
+
+def _restored(mlp: Mlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
+    """What the backward pass reads.
+
+    The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense.
+    """
+    gate_up, down = operands.gate_up, operands.down
+    if mlp.up.recipe is None and (gate_up.is_quantized or down.is_quantized):
+        straight_up, straight_down, dy = barrier((gate_up.straight, down.straight, dy))
+        gate_up, down = gate_up._replace(straight=straight_up), down._replace(straight=straight_down)
+    gate_up, down = layer.restored(mlp.up, gate_up), layer.restored(mlp.down, down)
+    return operands._replace(gate_up=gate_up, down=down), dy
+
+
+def _activation_backward(
+    mlp: Mlp, operands: Operands, kept: _Kept, dy: jax.Array
+) -> tuple[ActivationGradients, jax.Array | None]:
+    """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
+
+    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
+    returns the rows dy @ b of w_down's factors, or None.
+    """
+    routes = mlp.routes(operands)
+    z, d_rows = layer.forward(mlp.transposed_down, dy, operands.down.of_transposed_layer, routes)
+    stored_as = mlp.transposed_down.row_format
+    in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
+    activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
+    options = {} if stored_as is None else {"stored_as": stored_as}
+    return ACTIVATE_BACKWARD(
+        mlp.how,
+        activated,
+        activation=mlp.activation,
+        interleaved=mlp.interleaved,
+        scale_hidden=operands.scales_hidden,
+        **options,
+    ), d_rows
+
+
+def _factors_of_down(
+    mlp: Mlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: jax.Array
+) -> Factors | None:
+    """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
+
+    Args:
+      d_rows: dy @ b.
+      hidden: scaled by the rows' weights if `operands.scales_hidden`.
+    """
+    if kept.rows_down is None or d_rows is None:
+        return None
+    weights = mlp.row_weights(operands)[:, None]
+
+    def scaled(rows: jax.Array) -> jax.Array:
+        return (weights * rows.astype(jnp.float32)).astype(rows.dtype)
+
+    d_rows = d_rows if operands.scales_hidden else scaled(d_rows)
+    matrix, routes = operands.down.of_transposed_layer, mlp.routes(operands)
+    rows = scaled(kept.rows_down)
+    d_factors = layer.factor_gradients(mlp.transposed_down, dy, hidden, matrix, routes, d_rows, rows)
+    return Matrix(factors=d_factors).of_transposed_layer.factors
 
 
 def _down_backward(
     mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array
-) -> tuple[jax.Array, jax.Array | None, jax.Array | float]:
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
     """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
-    gather_indices, b_down, bounds = operands.gather_indices, operands.b_down, mlp.bounds(operands.group_sizes)
+    routes, b_down = mlp.routes(operands), operands.b_down
     hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
-        return DW(mlp.how, Dw(dy, hidden, bounds, gather_indices), problem=mlp.transposed_down), None, 0.0
-    weights = mlp.row_weights(operands)
+        return layer.weight_gradient(mlp.transposed_down, dy, hidden, routes), None, 0.0
     dy_rows = dy
-    if gather_indices is not None:
-        dy_rows = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.of_up, gather_indices)), topk=1)
-    dw_down = DW(mlp.how, Dw(hidden, dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-    db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down)
-    return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.of_down, dy_rows, b_down, bounds, None)
+    if routes.gather_indices is not None:
+        dy_rows = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up.problem, routes.gather_indices)), topk=1)
+    bounds, weights = routes.bounds, mlp.row_weights(operands)
+    dw_down = layer.weight_gradient(mlp.weighted_down, hidden, dy_rows, Routes(bounds, topk_weights=weights))
+    db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down.problem)
+    return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, Any, _KeptRows], dy: jax.Array) -> tuple[Operands]:
+def _backward(mlp: Mlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tuple[Operands]:
     """All gradients; those that nobody asks for are dropped as dead code, with their products."""
-    operands, kept, rows = residuals
-    operands, dy = mlp.restored(operands, dy)
-    x, b_gate_up, topk_weights, gather_indices = (
-        operands.x,
-        operands.b_gate_up,
-        operands.topk_weights,
-        operands.gather_indices,
-    )
-    bounds = mlp.bounds(operands.group_sizes)
+    operands, kept = residuals
+    operands, dy = _restored(mlp, operands, dy)
+    x, b_gate_up, topk_weights, routes = operands.x, operands.b_gate_up, operands.topk_weights, mlp.routes(operands)
 
     dy = dy.astype(x.dtype)
-    term_z = low_rank.term_of_z(mlp, operands, dy)
-    gradients = mlp.activation_backward(operands, kept, dy, term_z)
-    d_low_rank_down = low_rank.gradients_of_down(mlp, operands, rows.down, term_z, gradients.hidden, dy)
+    gradients, d_rows_down = _activation_backward(mlp, operands, kept, dy)
+    d_factors_down = _factors_of_down(mlp, operands, kept, d_rows_down, gradients.hidden, dy)
     dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy)
     d_weights = gradients.row_sums + sums
     # runs one product after the other, the largest last, when memory that only the others need is free again
-    rows_of_dx, d_pre_activation, dw_down = barrier((gradients.rows_of_dx, gradients.d_pre_activation, dw_down))
-    term_dx = low_rank.term_of_dx(mlp, operands, d_pre_activation)
-    d_low_rank_gate_up = low_rank.gradients_of_gate_up(mlp, operands, rows.up, term_dx, d_pre_activation)
-    dx = mlp.dx(operands, rows_of_dx, term_dx)
+    d_pre_activation, quantized, dw_down = barrier((gradients.d_pre_activation, gradients.quantized, dw_down))
+    (dx, _), d_rows_up = layer.dx(mlp.up, d_pre_activation, operands.gate_up, routes, quantized_dy=quantized)
+    rows = kept.rows_up, d_rows_up
+    d_factors_up = layer.factor_gradients(mlp.up, x, d_pre_activation, operands.gate_up, routes, *rows)
     d_pre_activation, dx, x = barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    dw_gate_up = DW(mlp.how_sparing, Dw(x, d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
+    dw_gate_up = layer.weight_gradient(mlp.sparing_up, x, d_pre_activation, routes)
     db_gate_up = None
     if b_gate_up is not None:
-        db_gate_up = DBIAS(mlp.how_sparing, Dbias(d_pre_activation, bounds, gather_indices), problem=mlp.of_up)
-        db_gate_up = db_gate_up.astype(b_gate_up.dtype)
+        of_bias = Dbias(d_pre_activation, routes.bounds, routes.gather_indices)
+        db_gate_up = DBIAS(mlp.sparing_up.how, of_bias, problem=mlp.up.problem).astype(b_gate_up.dtype)
 
-    if gather_indices is not None:
-        row_of = inverse_permutation(gather_indices, topk_weights.size)
+    if routes.gather_indices is not None:
+        row_of = inverse_permutation(routes.gather_indices, topk_weights.size)
         # a choice without a row has no gradient
         d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    return (
-        Operands(
-            dx,
-            dw_gate_up,
-            dw_down,
-            db_gate_up,
-            db_down,
-            d_weights,
-            None,
-            None,
-            low_rank_gate_up=d_low_rank_gate_up,
-            low_rank_down=d_low_rank_down,
-        ),
-    )
+    d_gate_up, d_down = Matrix(dense=dw_gate_up, factors=d_factors_up), Matrix(dense=dw_down, factors=d_factors_down)
+    return (Operands(dx, d_gate_up, d_down, db_gate_up, db_down, d_weights, None, None),)  # type: ignore[arg-type]
 
 
 _mlp.defvjp(_forward, _backward)
@@ -259,10 +303,8 @@ _mlp.defvjp(_forward, _backward)
 
 def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
     """The MLP in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
-    x, w_gate_up, w_down, b_gate_up, b_down, topk_weights, group_sizes, gather_indices, *_ = operands
-    bounds = mlp.bounds(group_sizes)
-    term = low_rank.term_of_up(mlp, operands)
-    pre_activation = plain.grouped_gemm(mlp.of_up, x, w_gate_up, bounds, gather_indices, None, b_gate_up, term)
-    hidden = mlp.activation(pre_activation, mlp.interleaved).astype(x.dtype)
-    term = low_rank.term_of_down(mlp, operands, hidden)
-    return plain.grouped_gemm(mlp.combined_down, hidden, w_down, bounds, gather_indices, topk_weights, b_down, term)
+    routes = mlp.routes(operands)
+    pre_activation, _ = layer.forward(mlp.up, operands.x, operands.gate_up, routes, operands.b_gate_up)
+    hidden = mlp.activation(pre_activation, mlp.interleaved).astype(operands.x.dtype)
+    routes = routes._replace(topk_weights=operands.topk_weights)
+    return layer.forward(mlp.combined_down, hidden, operands.down, routes, operands.b_down)[0]

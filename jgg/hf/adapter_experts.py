@@ -10,7 +10,7 @@ from jgg.core.arguments import check
 from jgg.hf.adapter_settings import AdapterSettings
 from jgg.hf.families import Family
 from jgg.hf.files import check_names, check_shape
-from jgg.low_rank import LowRank
+from jgg.linear.low_rank import LowRank
 
 PREFIX = "base_model.model."
 FUSED = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # in the order in which PEFT wraps them

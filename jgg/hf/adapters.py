@@ -25,7 +25,7 @@ from jgg.hf.adapter_settings import AdapterSettings, new_settings
 from jgg.hf.checkpoints import family, moe_layer
 from jgg.hf.files import opened, read_object, read_tensor
 from jgg.hf.settings import language_model
-from jgg.low_rank import LowRank, as_low_rank
+from jgg.linear.low_rank import LowRank, as_low_rank
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = "float16", "bfloat16", "float32", "float64"

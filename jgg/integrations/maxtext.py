@@ -22,7 +22,7 @@ from jgg.activations import ActivationLike, clamped_swiglu
 from jgg.core.arguments import check_one_of
 from jgg.integrations.maxtext_settings import check_settings, pre_activation_name
 from jgg.integrations.plugs import Framework, log_experts, log_grouped_gemm
-from jgg.ragged_dot import ragged_dot
+from jgg.linear.ragged_dot import ragged_dot
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 _MAXTEXT = Framework("MaxText", "maxtext", tested=("0.2.5",))

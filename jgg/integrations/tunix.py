@@ -14,10 +14,10 @@ from flax import nnx
 from jax.interpreters import pxla
 
 from jgg.core.arguments import check
-from jgg.experts.lora import TARGETS, Lora, adapter_init, adapter_names
 from jgg.experts.moe import moe_mlp
 from jgg.integrations.plugs import Framework, log_experts
-from jgg.low_rank import LowRank
+from jgg.linear.lora import TARGETS, Lora, adapter_init, adapter_names
+from jgg.linear.low_rank import LowRank
 from jgg.router.routing import route
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 

@@ -16,8 +16,8 @@ from jgg.core.gpu_target import current_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import group_bounds
-from jgg.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.launching.choice import How
+from jgg.linear.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from jgg.measuring.workloads import operands
 from jgg.products.dx import DX, Dx
 

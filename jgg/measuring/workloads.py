@@ -12,7 +12,7 @@ import numpy as np
 from jgg.core.arguments import as_precision
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import E4M3
-from jgg.fp8 import quantize_tokens, quantize_weights
+from jgg.linear.fp8 import quantize_tokens, quantize_weights
 
 OPS = ("forward", "dx", "dw")
 FP8 = "fp8"  # the name of a dtype: x and w are quantized to it

@@ -14,11 +14,11 @@ import numpy as np
 from flax import nnx
 
 from jgg.core.arguments import as_path, check, check_instance
-from jgg.experts.lora import Lora, adapter_names
 from jgg.hf import adapters as of_hf
 from jgg.hf.adapter_experts import pair_of, rescaled
 from jgg.hf.adapter_settings import as_number
-from jgg.low_rank import LowRank
+from jgg.linear.lora import Lora, adapter_names
+from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
 from jgg.models.parts import OF_ATTENTION, Options
 from jgg.models.placement import place, put

@@ -97,11 +97,11 @@ class Attention(nnx.Module):
                 sinks=self.sinks[...] if self.config.use_sinks else None,
             )
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
-        return linear(self, attended, "o", self.options.lora), cache
+        return linear(self, attended, "o", self.options), cache
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values [B, S, heads, D]."""
-        config, y = self.config, linear(self, x, name, self.options.lora)
+        config, y = self.config, linear(self, x, name, self.options)
         has_norm = config.qk_norm is not None and name != "v"
         if has_norm and config.qk_norm == "all":
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)

@@ -12,11 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jgg.nnx
 from jgg.core.arguments import check_instance
-from jgg.fp8 import Fp8
+from jgg.linear.fp8 import Fp8
 from jgg.models.attention import Attention, Cache, Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
-from jgg.models.loss import logits_of, losses_of
+from jgg.models.loss import Head, logits_of, losses_of
 from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
 from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.rotary import rotations
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
         tokens, targets = as_tokens("tokens", tokens, vocabulary), as_tokens("targets", targets, vocabulary)
         check_shape("targets", targets, tokens)
         x = self._features(tokens, segments, mask)
-        return losses_of(x, self._w_logits(x.dtype), targets, self.config.logits_scale, self.options.sharding)
+        return losses_of(x, self._w_logits(x.dtype), targets, self._head, self.options.sharding)
 
     def _features(self, tokens: jax.Array, segments: ArrayLike | None, mask: ArrayLike | None) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
@@ -261,11 +261,16 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        return logits_of(x, self._w_logits(x.dtype)) * self.config.logits_scale
+        return logits_of(x, self._w_logits(x.dtype), self._head) * self.config.logits_scale
+
+    @property
+    def _head(self) -> Head:
+        layout = "enk" if self.config.is_tied else "ekn"
+        return Head(self.config.logits_scale, layout, self.options.dense_implementation)
 
     def _w_logits(self, dtype: DTypeLike) -> jax.Array:
-        """The matrix [H, V] of the logits, whole on each device."""
-        return (self._end("w_embedding").T if self.config.is_tied else self._end("w_head")).astype(dtype)
+        """The matrix of the logits, [H, V] or, if it is the embedding, [V, H], whole on each device."""
+        return self._end("w_embedding" if self.config.is_tied else "w_head").astype(dtype)
 
     def _end(self, name: str) -> jax.Array:
         """A matrix beside the layers, whole on each device."""

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
-from jgg.experts.lora import adapter_init
 from jgg.experts.mesh import check_split
-from jgg.fp8 import Fp8, quantize_weights
 from jgg.hf.checkpoints import Checkpoint, Header, family, read_config, read_params
 from jgg.hf.files import check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
+from jgg.linear.fp8 import Fp8, quantize_weights
+from jgg.linear.lora import adapter_init
 from jgg.models.config import ModelConfig
 from jgg.models.decoder import Decoder
 from jgg.models.families import model_config

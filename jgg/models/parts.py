@@ -11,13 +11,14 @@ from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
-from jgg.core.dense import dense_product
+from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
-from jgg.experts.lora import OF_DENSE as OF_MOE
-from jgg.experts.lora import TARGETS as OF_EXPERTS
-from jgg.experts.lora import Lora, adapter_init, adapter_names, add_term
-from jgg.fp8 import Fp8
-from jgg.low_rank import LowRank
+from jgg.linear.dense import dense
+from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import OF_DENSE as OF_MOE
+from jgg.linear.lora import TARGETS as OF_EXPERTS
+from jgg.linear.lora import Lora, adapter_init, adapter_names
+from jgg.linear.low_rank import LowRank, factors_of
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
@@ -42,6 +43,11 @@ class Options:
     lora: Lora
     implementation: str | None
     sharding: MoESharding | None
+
+    @property
+    def dense_implementation(self) -> str | None:
+        """How matrices that are no experts' are multiplied: where a mesh splits sequences, by XLA."""
+        return self.implementation if self.sharding is None else "xla"
 
     @classmethod
     def checked(
@@ -92,18 +98,15 @@ def set_params(
         setattr(module, name, nnx.LoRAParam(adapter))
 
 
-def linear(module: nnx.Module, x: jax.Array, name: str, lora: Lora) -> jax.Array:
-    """`x @ w` with a module's matrix "w_name" in the dtype of x, plus its adapter and its bias, where it has them."""
-
-    def param(name: str) -> jax.Array:
-        return getattr(module, name)[...].astype(x.dtype)
-
-    term = None
-    if hasattr(module, f"w_{name}_lora_a"):
-        a, b = adapter_names(f"w_{name}")
-        term = LowRank(getattr(module, a)[...], getattr(module, b)[...], lora.scales[f"w_{name}"])
-    y = add_term(dense_product(x, param(f"w_{name}")), x, term)
-    return y + jnp.broadcast_to(param(f"b_{name}"), y.shape) if hasattr(module, f"b_{name}") else y
+def linear(module: nnx.Module, x: jax.Array, name: str, options: Options) -> jax.Array:
+    """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x."""
+    adapters = adapter_names(f"w_{name}")
+    matrix = Matrix(dense=getattr(module, f"w_{name}")[...])
+    if hasattr(module, adapters[0]):
+        a, b = (getattr(module, part)[...] for part in adapters)
+        matrix = matrix._replace(factors=factors_of(LowRank(a, b, options.lora.scales[f"w_{name}"])))
+    bias = getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
+    return dense(x, matrix, bias, implementation=options.dense_implementation)
 
 
 def merge_adapters(module: nnx.Module, lora: Lora) -> None:
@@ -138,5 +141,5 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [..., H] to the same shape."""
-        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options.lora))
-        return linear(self, activated.astype(x.dtype), "down", self.options.lora)
+        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options))
+        return linear(self, activated.astype(x.dtype), "down", self.options)

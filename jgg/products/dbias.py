@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import power_of_2
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows
+from jgg.core.schedule import GroupBounds, Rows, group_of_rows, guarded
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
@@ -81,3 +81,16 @@ DBIAS: Product[jax.Array] = Product(
     merge_batch=_merge_batch,
 )
 """dbias [E, N] in float32; the parameter is the problem."""
+
+
+def bias_row_sums(
+    problem: GroupedGemmProblem, dy: jax.Array, bias: jax.Array, bounds: GroupBounds, gather_indices: jax.Array | None
+) -> jax.Array:
+    """For each row in expert order the sum of dy * bias[its expert], [M] float32, for the gradient of topk_weights."""
+    experts = group_of_rows(bounds, problem.num_rows)
+    in_group = experts < problem.num_experts
+    experts = jnp.where(in_group, experts, 0)  # instead of letting `at` clip them, which checkify reports
+    if problem.permute_y:
+        dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
+    sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
+    return jnp.where(in_group, sums, 0)

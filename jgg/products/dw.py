@@ -19,6 +19,7 @@ from jgg.primitives.product import Product, array_type
 from jgg.products import column_parts, hopper
 from jgg.products.combine import combine, expert_order
 from jgg.products.pieces import Pieces
+from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import outer_dot
 
@@ -38,6 +39,8 @@ class Dw(NamedTuple):
 
 def _plain(operands: Dw, problem: GroupedGemmProblem):
     x, dy, bounds, gather_indices, topk_weights = operands
+    if problem.is_dense:
+        return dense.dw(problem, x, dy)
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
     left, right = (dy_rows, x_rows) if problem.w_layout == "enk" else (x_rows, dy_rows)
     scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)

@@ -22,6 +22,7 @@ from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.pieces import Pieces
+from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
@@ -61,6 +62,8 @@ def _result_types(operands: Dx, problem: GroupedGemmProblem):
 
 def _plain(operands: Dx, problem: GroupedGemmProblem):
     dy, w, bounds, x, gather_indices, topk_weights, low_rank = operands
+    if problem.is_dense:
+        return DxResults(dense.dx(problem, dy, w, low_rank))
     x_at = plain.x_rows(problem, gather_indices)
     factors, out_dtype = [(Rows(dy, plain.y_rows(problem, gather_indices)), w)], problem.dtype
     if low_rank is not None:  # added in float32

@@ -15,7 +15,7 @@ from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import BLOCK, ToQuantize, block_of, is_quantized, values_and_scales
+from jgg.core.quantized import BLOCK, QuantizedArray, ToQuantize, block_of, is_quantized, values_and_scales
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import flat, x_by_tma
@@ -26,6 +26,7 @@ from jgg.products import hopper, hopper_quantized, row_tiles
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.pieces import Pieces
+from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 from jgg.products.row_tiles import WHOLE_PRODUCT, Part
@@ -43,8 +44,8 @@ class Forward(NamedTuple):
     Beside an x that is not quantized, a QuantizedArray w of any blocks stands for what it dequantizes to.
     """
 
-    x: Any
-    w: Any
+    x: jax.Array | QuantizedArray
+    w: jax.Array | QuantizedArray | ToQuantize
     bounds: GroupBounds
     gather_indices: jax.Array | None = None
     topk_weights: jax.Array | None = None
@@ -54,6 +55,8 @@ class Forward(NamedTuple):
 
 def _plain(operands: Forward, problem: GroupedGemmProblem):
     operands = _with_dense_weights(operands, problem)
+    if problem.is_dense:
+        return dense.forward(problem, operands.x, operands.w, operands.low_rank, operands.bias)
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
     return plain.grouped_gemm(problem, *operands)
@@ -61,8 +64,8 @@ def _plain(operands: Forward, problem: GroupedGemmProblem):
 
 def _dequantized(operands: Forward, problem: GroupedGemmProblem, dtype: Any) -> tuple[Forward, GroupedGemmProblem]:
     """Quantized operands dequantized to a dtype, and the problem with that dtype."""
-    dense = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
-    return dense, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
+    operands = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
+    return operands, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
 
 
 def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:

@@ -1,4 +1,4 @@
-"""The term of a product that has few features in between: its factors, and rows of r features times a matrix."""
+"""The low-rank term of a product: rows of few features times a matrix, added before the bias and the weights."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,6 @@ import jax
 import jax.numpy as jnp
 
 _ALIGNED = 8  # features of 16 bits whose rows are multiples of 16 bytes, as TMA needs
-
-
-class Factors(NamedTuple):
-    """The factors of a term of low rank beside weights, a and b of a `jgg.LowRank`, b times its scale."""
-
-    a: jax.Array
-    b: jax.Array
 
 
 class LowRankTerm(NamedTuple):

@@ -216,7 +216,7 @@ def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
 
     @jax.jit
     def run(targets, weights):
-        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, 1.0, None), x, w)
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, loss.Head(), None), x, w)
         return pull_back(weights), losses
 
     weights = is_known.astype(jnp.float32)

@@ -11,8 +11,8 @@ import pytest
 import jgg
 from jgg.core.problem import check_problem
 from jgg.core.schedule import group_bounds
+from jgg.linear.differentiable import bias_row_sums
 from jgg.products.dw import row_scales
-from jgg.products.grouped_gemm import bias_row_sums
 from tests.support import oracle
 from tests.support.cases import (
     CASES,

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.core.dense import dense_product
+from jgg.core.matrix import Matrix
+from jgg.linear.dense import dense
+
+
+def dense_product(x, w):
+    return dense(x, Matrix(dense=w), implementation="xla")
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (3, 8), (2, 1, 8)])

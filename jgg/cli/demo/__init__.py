@@ -12,7 +12,7 @@ from jgg.cli import options
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import is_new_or_empty, replace_text
-from jgg.fp8 import Fp8
+from jgg.linear.fp8 import Fp8
 
 HEAD_DIM = 64
 

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
 from jgg.launching.choice import How, how_of, is_plain_jax
+from jgg.linear.differentiable import Arrays, compute_grouped_gemm
+from jgg.linear.layer import Linear
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.grouped_gemm import Arrays, Hows, compute_grouped_gemm
 from jgg.products.plain.multilinear import outer_dot
 
 _Axes = Sequence[int]
@@ -155,9 +157,8 @@ def _multiply_rows(
         precision=precision,
         out_dtype=out_dtype,
     )
-    how = how_of(problem, implementation)
-    arrays = Arrays(x, w, group_sizes, group_offset=group_offset)
-    return compute_grouped_gemm(problem, Hows(how, how, how), arrays)
+    arrays = Arrays(x, Matrix(dense=w), group_sizes, group_offset=group_offset)
+    return compute_grouped_gemm(Linear(problem, how_of(problem, implementation)), arrays)
 
 
 def _sum_over_rows(
@@ -197,7 +198,7 @@ def _backward(problem: GroupedGemmProblem, how: How, operands: Dw, ct: jax.Array
     lhs, rhs, bounds, *_ = operands
     d_lhs = DX(how, Dx(rhs, ct, bounds), problem=problem).dx
     d_rhs = FORWARD(how, Forward(lhs, ct, bounds), problem=problem)
-    return (Dw._make((d_lhs, d_rhs, None, None, None)),)
+    return (Dw(x=d_lhs, dy=d_rhs, bounds=None),)  # type: ignore[arg-type]
 
 
 _differentiable.defvjp(

@@ -5,12 +5,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.arguments import as_array, as_array_or_none, check_instance
-from jgg.core.deprecated import positions_deprecated
+from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
-from jgg.low_rank import LowRank, as_low_rank, factors_of
-from jgg.products.grouped_gemm import Arrays, Hows, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
+from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
+from jgg.linear.layer import Configs, Linear
+from jgg.linear.low_rank import LowRank, as_low_rank, factors_of
 
 
 def grouped_gemm(
@@ -103,16 +104,11 @@ def grouped_gemm(
     )
     if low_rank is not None:
         arrays = _with_term(arrays, as_low_rank("low_rank", low_rank, problem.w_layout, problem.w_shape))
-    how = how_of(problem, implementation)
-    hows = Hows(
-        how._replace(config=kernel_config_fwd),
-        how._replace(config=kernel_config_bwd_dx),
-        how._replace(config=kernel_config_bwd_dw),
-    )
-    return compute_grouped_gemm(problem, hows, arrays)
+    configs = Configs(kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
+    linear = Linear(problem, how_of(problem, implementation), configs, trains=arrays.matrix.is_trained)
+    return compute_grouped_gemm(linear, arrays)
 
 
-@positions_deprecated("group_sizes", "topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "bias")
 def grouped_gemm_forward(
     x: ArrayLike | QuantizedArray,
     w: ArrayLike | QuantizedArray,
@@ -156,10 +152,10 @@ def grouped_gemm_forward(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return compute_forward(problem, how_of(problem, implementation)._replace(config=kernel_config), arrays)
+    linear = Linear(problem, how_of(problem, implementation), Configs(forward=kernel_config))
+    return compute_forward(linear, arrays)
 
 
-@positions_deprecated("gather_indices", "group_sizes", "topk", "permute_x", "permute_y", "topk_weights")
 def grouped_gemm_dx(
     dy: ArrayLike,
     w: ArrayLike | QuantizedArray,
@@ -206,11 +202,10 @@ def grouped_gemm_dx(
         w_layout=w_layout,
         precision=precision,
     )
-    how = how_of(problem, implementation)._replace(config=kernel_config)
-    return compute_dx(problem, how, dy, w, group_sizes, gather_indices, topk_weights)
+    linear = Linear(problem, how_of(problem, implementation), Configs(dx=kernel_config))
+    return compute_dx(linear, dy, w, group_sizes, gather_indices, topk_weights)
 
 
-@positions_deprecated("group_sizes", "gather_indices", "topk", "permute_x", "permute_y", "topk_weights")
 def grouped_gemm_dw(
     x: ArrayLike,
     dy: ArrayLike,
@@ -260,8 +255,8 @@ def grouped_gemm_dw(
         precision=precision,
         dw_dtype=preferred_element_type,
     )
-    how = how_of(problem, implementation)._replace(config=kernel_config)
-    return compute_dw(problem, how, x, dy, group_sizes, gather_indices, topk_weights)
+    linear = Linear(problem, how_of(problem, implementation), Configs(dw=kernel_config))
+    return compute_dw(linear, x, dy, group_sizes, gather_indices, topk_weights)
 
 
 def _checked(
@@ -302,13 +297,14 @@ def _checked(
         precision=precision,
         out_dtype=preferred_element_type,
     )
-    return problem, Arrays(x, w, group_sizes, gather_indices, topk_weights, bias)
+    matrix = Matrix(straight=w) if isinstance(w, QuantizedArray) else Matrix(dense=w)
+    return problem, Arrays(x, matrix, group_sizes, gather_indices, topk_weights, bias)
 
 
 def _with_term(arrays: Arrays, term: LowRank) -> Arrays:
     """The arrays with a term beside w, which then gets no gradient."""
     check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
-    return arrays._replace(w=jax.lax.stop_gradient(arrays.w), low_rank=factors_of(term))
+    return arrays._replace(matrix=arrays.matrix.beside(factors_of(term)))
 
 
 def _as_order(group_sizes: ArrayLike, gather_indices: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
-from jgg.low_rank import LowRank
+from jgg.core.matrix import Matrix
+from jgg.linear.low_rank import LowRank
 
 TARGETS = "w_gate_up", "w_down"
 OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
@@ -107,12 +109,11 @@ def _each(convert: Any, value: Any) -> Any:
     return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
 
 
-def add_term(y: jax.Array, x: jax.Array, term: LowRank | None, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-    """`y + scale * (x @ a) @ b` in the dtype of x, for y [..., N], a [K, r] and b [r, N]; y where there is no term."""
-    if term is None:
-        return y
-    a, b = (jnp.asarray(part).astype(x.dtype) for part in (term.a, term.b))
-    return y + jnp.dot(jnp.dot(x, a, precision=precision), b, precision=precision) * term.scale
+def merged(matrix: Matrix, dtype: DTypeLike) -> jax.Array:
+    """`w + a b` of a dense matrix [K, N] or [E, K, N], computed in float32, in a dtype."""
+    assert matrix.factors is not None
+    a, b = (factor.astype(jnp.float32) for factor in matrix.factors)
+    return (matrix.dense.astype(jnp.float32) + jnp.matmul(a, b, precision="highest")).astype(dtype)
 
 
 def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
@@ -19,7 +18,6 @@ from jgg.core.quantized import (
     WeightForms,
     as_bits,
     from_bits,
-    scales_shape,
 )
 from jgg.launching.choice import How
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, QuantizedMatrices
@@ -145,10 +143,11 @@ class Fp8:
 
         Raises: ValueError: w has another rank, or Explicit mesh axes split a block. TypeError: w is no float array.
         """
-        return _quantize_once("w", w, self)
+        return quantize_once("w", w, self)
 
 
-def _quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
+def quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
+    """Weights beside both FP8 forms of them; the arguments are those of `Fp8.weights`, and a name for messages."""
     matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, transposes=True))
     return QuantizedWeights(as_array(name, w), matrices.forms)
 
@@ -171,30 +170,3 @@ def check_quantization(quantization: Fp8 | None) -> None:
     """Raises TypeError unless `quantization` is an `Fp8` or None."""
     if quantization is not None:
         check_instance("quantization", quantization, Fp8, "a jgg.Fp8 or None")
-
-
-def as_quantized_weights(name: str, value: object, quantization: Fp8 | None, x: ArrayLike) -> QuantizedWeights | None:
-    """Weights together with their FP8 forms, if they are given in FP8; else None.
-
-    A QuantizedArray with blocks of 128 x 128 is copied to make its transposed form; one with other blocks is quantized
-    again. The field `array` of either is the dequantized array, which gets no gradient.
-
-    Raises: ValueError: QuantizedWeights are given without quantization, or their array and their FP8 forms have
-      different shapes. TypeError: values are not in FP8.
-    """
-    if isinstance(value, QuantizedWeights):
-        if quantization is None:
-            raise ValueError(f"{name} must be an array or a QuantizedArray without quantization, got QuantizedWeights.")
-        assert value.forms.straight is not None
-        shape, own = value.forms.straight.shape, jnp.shape(value.array)
-        check(own == shape, f"{name}.array must be {list(shape)}, as what is quantized, got {list(own)}.")
-        return value
-    if quantization is None or not isinstance(value, QuantizedArray):
-        return None
-    as_dtype(f"{name}.values", value.values.dtype, DTYPES)
-    array = jax.lax.stop_gradient(value.dequantize(as_array("x", x).dtype))
-    if value.scales.shape != scales_shape(value.shape, (BLOCK, BLOCK)):
-        return _quantize_once(name, array, quantization)
-    # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
-    stays = with_layout_constraint(value.values, Layout(tuple(range(len(value.shape)))))
-    return QuantizedWeights(array, WeightForms(value, QuantizedArray(stays, value.scales).mT))

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, check, check_instance, check_integers, check_rank, dtype_names
 from jgg.core.problem import DTYPES
-from jgg.products.ragged import contract_dense, contract_ragged, other_axes
+from jgg.linear.ragged import contract_dense, contract_ragged, other_axes
 
 
 def ragged_dot(

@@ -1,0 +1,86 @@
+"""The linear layer of one matrix: every row is multiplied by it."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jgg.configs.dense_choice import is_faster_by_kernels
+from jgg.core.gpu_target import current_target
+from jgg.core.matrix import Matrix
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds
+from jgg.launching.choice import How, is_plain_jax
+from jgg.linear.differentiable import Operands, compute
+from jgg.linear.layer import Linear, Routes
+
+
+def dense(
+    x: jax.Array,
+    matrix: Matrix,
+    bias: jax.Array | None = None,
+    *,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes `x @ (w + a b) + bias` in the dtype of x, differentiable in x and in what of the matrix is trained.
+
+    Args:
+      x: float [..., K].
+      matrix: one of `jgg.core.matrix`, with [K, N] in the place of [E, K, N].
+      bias: [N], or None.
+      precision: for float32.
+      implementation: as in `jgg.grouped_gemm`; None takes the kernels where they were measured to be faster than XLA.
+
+    Returns: [..., N].
+    """
+    linear = dense_layer(x, matrix, has_bias=bias is not None, precision=precision, implementation=implementation)
+    operands = dense_operands(linear, x, matrix, bias)
+    y = compute(linear, operands)
+    return y if linear.is_plain else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def dense_layer(
+    x: jax.Array,
+    matrix: Matrix,
+    *,
+    w_layout: str = "ekn",
+    has_bias: bool = False,
+    out_dtype: DTypeLike | None = None,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    implementation: str | None = None,
+) -> Linear:
+    """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K], whose result has `out_dtype` or x's."""
+    in_features, out_features = matrix.shape if w_layout == "ekn" else matrix.shape[::-1]
+    problem = GroupedGemmProblem(
+        num_rows=x.size // max(1, in_features),
+        num_experts=1,
+        in_features=in_features,
+        out_features=out_features,
+        topk=1,
+        dtype=x.dtype,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        w_layout=w_layout,
+        permute_x=False,
+        permute_y=False,
+        has_topk_weights=False,
+        has_bias=has_bias,
+        precision=precision,
+        dw_dtype=x.dtype if matrix.dense is None else matrix.dense.dtype,
+        is_dense=True,
+    )
+    target = current_target()
+    if implementation is None and not is_plain_jax(None):
+        implementation = None if is_faster_by_kernels(problem, target, has_term=matrix.factors is not None) else "xla"
+    if problem.is_symbolic:
+        implementation = "xla"
+    return Linear(problem, How(implementation, target))
+
+
+def dense_operands(linear: Linear, x: jax.Array, matrix: Matrix, bias: jax.Array | None = None) -> Operands:
+    """The operands of a `dense_layer`: one group of all rows. Only products of kernels need x as a matrix [M, K]."""
+    problem = linear.problem
+    rows_of_group = jnp.full(1, problem.num_rows, jnp.int32)
+    bounds = GroupBounds(jnp.zeros(1, jnp.int32), rows_of_group, rows_of_group)
+    matrix, bias = jax.tree.map(lambda part: part[None], (matrix, bias))
+    rows = x if linear.is_plain else x.reshape(problem.num_rows, problem.in_features)
+    return Operands(rows, matrix, Routes(bounds), bias)

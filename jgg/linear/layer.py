@@ -1,0 +1,349 @@
+"""The linear layer: `forward`, `dx` and `gradients`, whatever its matrices are made of.
+
+They are the only place that knows a matrix's dense, quantized and low-rank parts, and which product multiplies by
+which. A layer computes in plain JAX where `Linear.is_plain`; JAX then differentiates it. Otherwise products compute it,
+and a custom_vjp calls the three functions: `jgg.linear.differentiable` for one layer, `jgg.experts.moe` for two layers
+and the activation between them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.activations import Activation
+from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.core.matrix import Factors, Matrix
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import Format, QuantizedArray, ToQuantize
+from jgg.core.schedule import GroupBounds
+from jgg.launching.choice import How, is_plain_jax
+from jgg.linear.fp8 import Fp8, both_forms
+from jgg.primitives.product import Product
+from jgg.products.activate import Activated
+from jgg.products.dw import DW, Dw
+from jgg.products.dx import DX, Dx, DxResults
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.low_rank import LowRankTerm
+from jgg.products.quantize import QUANTIZE_ROWS, Quantize
+from jgg.products.up import UP
+
+Rows = jax.Array | QuantizedArray
+
+
+class Routes(NamedTuple):
+    """Which rows belong to which group, and how they are read, written and scaled, as in `jgg.grouped_gemm`.
+
+    Attributes:
+      bounds: the rows of each group.
+      gather_indices: int32 [M], or None if all rows are in expert order.
+      topk_weights: float [M] or [T, k], or None.
+    """
+
+    bounds: GroupBounds
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+
+
+class Configs(NamedTuple):
+    """The configurations of a layer's kernels; None where one is chosen from the shapes and the device."""
+
+    forward: KernelConfigForward | None = None
+    dx: KernelConfigDX | None = None
+    dw: KernelConfigDW | None = None
+
+
+CHOSEN = Configs()
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A linear layer without its arrays: y[i] = (x[i] @ (w + a b)[e] + bias[e]) * topk_weights[i].
+
+    Attributes:
+      problem: the product for y. Its dtype is that of x and of the factors, before anything is quantized.
+      how: the implementation and the GPU.
+      configs: the configurations of the kernels; products with the factors choose their own.
+      recipe: the FP8 recipe by which rows and weights are quantized before they are multiplied; None without FP8.
+      rows_are_gradients: rows are quantized by the recipe's format for gradients: this layer computes dX of another.
+      trains: whether dense weights get a gradient. Weights that are stored quantized get none.
+    """
+
+    problem: GroupedGemmProblem
+    how: How
+    configs: Configs = CHOSEN
+    recipe: Fp8 | None = None
+    rows_are_gradients: bool = False
+    trains: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is computed in plain JAX, which JAX differentiates to any order."""
+        return self.problem.is_empty or (self.recipe is None and is_plain_jax(self.how.implementation))
+
+    @property
+    def row_format(self) -> Format | None:
+        """How rows are quantized, or None."""
+        if self.recipe is None or self.is_plain:
+            return None
+        return self.recipe.gradient_format if self.rows_are_gradients else self.recipe.format
+
+    @property
+    def transposed_problem(self) -> GroupedGemmProblem:
+        """The product that computes dX as a forward product by w^T, of dy in expert order."""
+        problem = self.problem
+        return dataclasses.replace(
+            problem,
+            in_features=problem.out_features,
+            out_features=problem.in_features,
+            w_layout="ekn" if problem.w_layout == "enk" else "enk",
+            permute_x=False,
+            has_bias=False,
+            combine_y=problem.permute_x,
+        )
+
+    def problem_of_a(self, factors: Factors) -> GroupedGemmProblem:
+        """The product x @ a, whose rows [M, r] are in expert order."""
+        return dataclasses.replace(
+            self.problem,
+            out_features=_rank(self.problem, factors),
+            permute_y=False,
+            combine_y=False,
+            has_bias=False,
+            out_dtype=self.problem.dtype,
+            dw_dtype=factors.a.dtype,
+            num_tokens=self.problem.num_tokens if self.problem.permute_x else None,
+        )
+
+    def problem_of_b(self, factors: Factors) -> GroupedGemmProblem:
+        """The product of rows [M, r] in expert order with b."""
+        return dataclasses.replace(
+            self.problem,
+            in_features=_rank(self.problem, factors),
+            permute_x=False,
+            has_bias=False,
+            dw_dtype=factors.b.dtype,
+            num_tokens=None,
+        )
+
+
+def _rank(problem: GroupedGemmProblem, factors: Factors) -> int:
+    return factors.a.shape[1 if problem.w_layout == "enk" else 2]
+
+
+def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_weights") -> Matrix:
+    """The matrix with its weights as products read them.
+
+    Dense weights get the dtype of the rows. By a recipe, they are quantized if both passes are to use what is quantized
+    once: the recipe says so, or weights are wider than the rows, which would take long to read again.
+
+    Args:
+      keeps: whether a backward pass will read the matrix.
+      name: the name by which policies of `jax.checkpoint` know weights that are cast.
+    """
+    dense, dtype = matrix.dense, linear.problem.dtype
+    if linear.recipe is None:
+        is_cast = dense is not None and dense.dtype != dtype
+        return matrix._replace(dense=checkpoint_name(dense.astype(dtype), name)) if is_cast else matrix
+    if not keeps or matrix.is_quantized:
+        return matrix
+    is_quantized_once = linear.recipe.keeps_weights or dense.dtype.itemsize > dtype.itemsize
+    return matrix.with_forms(both_forms(linear.how, dense, linear.recipe.format)) if is_quantized_once else matrix
+
+
+def kept(linear: Linear, matrix: Matrix) -> Matrix:
+    """The parts of a prepared matrix that the backward pass reads."""
+    if not matrix.is_quantized:
+        return matrix
+    if linear.recipe is None:
+        return matrix._replace(dense=None)
+    unread = "straight" if linear.problem.w_layout == "enk" else "transposed"
+    return matrix._replace(dense=None, **{unread: None})
+
+
+def restored(linear: Linear, matrix: Matrix) -> Matrix:
+    """What was `kept`, with quantized weights dequantized unless products multiply by them in FP8.
+
+    So the weights of all layers of a model need not be dense at once.
+    """
+    if linear.recipe is not None or matrix.straight is None:
+        return matrix
+    return matrix._replace(dense=matrix.straight.dequantize(linear.problem.dtype), straight=None)
+
+
+def forward(
+    linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes y, and the rows x @ a that `gradients` takes, [M, r], or None without factors."""
+    operands = _operands(linear, x, matrix, routes, bias)
+    problem = linear.problem.quantized if isinstance(operands.x, QuantizedArray) else linear.problem
+    return _compute(
+        linear, FORWARD, operands, problem, linear.configs.forward
+    ), operands.low_rank and operands.low_rank.rows
+
+
+def forward_activated(
+    linear: Linear,
+    x: Rows,
+    matrix: Matrix,
+    routes: Routes,
+    bias: jax.Array | None,
+    *,
+    activation: Activation,
+    interleaved: bool,
+    keeps: bool,
+) -> tuple[Activated, jax.Array | None]:
+    """Computes the activation of y and, if it `keeps` y, y; and the rows x @ a. What it stores is quantized as rows."""
+    operands = _operands(linear, x, matrix, routes, bias)
+    stored_as = linear.row_format
+    activated = UP(
+        linear.how,
+        operands,
+        problem=linear.problem if stored_as is None else linear.problem.quantized,
+        activation=activation,
+        interleaved=interleaved,
+        keeps=keeps,
+        **({} if stored_as is None else {"stored_as": stored_as}),
+    )
+    return activated, operands.low_rank and operands.low_rank.rows
+
+
+def dx(
+    linear: Linear,
+    dy: jax.Array,
+    matrix: Matrix,
+    routes: Routes,
+    *,
+    x: jax.Array | None = None,
+    quantized_dy: QuantizedArray | None = None,
+) -> tuple[DxResults, jax.Array | None]:
+    """Computes the gradient of x, and the rows dy @ b that `gradients` takes, [M, r], or None without factors.
+
+    Args:
+      matrix: `prepared` or `restored`.
+      x: the layer's x, if row sums for the gradient of topk_weights are wanted.
+      quantized_dy: dy in the recipe's format for gradients, if the layer has a recipe.
+    """
+    term = None
+    if matrix.factors is not None:
+        factors = _cast(linear, matrix.factors)
+        problem = dataclasses.replace(linear.problem_of_b(factors), has_topk_weights=False)
+        indices = routes.gather_indices if problem.permute_y else None
+        of_rows = Dx(dy, factors.b, routes.bounds, gather_indices=indices)
+        rows = _compute(linear, DX, of_rows, problem).dx
+        term = LowRankTerm(rows, factors.a)
+    if quantized_dy is not None:
+        problem = linear.transposed_problem
+        w = _read(linear, matrix, problem.w_layout)
+        operands = Forward(quantized_dy, w, routes.bounds, routes.gather_indices, low_rank=_in_enk(term, problem))
+        return DxResults(FORWARD(linear.how, operands, problem=problem.quantized)), term and term.rows
+    of_dx = Dx(dy, matrix.dense, routes.bounds, x, routes.gather_indices, routes.topk_weights, term)
+    return _compute(linear, DX, of_dx, linear.problem, linear.configs.dx), term and term.rows
+
+
+def gradients(
+    linear: Linear,
+    x: jax.Array,
+    dy: jax.Array,
+    matrix: Matrix,
+    routes: Routes,
+    rows: jax.Array | None = None,
+    d_rows: jax.Array | None = None,
+) -> Matrix:
+    """Computes the gradients of a matrix's dense weights and factors, in their dtypes.
+
+    Nothing is spent on those that nobody asks for: JAX drops their products as dead code.
+
+    Args:
+      rows: x @ a, as `forward` returns it.
+      d_rows: dy @ b, as `dx` returns it.
+    """
+    factors = factor_gradients(linear, x, dy, matrix, routes, rows, d_rows)
+    return Matrix(dense=weight_gradient(linear, x, dy, routes), factors=factors)
+
+
+def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes) -> jax.Array | None:
+    """Computes the gradient of dense weights; None for weights that are stored quantized."""
+    if not linear.trains:
+        return None
+    operands = _outer_operands(linear.problem, x, dy, routes)
+    return _compute(linear, DW, operands, linear.problem, linear.configs.dw)
+
+
+def factor_gradients(
+    linear: Linear,
+    x: jax.Array,
+    dy: jax.Array,
+    matrix: Matrix,
+    routes: Routes,
+    rows: jax.Array | None,
+    d_rows: jax.Array | None,
+) -> Factors | None:
+    """Computes the gradients of the factors, if there are some; the arguments are those of `gradients`."""
+    if matrix.factors is None:
+        return None
+    assert rows is not None and d_rows is not None
+    of_a, of_b = linear.problem_of_a(matrix.factors), linear.problem_of_b(matrix.factors)
+    da = _compute(linear, DW, _outer_operands(of_a, x, d_rows, routes), of_a)
+    db = _compute(linear, DW, _outer_operands(of_b, rows, dy, routes), of_b)
+    return Factors(da, db)
+
+
+def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, routes: Routes) -> Dw:
+    reads_indices = problem.permute_x or problem.permute_y or problem.has_topk_weights
+    return Dw(x, dy, routes.bounds, routes.gather_indices if reads_indices else None, routes.topk_weights)
+
+
+def _compute[Results](
+    linear: Linear,
+    product: Product[Results],
+    operands: NamedTuple,
+    problem: GroupedGemmProblem,
+    config: KernelConfig | None = None,
+) -> Results:
+    """Computes a product of the layer, in plain JAX if the layer is plain."""
+    if linear.is_plain:
+        return product.plain(operands, problem=problem)
+    return product(linear.how._replace(config=config), operands, problem=problem)
+
+
+def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None) -> Forward:
+    """The operands of the forward product: rows and weights quantized if the layer has a recipe, and the term."""
+    bounds, gather_indices, topk_weights = routes
+    term = None
+    if matrix.factors is not None:
+        a, b = _cast(linear, matrix.factors)
+        problem = dataclasses.replace(linear.problem_of_a(matrix.factors), has_topk_weights=False)
+        dense = x.dequantize(problem.dtype) if isinstance(x, QuantizedArray) else x
+        rows = Forward(dense, a, bounds, gather_indices if problem.permute_x else None)
+        term = LowRankTerm(_compute(linear, FORWARD, rows, problem), b)
+    if linear.row_format is not None and not isinstance(x, QuantizedArray):
+        x = QUANTIZE_ROWS(linear.how, Quantize(x), stored_as=linear.row_format)
+    if isinstance(x, QuantizedArray):
+        term = _in_enk(term, linear.problem)
+        w = _read(linear, matrix, linear.problem.w_layout)
+        return Forward(x, w, bounds, gather_indices, topk_weights, bias, term)
+    w = matrix.dense if matrix.straight is None else matrix.straight
+    return Forward(x, w, bounds, gather_indices, topk_weights, bias, term)
+
+
+def _read(linear: Linear, matrix: Matrix, w_layout: str) -> QuantizedArray | ToQuantize:
+    """Weights that a product of quantized rows reads, [E, N, K]; without the form that it needs, it quantizes them."""
+    is_transposed = w_layout == "ekn"
+    form = matrix.transposed if is_transposed else matrix.straight
+    if form is not None:
+        return form
+    if linear.recipe is None:  # quantized weights as they were given, in either layout
+        return matrix.straight.mT
+    return ToQuantize(matrix.dense, is_transposed, linear.recipe.format)
+
+
+def _in_enk(term: LowRankTerm | None, problem: GroupedGemmProblem) -> LowRankTerm | None:
+    """A term beside weights in the problem's layout as the term beside quantized weights, which are [E, N, K]."""
+    return term if term is None or problem.w_layout == "enk" else term._replace(matrices=term.matrices.mT)
+
+
+def _cast(linear: Linear, factors: Factors) -> Factors:
+    dtype = linear.problem.dtype
+    return Factors(factors.a.astype(dtype), factors.b.astype(dtype))
