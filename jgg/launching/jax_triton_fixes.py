@@ -2,7 +2,7 @@
 
 The changes are made only with the versions in `jgg.core.versions.FIXED`; any other jax-triton is left as it is. They
 concern only how jgg's kernels are compiled, except dead code elimination, which changes for every kernel of jax-triton.
-None is known to have been reported upstream.
+`tools/upstream/` has a report of each with a program that shows it; none was sent yet.
 
 | what | why | without it |
 | --- | --- | --- |
