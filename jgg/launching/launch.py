@@ -130,7 +130,7 @@ def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = No
     return Tma(shape, strides, (1, 1, *block), cta_axis)
 
 
-def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
+def launch_options(target: Target, problem: GroupedGemmProblem, config: Any, tiles: int) -> dict[str, Any]:
     """The fields of a `Launch` whose persistent programs share `tiles` tiles: grid, warps, stages and cost."""
     return {
         "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
@@ -141,7 +141,7 @@ def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: i
     }
 
 
-def _tma_can(target, dtype, row_length):
+def _tma_can(target: Target, dtype: Any, row_length: int) -> bool:
     """Whether TMA can access rows of `row_length` elements: their stride must be a multiple of 16 bytes."""
     return target.has_tma and row_length * dtype.itemsize % 16 == 0
 
