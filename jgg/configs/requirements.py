@@ -71,7 +71,7 @@ def _plain_shared_memory(problem: GroupedGemmProblem, target: Target, config: Ke
     """An upper bound on the bytes of shared memory that the kernel takes as Triton 3.9 compiles it.
 
     The kernel takes less where few steps make a tile, where rows cannot be loaded ahead, or where Triton finds a better
-    way to turn a tile for its store.
+    way to transpose a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)
     stage = (rows + columns) * step * problem.dtype.itemsize

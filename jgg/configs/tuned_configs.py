@@ -65,8 +65,8 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
 
 def _remoteness(problem: GroupedGemmProblem, target: Target, entry: Entry) -> tuple[float, bool]:
     """The key that sorts the nearest entry first: the distance, then whether it was measured on another device."""
-    is_turned = entry.problem.w_layout != problem.w_layout
-    return sum(_distances(entry.problem, problem)) + is_turned / 2, entry.device != target.name
+    is_transposed = entry.problem.w_layout != problem.w_layout
+    return sum(_distances(entry.problem, problem)) + is_transposed / 2, entry.device != target.name
 
 
 def _in_layout(w_layout: str, entry: Entry) -> Entry:

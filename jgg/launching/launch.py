@@ -42,8 +42,8 @@ class Launch:
 
     Attributes:
       operands: arrays and ints; None for an optional array, input or output, that this launch does not have.
-      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA copies one
-        first that is needed later.)
+      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA first
+        copies such an array if it is needed later.)
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
       descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
