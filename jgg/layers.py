@@ -280,7 +280,7 @@ class MoELayer(LayerOptions, InFeatures):
     def _apply_to_tokens(
         self, arrays: Mapping[str, Any], sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
-        """y and metrics of tokens x [T, H]; with a sharding, of a device's part of them."""
+        """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
         x, mask, router = arrays["x"], arrays.get("mask"), arrays["w_router"]

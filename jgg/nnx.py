@@ -287,7 +287,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
 
 
 def _check_kind(name: str, array: Any, value: Any) -> None:
-    """Raises unless an array can take the place of a layer's value: a QuantizedArray that of any matrix."""
+    """Raises unless an array can take the place of a layer's value; a QuantizedArray can take that of any matrix."""
     if isinstance(value, QuantizedArray):
         check_instance(name, array, QuantizedArray, "a QuantizedArray, as the layer's is")
     elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):

@@ -1,11 +1,13 @@
 """A hook of mkdocs: links files outside of docs/ to the repository, and names of jgg to their reference."""
 
+import os
 import re
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parent.parent
+REVISION = os.environ.get("DOCS_REVISION", "main")  # the branch or tag that links to the repository lead to
 _OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)")
 # also matches links, headings and blocks of code as wholes, so that names inside them are skipped
 _NAME = re.compile(r"<(a|autoref|h\d|pre)\b.*?</\1>|<code>(?P<name>jgg\.[\w.]*\w)[^<]*</code>", re.DOTALL)
@@ -22,7 +24,7 @@ def on_page_markdown(markdown: str, *, page, config, files) -> str:
             return match[0]  # for a page in a folder, "../" is docs/ itself
         if not (ROOT / match["path"]).exists():
             raise PluginError(f"{page.file.src_path} links to {match['path']}, which does not exist")
-        return f"]({config.repo_url}/blob/main/{match['path']}"
+        return f"]({config.repo_url}/blob/{REVISION}/{match['path']}"
 
     return _OUTSIDE.sub(link, markdown)
 

@@ -50,13 +50,13 @@ def hopper_config(kind: type[KernelConfig], w_layout: str, columns: int = 256, s
     return kind.of_tile(Tile(256, columns, step), w_layout, kernel="hopper", num_stages=stages)
 
 
-def _hopper_configs(kind, problem):
+def _hopper_configs(kind: type[KernelConfig], problem: GroupedGemmProblem) -> list[KernelConfig]:
     """A configuration for each tile of the hopper kernel, the widest first."""
     tiles = tiles_of("hopper", kind, problem)
     return [hopper_config(kind, problem.w_layout, tile.columns, tile.step) for tile in tiles]
 
 
-def _choose_hopper(kind, problem):
+def _choose_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> KernelConfig | None:
     """The hopper kernel's configuration, or None if groups have too few rows or operands too few features for it.
 
     - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
@@ -79,7 +79,7 @@ def _choose_hopper(kind, problem):
     return dataclasses.replace(config, fuse_gather=gathers, band=band)
 
 
-def _hopper_trials(kind, problem):
+def _hopper_trials(kind: type[KernelConfig], problem: GroupedGemmProblem) -> list[KernelConfig]:
     """Configurations with the widest tile and, for few columns or a number that 256 does not divide, narrower ones."""
     if not _has_rows_for_hopper(problem):
         return []
@@ -89,12 +89,12 @@ def _hopper_trials(kind, problem):
     return [config for config in configs if takes_narrow or config.tile(problem.w_layout).columns == widest]
 
 
-def _has_rows_for_hopper(problem):
+def _has_rows_for_hopper(problem: GroupedGemmProblem) -> bool:
     """Whether groups have more rows, on average, than one warpgroup multiplies."""
     return problem.rows_of_groups > 64 * problem.num_experts
 
 
-def _gathers_in_hopper(kind, problem):
+def _gathers_in_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> bool:
     if kind is KernelConfigDW:  # a copy takes long beside the product with rows of few features
         other = problem.out_features if problem.permute_x else problem.in_features
         return (problem.permute_x or problem.permute_y) and other <= 2048
@@ -136,12 +136,12 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
     return _fitted(problem, target, config)
 
 
-def _is_narrow(columns):
+def _is_narrow(columns: int) -> bool:
     """Whether rows are loaded for so few columns of tiles that gathering them each time costs less than a copy."""
     return columns < 8192
 
 
-def _choose_by_rows(kind, problem, target):
+def _choose_by_rows(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     """A configuration of the forward or the dX kernel."""
     _, num_columns, _ = kind.sizes(problem)
     fusing = {"fuse_gather": not target.has_tma}
@@ -167,7 +167,7 @@ def _choose_by_rows(kind, problem, target):
     return kind.of_tile(Tile(rows, columns, step), problem.w_layout, **options, **fusing)
 
 
-def _choose_dw(problem, target):
+def _choose_dw(problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     num_rows, num_columns, _ = KernelConfigDW.sizes(problem)
     rows = columns = 128
     if _is_slim(problem, target, min(num_rows, num_columns)):
@@ -191,12 +191,19 @@ def _choose_dw(problem, target):
     )
 
 
-def _is_slim(problem, target, columns):
+def _is_slim(problem: GroupedGemmProblem, target: Target, columns: int) -> bool:
     """Whether a product has as few columns as an adapter's rank, so that reading the other operand takes the time."""
     return columns <= 64 and problem.rows_are_aligned and _has_wide_tiles(problem, target)
 
 
-def _choose_slim(kind, problem, target, rows, num_columns, fusing):
+def _choose_slim(
+    kind: type[KernelConfig],
+    problem: GroupedGemmProblem,
+    target: Target,
+    rows: int,
+    num_columns: int,
+    fusing: dict[str, bool],
+) -> KernelConfig:
     """A configuration of the forward or the dX kernel for few columns: small tiles, several of which share an SM."""
     columns, is_permuted = power_of_2(num_columns), problem.permute_x or problem.permute_y
     few = columns <= 32 or not is_permuted
@@ -210,7 +217,7 @@ def _choose_slim(kind, problem, target, rows, num_columns, fusing):
     )
 
 
-def _choose_ieee_float32(kind, problem, target):
+def _choose_ieee_float32(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
     size = 64 if problem.rows_are_aligned else 32
     rows = size if kind is KernelConfigDW else _block_rows(problem, size)
     return kind.of_tile(
@@ -218,7 +225,7 @@ def _choose_ieee_float32(kind, problem, target):
     )
 
 
-def _fitted(problem, target, config):
+def _fitted(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> KernelConfig:
     """The configuration, made to fit shared memory: its tile's longer side is halved down to 64, then stages go."""
     while shared_memory(problem, target, config) > target.shared_memory and config.num_stages > 1:
         tile = config.tile(problem.w_layout)
@@ -230,23 +237,23 @@ def _fitted(problem, target, config):
     return config
 
 
-def _block_rows(problem, largest):
+def _block_rows(problem: GroupedGemmProblem, largest: int) -> int:
     """Rows of a tile: the least power of two, from 16 to `largest`, that holds an expert's even share of the rows."""
     share = -(-problem.rows_of_groups // problem.num_experts)
     return min(largest, power_of_2(share))
 
 
-def _has_wide_tiles(problem, target):
+def _has_wide_tiles(problem: GroupedGemmProblem, target: Target) -> bool:
     return target.has_tma and problem.dtype.itemsize == 2
 
 
-def _step(problem):
+def _step(problem: GroupedGemmProblem) -> int:
     if problem.is_quantized:
         return BLOCK
     return 64 if problem.dtype.itemsize == 2 and problem.rows_are_aligned else 32
 
 
-def _stages(problem, target):
+def _stages(problem: GroupedGemmProblem, target: Target) -> int:
     if target.compute_capability >= 100:
         return 3  # the epilogue needs shared memory of its own there
     # a fourth block of float32 spills in dX tiles of 32 rows

@@ -40,7 +40,7 @@ class Requirements:
     shared_memory: Callable[[GroupedGemmProblem, Target, KernelConfig], int]
 
 
-def _hopper_tiles(kind, problem):
+def _hopper_tiles(kind: type[KernelConfig], problem: GroupedGemmProblem) -> tuple[Tile, ...]:
     """Tiles of 256 rows, which two multiprocessors share, in steps of 128 bytes; for dW, steps of 32 rows too."""
     widths: tuple[int, ...] = (256, 128)
     if problem.is_quantized:
@@ -53,7 +53,7 @@ def _hopper_tiles(kind, problem):
     return tuple(tiles)
 
 
-def _hopper_shared_memory(problem, target, config):
+def _hopper_shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Bytes of the ring of blocks and of the part of a tile that is being stored; a multiprocessor has half a tile."""
     rows, columns, step = config.tile(problem.w_layout)
     ring = config.num_stages * (rows // 2 + columns) * step * problem.dtype.itemsize
@@ -67,18 +67,18 @@ def stored_columns(columns: int, size: int) -> int:
     return min(columns // 4, 128 // size)
 
 
-def _plain_shared_memory(problem, target, config):
+def _plain_shared_memory(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """An upper bound on the bytes of shared memory that the kernel takes as Triton 3.9 compiles it.
 
     The kernel takes less where few steps make a tile, where rows cannot be loaded ahead, or where Triton finds a better
-    way to turn a tile for its store.
+    way to transpose a tile for its store.
     """
     rows, columns, step = config.tile(problem.w_layout)
     stage = (rows + columns) * step * problem.dtype.itemsize
     return _BARRIERS + _num_stages(problem, target, config) * stage + _store(problem, target, config, rows * columns)
 
 
-def _num_stages(problem, target, config):
+def _num_stages(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Blocks of each operand that are in shared memory at once."""
     if not _multiplies_from_shared_memory(target):
         return max(config.num_stages - 1, 1)  # the blocks of the current step are in registers
@@ -88,7 +88,7 @@ def _num_stages(problem, target, config):
     return config.num_stages + (2 if target.compute_capability >= 100 else 1)
 
 
-def _store(problem, target, config, elements):
+def _store(problem: GroupedGemmProblem, target: Target, config: KernelConfig, elements: int) -> int:
     """Bytes of the buffer in which a tile is transposed, so that neighbouring threads store neighbouring elements."""
     size = config.result_dtype(problem).itemsize
     is_summed = isinstance(config, KernelConfigDX) and problem.has_topk_weights  # with x, in float32
@@ -100,7 +100,7 @@ def _store(problem, target, config, elements):
     return tile if is_whole or not problem.rows_are_aligned else min(tile, _PART * 32 * config.num_warps)
 
 
-def _multiplies_from_shared_memory(target):
+def _multiplies_from_shared_memory(target: Target) -> bool:
     """Whether tensor cores read operands from shared memory rather than from registers."""
     return 90 <= target.compute_capability < 120
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
+from typing import Any
 
 from jgg.configs import tuned_files
 from jgg.configs.heuristic import heuristic_config
@@ -32,11 +33,11 @@ def choose_config(
     return heuristic_config(kind, problem, target)
 
 
-def _tuned_config(kind, problem, target):
+def _tuned_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig | None:
     entry = find(kind, problem, target)
     if entry is None and target.has_tma and problem.dtype.itemsize <= 2:  # all that tuned files cover
         _log_miss(kind.op, problem)
-    return entry and entry.config
+    return None if entry is None else entry.config
 
 
 def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> Entry | None:
@@ -62,10 +63,10 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
     return None
 
 
-def _remoteness(problem, target, entry):
+def _remoteness(problem: GroupedGemmProblem, target: Target, entry: Entry) -> tuple[float, bool]:
     """The key that sorts the nearest entry first: the distance, then whether it was measured on another device."""
-    is_turned = entry.problem.w_layout != problem.w_layout
-    return sum(_distances(entry.problem, problem)) + is_turned / 2, entry.device != target.name
+    is_transposed = entry.problem.w_layout != problem.w_layout
+    return sum(_distances(entry.problem, problem)) + is_transposed / 2, entry.device != target.name
 
 
 def _in_layout(w_layout: str, entry: Entry) -> Entry:
@@ -76,7 +77,7 @@ def _in_layout(w_layout: str, entry: Entry) -> Entry:
     return dataclasses.replace(entry, problem=dataclasses.replace(entry.problem, w_layout=w_layout), config=config)
 
 
-def _options(kind, problem):
+def _options(kind: type[KernelConfig], problem: GroupedGemmProblem) -> tuple[Any, ...]:
     """The options that an entry must share with a problem; precision matters to float32 alone, and dX has no bias."""
     precision = problem.precision if problem.dtype.itemsize == 4 else None
     return (
@@ -90,7 +91,7 @@ def _options(kind, problem):
     )
 
 
-def _distances(one, other):
+def _distances(one: GroupedGemmProblem, other: GroupedGemmProblem) -> list[float]:
     """How far apart K, N, rows per expert and E are, in doublings."""
     return [
         abs(math.log2(a / b))
@@ -104,7 +105,7 @@ def _distances(one, other):
 
 
 @functools.cache
-def _log_miss(op, problem):
+def _log_miss(op: str, problem: GroupedGemmProblem) -> None:
     _logger.info(
         "No tuned configuration is near this %s; the heuristic chose one. To tune it on the GPU: %s",
         op,

@@ -53,11 +53,11 @@ class Entry:
         return self.problem.flops / self.milliseconds / 1e9
 
     @property
-    def identity(self) -> tuple:
+    def identity(self) -> tuple[str, GroupedGemmProblem, str]:
         """The product, problem and device, for which a file has one entry."""
         return self.op, self.problem, self.device
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         """The entry as it is in a file."""
         problem = dataclasses.asdict(self.problem)
         named = {name: problem[name] for name in ("dtype", "out_dtype", "dw_dtype", "precision")}
@@ -67,7 +67,7 @@ class Entry:
         return {"op": self.op, "problem": problem, "config": dataclasses.asdict(self.config), **time, **own}
 
     @classmethod
-    def from_json(cls, entry: dict) -> Self:
+    def from_json(cls, entry: dict[str, Any]) -> Self:
         """The entry that a file holds as `entry`.
 
         Raises: KeyError, TypeError or ValueError: it is no entry.
@@ -101,7 +101,7 @@ class Entry:
         )
 
 
-def _with_kernel(config):
+def _with_kernel(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a configuration; older files have `warp_specialized` in place of `kernel`."""
     if "warp_specialized" not in config:
         return config
@@ -109,7 +109,7 @@ def _with_kernel(config):
     return others | {"kernel": kernel_of_flag(config["warp_specialized"])}
 
 
-def _made_of(kind, values, most):
+def _made_of(kind: Any, values: dict[str, Any], most: int) -> Any:
     """An object of the dataclass `kind`.
 
     Raises: TypeError: a value is not of the type that the field declares. ValueError: an int is not from 1 to `most`.
@@ -150,7 +150,7 @@ def load(path: Path | None) -> tuple[Entry, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _load(path, modified):
+def _load(path: Path, modified: int) -> tuple[Entry, ...]:
     try:
         return parse(path)
     except ValueError as error:

@@ -108,7 +108,7 @@ def filling(folder: Path, last: str) -> Iterator[Path]:
     """Yields a temporary folder to write, whose files become those of `folder`; after an error it is removed.
 
     A folder that is not there appears whole. One that is there, and empty, may be a mount point or the working folder,
-    which nothing can replace: it gets the files one after the other, that of the name `last` last.
+    which nothing can replace: it gets the files one after the other, and the file named `last` after all others.
     """
     folder = Path(os.path.realpath(folder))
     if not folder.exists():

@@ -107,7 +107,7 @@ class QuantizedArray:
 
 
 def type_of(part: Any) -> str:
-    """The dtype and shape of an array; of what else a pytree may hold, its repr."""
+    """The dtype and shape of an array; the repr of anything else that a pytree may hold."""
     return f"{part.dtype}{list(part.shape)}" if isinstance(part, Shaped | np.ndarray) else repr(part)
 
 

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return jnp.float32 if is_quantized(self.array) else self.array.dtype
 
 
-def guarded(indices, num_rows):
+def guarded(indices: Any, num_rows: int) -> jax.Array:
     """The indices, with NO_ROW for each one outside [0, num_rows), which `.at` neither wraps around nor writes."""
     return jnp.where((indices >= 0) & (indices < num_rows), indices, NO_ROW)
 
@@ -77,7 +77,9 @@ class TileSchedule(NamedTuple):
     tiles_through: jax.Array
 
 
-def group_bounds(group_sizes: jax.Array, num_rows: int, group_offset=None, num_groups: int | None = None):
+def group_bounds(
+    group_sizes: jax.Array, num_rows: int, group_offset: jax.Array | None = None, num_groups: int | None = None
+) -> GroupBounds:
     """Row ranges of the groups, for any values of `group_sizes`.
 
     A negative size counts as 0 and no range passes `num_rows`: sizes (3, -1, 0, 9) of 8 rows give the starts
@@ -121,7 +123,7 @@ def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(before, limit), jnp.minimum(through, limit)
 
 
-def _sum_up_to_most(terms):
+def _sum_up_to_most(terms: jax.Array) -> jax.Array:
     """The sum of each row of terms, cut off at _MOST, int32; a row has up to 2**15 terms from 0 to _MOST."""
     # plain sums of each half of the bits, which XLA can also split over devices
     high, low = (jnp.sum(half, axis=1, dtype=jnp.int32) for half in (terms >> 15, terms & 0x7FFF))

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs MaxText's pre-training with jgg's experts.
 
     Args:
-      arguments: of the command; by default those of the process.
+      arguments: the command's arguments; by default the process's.
     """
     parser = argparse.ArgumentParser(
         "python -m jgg.integrations.maxtext",

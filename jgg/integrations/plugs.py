@@ -43,7 +43,7 @@ class Framework:
 
         Args:
           module: such as "maxtext.layers.moe".
-          path: of the function in the module, such as "RoutedMoE.sparse_matmul".
+          path: the function's name in the module, such as "RoutedMoE.sparse_matmul".
         """
         owner, name = self.find(module, path)
         theirs, ours = (inspect.signature(function).parameters for function in (getattr(owner, name), replacement))

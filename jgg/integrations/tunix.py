@@ -61,8 +61,8 @@ def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
 def encode(self: Any, x: jax.Array) -> jax.Array:
     """Computes `tunix.models.qwen3.model.Embedder.encode`, the embeddings of tokens, with a right gradient.
 
-    Where devices cannot share sequences evenly, all of them get all embeddings before tunix splits these. The gradient
-    of the table is a scatter, to whose row 0 XLA would else add the values of its padding.
+    Where devices cannot share sequences evenly, all of them get all embeddings before tunix splits these. Otherwise
+    XLA would pad the embeddings, and add the padding's values to row 0 of the table's gradient, which is a scatter.
 
     Args:
       x: integer [batch, sequence].

@@ -74,7 +74,7 @@ def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
     return How(implementation, current_target())
 
 
-def check_implementation(implementation: str | None):
+def check_implementation(implementation: str | None) -> None:
     """Raises ValueError if the name is not one of NAMES or the GPU is too old, ImportError if a package is missing."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")

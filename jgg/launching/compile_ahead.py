@@ -9,9 +9,9 @@ meanwhile waits for the threads too; the kernels that they compile are on disk f
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -36,7 +36,7 @@ class Noted(NamedTuple):
     params: frozenset[tuple[str, Hashable]]
 
     @classmethod
-    def of(cls, is_local: bool, operands, params: dict[str, Hashable]) -> "Noted":
+    def of(cls, is_local: bool, operands: Iterable[Any], params: dict[str, Hashable]) -> "Noted":
         """Notes an operation by its operands, which have a shape and a dtype."""
         return cls(is_local, tuple((a.shape, a.dtype) for a in operands), frozenset(params.items()))
 
@@ -79,7 +79,7 @@ class AheadCompiler:
         for other in reversed(others):  # from the last on, as the program itself begins with the first
             self._threads.submit(lower, other)
 
-    def _can_compile(self):
+    def _can_compile(self) -> bool:
         if self.num_threads == 0 or unlike(FIXED):
             return False
         from jgg.launching.jax_triton_fixes import dumps_kernels
@@ -87,5 +87,5 @@ class AheadCompiler:
         return not dumps_kernels()  # two threads would dump a kernel to the same folder
 
     @functools.cached_property
-    def _threads(self):
+    def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.num_threads, thread_name_prefix="jgg-compile")

@@ -7,6 +7,9 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +34,12 @@ class InterpreterLock:
     compile, or one thread interprets and none compiles.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._compiling = 0
 
     @contextlib.contextmanager
-    def compiles(self):
+    def compiles(self) -> Iterator[None]:
         """Held while kernels are compiled."""
         with self._changed:
             self._compiling += 1
@@ -48,7 +51,7 @@ class InterpreterLock:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def interprets(self):
+    def interprets(self) -> Iterator[None]:
         """Held while a kernel is interpreted."""
         with self._changed:
             self._changed.wait_for(lambda: self._compiling == 0)
@@ -58,7 +61,7 @@ class InterpreterLock:
 INTERPRETER_LOCK = InterpreterLock()
 
 
-def call(kernel, launch: Launch) -> dict[str, jax.Array]:
+def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
     """Interprets a kernel of `jgg.kernels` in a host callback; under `vmap`, once for each batch element."""
     arrays = launch.arrays
     dtypes = [array.dtype for array in arrays.values()] + [result.dtype for result in launch.result_types.values()]
@@ -76,7 +79,7 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
     kernel = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
 
-    def run(arrays):
+    def run(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
         types = launch.result_types
         outputs = {key: np.full(r.shape, _unwritten(r.dtype), _interpreted_dtype(r.dtype)) for key, r in types.items()}
         outputs |= {key: _as_interpreted(arrays[key]) for key in launch.updated}
@@ -93,22 +96,22 @@ def call(kernel, launch: Launch) -> dict[str, jax.Array]:
     return {key: vary_over(axes, result) for key, result in results.items()}
 
 
-def _interpreted_dtype(dtype):
+def _interpreted_dtype(dtype: Any) -> np.dtype:
     """float16 in place of FP8: it holds every FP8 number, and Triton's interpreter takes a NaN in FP8 for a number."""
     return np.dtype(np.float16) if dtype in DTYPES else dtype
 
 
-def _as_interpreted(array):
+def _as_interpreted(array: jax.Array) -> np.ndarray:
     return np.array(array).astype(_interpreted_dtype(array.dtype))
 
 
-def _unwritten(dtype):
+def _unwritten(dtype: Any) -> float:
     """The value that outputs are filled with first, NaN or the lowest integer; it shows what a kernel did not write."""
     return np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
 @functools.cache
-def _interpreted(kernel):
+def _interpreted(kernel: Any) -> Any:
     """The same kernel from a second copy of the package `jgg.kernels`, in which `triton.jit` makes it interpreted."""
     import triton
 
@@ -119,7 +122,7 @@ def _interpreted(kernel):
 
 
 @functools.cache
-def _package():
+def _package() -> ModuleType:
     import triton
 
     from jgg.launching.jax_triton_fixes import interpreted_reductions

@@ -2,7 +2,7 @@
 
 The changes are made only with the versions in `jgg.core.versions.FIXED`; any other jax-triton is left as it is. They
 concern only how jgg's kernels are compiled, except dead code elimination, which changes for every kernel of jax-triton.
-None is known to have been reported upstream.
+`tools/upstream/` has a report of each with a program that shows it; none was sent yet.
 
 | what | why | without it |
 | --- | --- | --- |
@@ -30,6 +30,7 @@ import hashlib
 import re
 import sys
 import threading
+from typing import Any
 
 import jax_triton
 import jax_triton.triton_lib as triton_lib
@@ -43,7 +44,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import AutoLayout
 
 from jgg.core.gpu_target import Target
-from jgg.launching.kernel_cache import kept
+from jgg.launching.kernel_cache import Kernel, kept
 
 _FORMAT = 3  # raise it when the format of kept kernels changes, or the way in which the same kernel is compiled
 _lock = threading.Lock()
@@ -52,7 +53,7 @@ _lock = threading.Lock()
 class _Backend(CUDABackend):
     """Triton's CUDA backend, which also sets the field of TMA descriptors that jax-triton reads."""
 
-    def make_ptx(self, src, metadata, *arguments):
+    def make_ptx(self, src: Any, metadata: dict[str, Any], *arguments: Any) -> Any:
         for descriptor in metadata["tensordesc_meta"]:
             descriptor.setdefault("is_im2col", False)
         return super().make_ptx(src, metadata, *arguments)
@@ -62,10 +63,10 @@ class _GluonBackend(_Backend):
     """The CUDA backend with Gluon's passes in place of Triton's."""
 
     @staticmethod
-    def make_ttir(mod, metadata, options, capability):
+    def make_ttir(mod: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
         return mod
 
-    def make_ttgir(self, mod, metadata, options, capability):
+    def make_ttgir(self, mod: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
         return self.gluon_to_ttgir(mod, metadata, options, capability)
 
 
@@ -76,17 +77,17 @@ def correct_jax_triton() -> None:
 
 
 @functools.cache
-def _correct_jax_triton():
+def _correct_jax_triton() -> None:
     by_jax_triton = triton_lib.TritonFunction._compile_kernel
 
-    def compile_kernel(self, spec, gpu_target, backend, options):
+    def compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> tuple[Any, ...]:
         if not self.fn.__module__.startswith("jgg."):
             return by_jax_triton(self, spec, gpu_target, backend, options)
         is_gluon = isinstance(self.fn, GluonJITFunction)
         backend = (_GluonBackend if is_gluon else _Backend)(gpu_target)
         parsed = backend.parse_options(options)
 
-        def compile_it():
+        def compile_it() -> Kernel:
             if is_gluon:
                 _let_gluon_be_cleared()
             _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
@@ -107,7 +108,7 @@ def _correct_jax_triton():
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep_call
 
 
-def _lower(ctx, *arrays, backend_options, **params):
+def _lower(ctx: Any, *arrays: Any, backend_options: Any, **params: Any) -> Any:
     """Lowers a call as jax-triton does, but lets its outputs have TMA descriptors."""
     options = dict(backend_options)
     described = options.pop("output_descriptors", None)
@@ -119,7 +120,7 @@ def _lower(ctx, *arrays, backend_options, **params):
     )
 
 
-class _Outputs(list):
+class _Outputs(list[Any]):
     """The types of a call's outputs; an index gives an output's TMA descriptor, if it has one, instead of its type.
 
     jax-triton indexes the outputs to pass them to the kernel, but iterates over their types to lower the call.
@@ -128,27 +129,27 @@ class _Outputs(list):
       described: what the TMA descriptor of an output needs, by the output's number.
     """
 
-    def __init__(self, avals, described):
+    def __init__(self, avals: list[Any], described: dict[int, Any]):
         super().__init__(avals)
         self._descriptors = {
             number: triton_lib.TensorDescriptor(avals[number], *description)
             for number, description in described.items()
         }
 
-    def __getitem__(self, number):
+    def __getitem__(self, number: Any) -> Any:
         return self._descriptors.get(number) or super().__getitem__(number)
 
 
-def _keep_call(used_outs, *live_ins_and_call):
+def _keep_call(used_outs: list[bool], *live_ins_and_call: Any) -> tuple[list[bool], Any]:
     call = live_ins_and_call[-1]
     return [True] * len(call.invars), call
 
 
-def _without_stages(kernel):
+def _without_stages(kernel: Kernel) -> Kernel:
     return kernel | {"compiled": kernel["compiled"] | {"ttgir": "", "llir": ""}}
 
 
-def check_fits(kernel, needed, compute_capability):
+def check_fits(kernel: str, needed: int, compute_capability: int) -> None:
     """Raises ValueError for a kernel that needs more shared memory than the GPU has, so that its launch would fail.
 
     Only a configuration that a user gives can lead to such a kernel.
@@ -162,7 +163,7 @@ def check_fits(kernel, needed, compute_capability):
         )
 
 
-def _launchable(ttir, compiled, gpu_target, num_ctas):
+def _launchable(ttir: str, compiled: Any, gpu_target: Any, num_ctas: int) -> Any:
     (threads,) = map(int, re.findall(r"\.reqntid (\d+)", compiled.binary))
     scratch = compiled.global_scratch_size, compiled.global_scratch_align
     return triton_lib.triton_kernel_call_lib.TritonKernel(
@@ -177,7 +178,7 @@ def _launchable(ttir, compiled, gpu_target, num_ctas):
     )
 
 
-def _let_gluon_be_cleared():
+def _let_gluon_be_cleared() -> None:
     """Keeps a process from printing, as it ends, 20 lines about leaked types of Gluon.
 
     Triton's C++ keeps some classes of Gluon for good, and their methods keep the contents of Gluon's modules alive, but
@@ -187,7 +188,7 @@ def _let_gluon_be_cleared():
     AutoLayout._modules_until_the_end = modules
 
 
-def _name(kernel, spec, gpu_target, options):
+def _name(kernel: Any, spec: Any, gpu_target: Any, options: Any) -> str:
     """The name of a compiled kernel's file, with a hash of everything that the compiled kernel depends on."""
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_type(kernel, spec.signature, spec.constants, spec.attrs).hash()
@@ -217,36 +218,36 @@ def host_tensor(array: np.ndarray) -> "_HostTensor":
 class _HostTensor:
     """A NumPy array with the methods of torch's tensor that Triton's interpreter uses; it may write to the array."""
 
-    def __init__(self, array=None):
+    def __init__(self, array: Any = None):
         self.array = array
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def data_ptr(self):
+    def data_ptr(self) -> int:
         return self.array.ctypes.data
 
-    def untyped_storage(self):
+    def untyped_storage(self) -> "_HostTensor":
         return self
 
-    def cpu(self):
+    def cpu(self) -> "_HostTensor":
         return self
 
-    def storage_offset(self):
+    def storage_offset(self) -> int:
         return 0
 
-    def size(self):
+    def size(self) -> tuple[int, ...]:
         return self.array.shape
 
-    def stride(self):
+    def stride(self) -> tuple[int, ...]:
         return self.array.strides
 
-    def new_empty(self, *_, **__):
+    def new_empty(self, *_: Any, **__: Any) -> "_HostTensor":
         return _HostTensor()
 
-    def set_(self, storage, *_):
+    def set_(self, storage: "_HostTensor", *_: Any) -> None:
         self.array = storage.array
 
-    def copy_(self, storage):
+    def copy_(self, storage: "_HostTensor") -> None:
         pass  # nothing to copy: the interpreter worked on this very memory

@@ -12,23 +12,26 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from jgg.core.files import cache_folder, read_own_text, replace_text, warn_once
 
 _logger = logging.getLogger("jgg")
 
-_running: dict[str, Future] = {}  # what threads compile right now
+type Kernel = dict[str, Any]  # a compiled kernel, as jax_triton_fixes keeps it
+
+_running: dict[str, Future[Kernel]] = {}  # what threads compile right now
 _lock = threading.Lock()
 
 
-def kept(name: str, compile_it: Callable[[], dict]) -> dict:
+def kept(name: str, compile_it: Callable[[], Kernel]) -> Kernel:
     """The compiled kernel of that name: the kept one or, if there is none, what `compile_it` returns, which is kept.
 
     Args:
       name: tells kernels apart that differ in anything that a compiled kernel depends on.
     """
 
-    def load_or_compile():
+    def load_or_compile() -> Kernel:
         folder = cache_folder()
         path = folder and folder / "kernels" / name
         kernel = _load(path)
@@ -40,7 +43,7 @@ def kept(name: str, compile_it: Callable[[], dict]) -> dict:
     return _once_at_a_time(name, load_or_compile)
 
 
-def _once_at_a_time(name, compute):
+def _once_at_a_time(name: str, compute: Callable[[], Kernel]) -> Kernel:
     """The result of compute(); if another thread is computing it for that name, waits for that thread's result."""
     with _lock:
         is_first = name not in _running
@@ -56,12 +59,12 @@ def _once_at_a_time(name, compute):
     return future.result()
 
 
-def _digest(path, text):
+def _digest(path: Path, text: str) -> str:
     """The digest of the text and of the file's name, so that no kernel can be taken for another."""
     return hashlib.sha256(f"{path.name}\n{text}".encode()).hexdigest()
 
 
-def _load(path: Path | None):
+def _load(path: Path | None) -> Kernel | None:
     if path is None:
         return None
     try:
@@ -78,7 +81,7 @@ def _load(path: Path | None):
     return None
 
 
-def _keep(path: Path | None, kernel):
+def _keep(path: Path | None, kernel: Kernel) -> None:
     if path is None:
         return
     text = json.dumps(kernel)

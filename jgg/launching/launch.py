@@ -42,8 +42,8 @@ class Launch:
 
     Attributes:
       operands: arrays and ints; None for an optional array, input or output, that this launch does not have.
-      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA copies one
-        first that is needed later.)
+      outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA first
+        copies such an array if it is needed later.)
       constants: compile-time parameters.
       grid: number of programs, along up to three axes.
       descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
@@ -130,7 +130,7 @@ def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = No
     return Tma(shape, strides, (1, 1, *block), cta_axis)
 
 
-def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: int) -> dict[str, Any]:
+def launch_options(target: Target, problem: GroupedGemmProblem, config: Any, tiles: int) -> dict[str, Any]:
     """The fields of a `Launch` whose persistent programs share `tiles` tiles: grid, warps, stages and cost."""
     return {
         "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
@@ -141,7 +141,7 @@ def launch_options(target: Target, problem: GroupedGemmProblem, config, tiles: i
     }
 
 
-def _tma_can(target, dtype, row_length):
+def _tma_can(target: Target, dtype: Any, row_length: int) -> bool:
     """Whether TMA can access rows of `row_length` elements: their stride must be a multiple of 16 bytes."""
     return target.has_tma and row_length * dtype.itemsize % 16 == 0
 

@@ -1,12 +1,16 @@
 """Launches the Triton kernels; the only module that calls triton_call."""
 
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.versions import FIXED, check_kernels_can_run, unlike
-from jgg.launching.launch import Launch
+from jgg.launching.launch import Launch, Tma
+
+# shape, strides, block and layout of a TMA descriptor, as jax_triton.TensorDescriptor takes them
+type Description = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]
 
 # The oldest PTX version that supports the GPU, but at least 8.6, which the drivers of CUDA 12.6 and later assemble.
 # Triton's own default can be too new for the driver's assembler.
@@ -14,7 +18,7 @@ _PTX_VERSIONS = dict.fromkeys((80, 86, 87, 89, 90, 100), 86) | {103: 88, 110: 90
 _TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # dtypes for which JAX has another name
 
 
-def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array]:
+def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
     check_kernels_can_run()
     jax_triton = _jax_triton()
@@ -48,14 +52,14 @@ def call(compute_capability: int, kernel, launch: Launch) -> dict[str, jax.Array
     return {key: vary_over(axes, result) for key, result in results.items()}
 
 
-def _check_order(kernel, launch, new):
+def _check_order(kernel: Any, launch: Launch, new: list[str]) -> None:
     """Raises unless new results are the last arrays among the kernel's parameters, as jax-triton hands them over."""
     arrays = [name for name in kernel.arg_names if name in launch.arrays or name in new]
     if new and arrays[-len(new) :] != new:
         raise ValueError(f"{kernel.__name__} must have its new results {new} after all other arrays, got {arrays}.")
 
 
-def _jax_triton():
+def _jax_triton() -> ModuleType:
     """The module jax_triton, changed by `jax_triton_fixes` if the installed versions are in FIXED."""
     try:
         import jax_triton
@@ -70,16 +74,16 @@ def _jax_triton():
     return jax_triton
 
 
-def _descriptions(kernel, launch):
+def _descriptions(kernel: Any, launch: Launch) -> dict[str, Description]:
     """Shape, strides, block and layout of each TMA descriptor."""
-    arrays = launch.operands | launch.outputs
+    arrays = {**launch.operands, **launch.outputs}
     return {
         key: (tma.shape, tma.strides, tma.block_shape, _shared_layout(kernel, tma, arrays[key].dtype))
         for key, tma in launch.descriptors.items()
     }
 
 
-def _options(compute_capability, described_outputs):
+def _options(compute_capability: int, described_outputs: dict[int, Description]) -> dict[str, Any]:
     """Options of the compiler, and the descriptions of outputs by their number, which jax_triton_fixes takes out."""
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if compute_capability in _PTX_VERSIONS:
@@ -89,7 +93,7 @@ def _options(compute_capability, described_outputs):
     return options
 
 
-def _shared_layout(kernel, tma, dtype):
+def _shared_layout(kernel: Any, tma: Tma, dtype: Any) -> Any:
     """The layout in shared memory of a descriptor's blocks in a cluster of two; None for kernels not in Gluon."""
     if not kernel.is_gluon():
         return None

@@ -165,16 +165,16 @@ def define_partitioned(
 
 @functools.cache
 def _needs_devices():
-    """A parameter that makes JAX lower a primitive for given devices: a program that uses custom_partitioning.
+    """A program that uses custom_partitioning; as a parameter of a primitive it makes JAX lower that for its devices.
 
-    The lowering of the primitive uses custom_partitioning too, but JAX decides before that, from the parameters.
+    The primitive's lowering uses custom_partitioning too, but JAX decides before it lowers, by the parameters alone.
     """
     identity = _partitioned(lambda x: (x,), {}, Axes(("",), ("",), ("",), lambda params, devices: params))
     return jax.make_jaxpr(identity)(jnp.float32(0))
 
 
 def _partitioned(bind, params, axes):
-    """A function of operands with which each device computes bind(*operands, **parameters) for its part."""
+    """A function of operands by which each device computes bind(*operands, **parameters) for its own part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
     call.def_partition(partition, decode_shardings=False, sharding_rule=_sharding_rule(axes))

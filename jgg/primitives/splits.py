@@ -15,7 +15,7 @@ class Split(NamedTuple):
     Attributes:
       shape: of the whole array.
       names: for each axis of the array the mesh axes that split it, () if each device has it whole, or None if a part
-        of a mesh axis splits it, as no NamedSharding can say.
+        of a mesh axis splits it, which no NamedSharding can express.
       ways: for each axis the number of parts.
       given: the sharding, for messages.
     """
@@ -27,7 +27,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, array: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
-        """The split of an array whose sharding is of the devices of a mesh; None of it is whole everywhere.
+        """The split of an array over the devices of a mesh; an array without a sharding is whole on each device.
 
         `custom_partitioning` gives a NamedSharding only if asked to decode what XLA has. It then fails where a part of
         a mesh axis splits an array: 2 of the 8 devices along an axis, after a reshape of [6, 2] to [12]. So it is not
@@ -59,7 +59,7 @@ def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[Any, in
 
 
 def _names_of(starts: dict[Any, int], mesh: Any) -> Names | None:
-    """The mesh axes, from major to minor, that split an axis whose parts start so; None if no whole axes do."""
+    """The mesh axes, major first, that split an axis whose parts start at `starts`; None if no whole axes do."""
     if mesh.empty or starts.keys() != set(mesh.devices.flat):
         return None
     grid = np.vectorize(starts.__getitem__)(mesh.devices)

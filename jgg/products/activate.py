@@ -32,7 +32,7 @@ class Activate(NamedTuple):
 def activated_types(
     pre_activation: jax.Array, activation: Activation, stored_as: Format | None, keeps: bool
 ) -> Activated:
-    """The types of ACTIVATE's results; `pre_activation` is an array or the type of one."""
+    """The types of ACTIVATE's results; `pre_activation` is an array or an array's type."""
     num_rows, width = pre_activation.shape
     halves = 2 if activation.is_gated else 1
     columns = width // halves

@@ -79,8 +79,9 @@ def with_readable_weights(
 ) -> tuple[Launcher, Forward]:
     """The operands, with w dequantized if it is quantized and x is not, unless the kernel converts it as it reads.
 
-    It does where groups have few rows, so that the product takes the time in which weights are read; otherwise each row
-    tile would convert them. The launcher's configuration then has steps of no more features than a scale has.
+    The kernel converts w where groups have few rows, since the product then takes the time of reading w. With more rows
+    it would convert w again for each row tile. Where it does, the launcher's configuration has steps of at most as many
+    features as share a scale.
     """
     if not is_quantized(operands.w) or problem.is_quantized:
         return launcher, operands
@@ -206,7 +207,7 @@ def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: Group
 
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
-    """Computes what several devices do not split as it is: quantized operands and a term of low rank apart."""
+    """Computes on several devices: quantized operands are dequantized first, a term of low rank is computed apart."""
     if operands.low_rank is not None:
         compute = lambda operands, problem: FORWARD(how._replace(config=None), operands, problem=problem)  # noqa: E731
         return _add_term(compute, operands, problem)
@@ -230,7 +231,7 @@ def _add_term(compute: Callable[[Forward, GroupedGemmProblem], jax.Array], opera
 
 
 def merge_shared_weights(product: Product, how: How, operands: Forward, batched: Forward, **parameters):
-    """Computes a quantized product under `vmap` in a loop; weights that all elements share are quantized once before.
+    """Computes a quantized product under `vmap` in a loop; weights that all elements share are quantized once, first.
 
     Returns None for other weights.
     """

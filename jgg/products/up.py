@@ -29,7 +29,7 @@ def _one_by_one(
     stored_as: Format | None = None,
     **activation,
 ) -> Activated:
-    """Computes FORWARD and then ACTIVATE, each as call(product, operands, **parameters)."""
+    """Computes FORWARD and then ACTIVATE, each by `call(product, operands, **parameters)`."""
     pre_activation = call(FORWARD, operands, problem=problem)
     if stored_as is not None:
         return call(ACTIVATE, Activate(pre_activation), stored_as=stored_as, keeps=keeps, **activation)

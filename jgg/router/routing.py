@@ -201,7 +201,7 @@ def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
 
 
 def _replace_given(own: jax.Array, given: jax.Array) -> jax.Array:
-    """The given experts, int32 [T, k], with the router's own experts [T, k] in the place of -1.
+    """The given experts, int32 [T, k], with the router's own experts [T, k] in place of each -1.
 
     The n-th -1 of a token takes the n-th of its own experts that is not given: own [5, 2, 7] and given [-1, 5, -1] are
     [2, 5, 7]. There are enough of them, because a token has at least as many choices that are given as own experts that

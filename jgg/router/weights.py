@@ -61,10 +61,10 @@ def _of_choices_jvp(
 def _compared_choices(scores: jax.Array, topk_indices: jax.Array) -> jax.Array:
     """Computes `_of_choices` in a form whose transpose has no scatter.
 
-    One choice of all tokens after the other: XLA fuses the transpose into one pass over [T, E].
+    It loops over the k choices, since XLA fuses the loop's transpose into one pass over [T, E].
 
-    On CPUs XLA would otherwise write a [T, E] for each choice where that pass is fused with the gradient of a softmax,
-    and sort all scores of a token where it takes apart the top k: the barriers keep both apart.
+    The barriers keep this pass apart from what surrounds it. Fused with the gradient of a softmax, XLA for CPUs would
+    write a [T, E] for each choice; fused with the top k, it would sort all scores of a token.
     """
     scores, topk_indices = jax.lax.optimization_barrier(scores), jax.lax.optimization_barrier(topk_indices)
     experts = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]

@@ -78,6 +78,8 @@ def test_links_of_readme_lead_somewhere():
     for link in links:
         if link.startswith(site):
             name, _, anchor = link.removeprefix(site).partition("#")
+            assert not name or name.startswith("latest/"), f"{link} names no version of the site"
+            name = name.removeprefix("latest/")
             page = DOCS / f"{name.strip('/') or 'index'}.md"
             assert page.is_file(), link
             assert not anchor or f"::: {anchor}\n" in page.read_text(), link

@@ -62,7 +62,7 @@ def take(rows: Rows, block):
 
 
 def _part(array, select):
-    """select(array); of a quantized array the selected part, dequantized to float32."""
+    """select(array); the selected part of a quantized array is dequantized to float32."""
     if isinstance(array, QuantizedArray):
         values = from_bits(select(as_bits(array.values)), array.values.dtype)
         return QuantizedArray(values, select(array.scales)).dequantize(jnp.float32)
@@ -82,7 +82,7 @@ def put(rows: Rows, block, values, adds=False):
 
 
 def scaled(values, block, scales):
-    """A block's values times the scales of its rows, in float32; as they are where `scales` is None."""
+    """A block's values times the scales of its rows, in float32; the values unchanged where `scales` is None."""
     return values if scales is None else values.astype(jnp.float32) * block.slice(scales)[:, None]
 
 
