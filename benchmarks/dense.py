@@ -25,6 +25,7 @@ import numpy as np
 
 from jgg.configs import dense_choice
 from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Factors, Matrix
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import compute
@@ -173,6 +174,19 @@ def measure(case: Case, tries_configs: bool) -> dict[str, float | str]:
     return results
 
 
+def entries_of(measured: list[dict[str, Any]]) -> list[dense_choice.Measured]:
+    """The entries of the table by which jgg chooses: LoRA beside frozen weights, or trained weights; few rows, either."""
+    entries = []
+    for case in measured:
+        is_forward = case["passes"] == "forward"
+        if is_forward or case["has_term"] == (case["passes"] == "frozen"):
+            sizes = [case[name] for name in ("rows", "k", "n")]
+            times = [round(case["times"][name], 1) for name in ("kernels", "xla")]
+            capability = current_target().compute_capability
+            entries.append(dense_choice.Measured(capability, *sizes, None if is_forward else case["has_term"], *times))
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(map(str, FEW_ROWS + MANY_ROWS)), help="numbers of rows")
@@ -195,7 +209,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "measured": measured}))
     if args.write:
-        dense_choice.write(jax.devices()[0].device_kind, measured)
+        dense_choice_file = Path(dense_choice.__file__).with_name("dense_products.json")
+        dense_choice_file.write_text(dense_choice.as_text(entries_of(measured)))
 
 
 if __name__ == "__main__":
