@@ -5,7 +5,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.arguments import as_array, as_array_or_none, check_instance
-from jgg.core.deprecated import positions_deprecated
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
@@ -112,7 +111,6 @@ def grouped_gemm(
     return compute_grouped_gemm(problem, hows, arrays)
 
 
-@positions_deprecated("group_sizes", "topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "bias")
 def grouped_gemm_forward(
     x: ArrayLike | QuantizedArray,
     w: ArrayLike | QuantizedArray,
@@ -159,7 +157,6 @@ def grouped_gemm_forward(
     return compute_forward(problem, how_of(problem, implementation)._replace(config=kernel_config), arrays)
 
 
-@positions_deprecated("gather_indices", "group_sizes", "topk", "permute_x", "permute_y", "topk_weights")
 def grouped_gemm_dx(
     dy: ArrayLike,
     w: ArrayLike | QuantizedArray,
@@ -210,7 +207,6 @@ def grouped_gemm_dx(
     return compute_dx(problem, how, dy, w, group_sizes, gather_indices, topk_weights)
 
 
-@positions_deprecated("group_sizes", "gather_indices", "topk", "permute_x", "permute_y", "topk_weights")
 def grouped_gemm_dw(
     x: ArrayLike,
     dy: ArrayLike,
