@@ -43,7 +43,7 @@ from jgg.core.files import replace_text
 from jgg.fp8 import Fp8
 from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import FAILED, WRONG, Measurement, first_line
-from jgg.measuring.ways import JaxProduct, measure_best
+from jgg.measuring.ways import JaxProduct, check_and_time
 from jgg.measuring.workloads import FP8, Layer
 from jgg.router.routing import route
 
@@ -248,7 +248,7 @@ def _measure_pass(row, problem, which, arrays, kind):
         reference = LayerReference.of(problem, which, arrays, choices)
     except Exception as error:  # such as too little memory
         return Measurement(FAILED, reason=first_line(error))
-    return measure_best(lambda: [way], reference)
+    return check_and_time(way, reference)
 
 
 def _measure_routing(row, arrays):
