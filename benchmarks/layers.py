@@ -2,7 +2,6 @@
 
     python -m benchmarks.layers --layer qwen3-30b-a3b
     python -m benchmarks.layers --m 65536 --k 2048 --n 1536 --experts 128 --topk 8 --dtype fp8
-
     python -m benchmarks.layers --layer qwen3-30b-a3b --peers all
 
 Every result is checked, then timed. Prints tables, and writes PREFIX.json.
@@ -115,11 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = "of x and the weights (bfloat16 on a GPU, float32 elsewhere); fp8: bfloat16, multiplied in FP8"
+    what = "dtype of x and the weights (default: bfloat16 on a GPU, else float32); fp8: bfloat16, multiplied in FP8"
     plain = "layer", "shapes", *SIZES, "implementation", "seed", "json", "quiet"
     dtype = {"choices": (*DTYPES, FP8), "help": what}
     add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-layers"})
-    what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (%(default)s)"
+    what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="none", metavar="LIST", help=what)
     parser.set_defaults(parser=parser)
     return parser
