@@ -75,9 +75,9 @@ def run(args) -> int:
     rows = bench.rows_of(args)
     peers, skipped = peers_of(args)
     own = in_one_way(functools.partial(ways.own, implementation=args.implementation))
-    plan = {groups: dict(measures) for groups, measures in plan_of(args.groups, own, peers).items()}
+    plan = dict(plan_of(args.groups, own, peers))
     for groups, name in (("even", "even"), ("one", "one group")):
-        plan.setdefault(groups, {})[name] = own
+        plan[groups] = {**plan.get(groups, {}), name: own}
     output, path = Output(), Path(f"{args.out}.json")
 
     def keep(result):

@@ -106,8 +106,8 @@ class Result:
 
     @property
     def measured(self) -> list[Row]:
-        """The rows of which something was measured; after an interrupt, the last may be incomplete."""
-        return [row for row in self.rows if row.measurements]
+        """The rows in which jgg was measured; after an interrupt, the last may be incomplete."""
+        return [row for row in self.rows if JGG in row.measurements]
 
     def as_json(self) -> dict[str, Any]:
         """The result as the JSON output has it."""
@@ -151,11 +151,10 @@ def peers_of(args) -> dict[str, Measure]:
 
 
 def plan_of(groups: str, own: Measure, peers: Mapping[str, Measure]) -> Plan:
-    """The plan for these group sizes; the dense product is right, and measured, with all rows in one group."""
-    plan = {groups: {JGG: own} | {name: peer for name, peer in peers.items() if name != DENSE}}
-    if DENSE in peers:
-        plan.setdefault("one", {})[DENSE] = peers[DENSE]
-    return plan
+    """The plan for these group sizes; the dense product is right, and measured first, with all rows in one group."""
+    plan: dict[str, dict[str, Measure]] = {"one": {DENSE: peers[DENSE]}} if DENSE in peers else {}
+    others = {name: peer for name, peer in peers.items() if name != DENSE}
+    return plan | {groups: plan.get(groups, {}) | {JGG: own} | others}
 
 
 def rows_of(args) -> list[Row]:
@@ -235,7 +234,7 @@ def _measure_row(row, plan, args, tell, end):
         arrays["group_sizes"] = jnp.asarray(sizes)
         reference = None
         for name, check_and_time in measures.items():
-            if time.monotonic() > end and row.measurements:
+            if time.monotonic() > end and JGG in row.measurements:
                 return False
             tell(f"{row} {name}")
             row.num_bytes[name] = problem.bytes_accessed(op, int(np.count_nonzero(sizes)))
