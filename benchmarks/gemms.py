@@ -98,7 +98,7 @@ def run(args) -> int:
 
 
 def show_ratios(rows: list[Row], peers) -> None:
-    """Prints a table of jgg's speed over that of each peer."""
+    """Prints a table: jgg's speed divided by the speed of each peer."""
     compared = [
         (op, peer, f"{each['geometric_mean']:.3f}", f"{each['smallest']:.3f}", each["smallest_of"], each["gemms"])
         for op, by_peer in ratios(rows, peers).items()

@@ -1,8 +1,8 @@
 """Whole MoE layers of other libraries, if these are installed, beside which `benchmarks.layers` measures jgg's.
 
-Those of JAX are a layer as a user writes it around a grouped product, with gradients by JAX; those of torch are a
-library's own, called eagerly. A peer may choose experts by logits that it rounded, so it is checked against a reference
-for the experts that it chose.
+A peer of JAX is a layer as a user writes it around a grouped product, with gradients by JAX. A peer of torch is the
+library's own layer, called eagerly. A peer may choose experts by logits that it rounded, so it is checked against a
+reference for the experts that it chose.
 """
 
 import dataclasses

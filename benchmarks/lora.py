@@ -163,7 +163,7 @@ class LoraReference:
 
     @classmethod
     def of(cls, problem: LoraProblem, arrays: dict[str, Any]) -> "LoraReference":
-        """Computes the reference; the allowed error is three times that of the xla implementation in bfloat16."""
+        """Computes the reference; the allowed error is three times the xla implementation's error in bfloat16."""
         dense = dataclasses.replace(problem, in_fp8=False)
         if problem.in_fp8:
             arrays = arrays | {name: arrays[name].dequantize(jnp.bfloat16) for name in ("w_gate_up", "w_down")}

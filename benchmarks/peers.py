@@ -1,4 +1,4 @@
-"""The peers of `benchmarks.gemms`: those of `jgg bench`, and grouped GEMMs of other libraries that are installed."""
+"""The peers of `benchmarks.gemms`: what `jgg bench` compares with, and grouped GEMMs of other installed libraries."""
 
 import dataclasses
 import functools

@@ -93,7 +93,7 @@ def test_a_peer_that_raises_is_no_failure_of_jgg(run_layers, monkeypatch):
 
 
 def test_choices_by_rounded_logits_are_right_where_only_rounding_changed_them():
-    """As of a router in bfloat16: the reference is of the experts that it chose."""
+    """A router in bfloat16 rounds its logits; what it computes is compared with a reference for its choices."""
     layer = Layer("narrow", tokens=64, hidden=128, expert_intermediate=64, experts=8, topk=2)
     problem, which = measuring.LayerProblem(layer, "bfloat16"), measuring.FORWARD
     arrays = problem.operands()
@@ -118,7 +118,7 @@ def expected_of(problem, arrays, chosen):
 
 
 class Tensor:
-    """As much of a torch tensor as TorchLayer uses, around an array of JAX."""
+    """The part of a torch tensor's interface that TorchLayer uses, around an array of JAX."""
 
     def __init__(self, array):
         self.array = array

@@ -30,7 +30,7 @@ _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 Measure = Callable[[str, GroupedGemmProblem, dict[str, Any], Reference], Measurement]
 """Checks and times one way to compute a product: function of the op, the problem, its arrays and the right result."""
 Plan = Mapping[str, Mapping[str, Measure]]
-"""What is measured, by its name, for each kind of group sizes. JGG is measured with the kind that was asked for."""
+"""The measurements to make, by their names, for each kind of group sizes. JGG has the kind that was asked for."""
 
 
 @dataclasses.dataclass
@@ -88,13 +88,13 @@ class Row:
 
 @dataclasses.dataclass
 class Result:
-    """What a run measured.
+    """The outcome of a run.
 
     Attributes:
       settings: the options of the run.
       rows: all rows that were asked for.
       copy_speed: bytes a second, read and written, of a plain copy on the device.
-      left_out: the rows of which not all was measured, for lack of time.
+      left_out: the rows that lack measurements, because there was no time for them.
       interrupted: whether something is left to measure because of an interrupt.
     """
 
@@ -120,7 +120,7 @@ class Result:
         }
 
     def exit_code(self, peers: Mapping[str, Any]) -> int:
-        """130 after an interrupt, 1 if a result is wrong or what is none of the peers failed, else 0."""
+        """130 after an interrupt, 1 if a result is wrong or a product of jgg's own failed, else 0."""
         if self.interrupted:
             return INTERRUPTED
         measured = [item for row in self.rows for item in row.measurements.items()]
@@ -145,7 +145,7 @@ def in_one_way(prepare: Callable[[str, GroupedGemmProblem, dict[str, Any]], ways
 
 
 def peers_of(args) -> dict[str, Measure]:
-    """What jgg is measured beside: a dense product, and XLA's grouped product or, for FP8, jgg's own in bfloat16."""
+    """The products beside jgg's: a dense one, and XLA's grouped product or, for FP8, jgg's own in bfloat16."""
     grouped = {"bfloat16": ways.in_bfloat16} if args.dtype == FP8 else {"ragged_dot": ways.ragged_dot}
     return {name: in_one_way(prepare) for name, prepare in {DENSE: ways.dense, **grouped}.items()}
 
