@@ -25,7 +25,7 @@ $(DEV_STAMP): STAMPS := $(DEMO_STAMP) $(DEV_STAMP)
 # Two CUDA plugins would clash, so the other one's goes when GPU changes.
 OTHER_CUDA := $(if $(filter cuda13,$(GPU)),cuda12,cuda13)
 
-.PHONY: help demo test test-ci test-all test-gpu test-oldest test-versions sanitize lint docs notebooks venv clean
+.PHONY: help demo test test-ci test-all test-gpu test-benchmarks test-oldest test-versions sanitize lint docs notebooks venv clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -35,6 +35,7 @@ help:
 	@echo 'make test-ci   run the thorough tests too, as CI does'
 	@echo 'make test-all  run the sweeps too: more kinds of GPU and models, plain JAX'
 	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo 'make test-benchmarks  run the tests of benchmarks/, as a workflow does every night'
 	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
@@ -65,6 +66,9 @@ test-all: $(DEV_STAMP)
 # On the GPU; what needs none runs on the CPU, where it is quicker.
 test-gpu: $(DEV_STAMP)
 	$(PYTEST_ON_GPU) $(ARGS)
+
+test-benchmarks: $(DEV_STAMP)
+	$(PYTEST_ON_CPU) benchmarks/tests $(ARGS)
 
 # They make their own environments in .versions, and keep them.
 test-oldest: $(BIN)/python
@@ -107,5 +111,5 @@ $(BIN)/python:
 	@python=$$(sh tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv .versions build dist site jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-bench.png jgg-bench.json jgg-layers.png jgg-layers.json jgg-scale.json sanitize
+	rm -rf .venv .versions build dist site jgg.egg-info .pytest_cache .ruff_cache jgg-demo.png jgg-demo.json jgg-gemms.png jgg-gemms.json jgg-layers.png jgg-layers.json jgg-scale.json sanitize
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""The installed command `jgg`: like `python -m jgg`, but shows help without JAX, and hides notes about CUDA.
+"""The command `jgg`: parses its arguments, so that help needs no JAX, and then has `jgg.cli` run the command.
 
-JAX's CUDA plugin writes these notes while it is loaded, before a setting could reach it, and importing anything from
-jgg loads it. So this package is not part of jgg, and parses the arguments before it imports jgg.
+Without a GPU it hides what JAX's CUDA plugin writes about that. The plugin writes while it is loaded, before a setting
+could reach it, and importing anything from jgg loads it. So this package is not part of jgg.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from _jgg_command.parser import parse
 
 
-def main() -> int:
-    """Runs `jgg` and returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `jgg` with these arguments, by default the process's, and returns the exit code."""
     # parse ends the process after help or a mistake
-    args = parse(importlib.metadata.version("jgg"), sys.argv[1:])
+    args = parse(_version(), sys.argv[1:] if arguments is None else arguments)
     with _held_back() as notes:
         import jax
 
@@ -30,6 +30,14 @@ def main() -> int:
                 jax.devices()
                 notes.truncate(0)
     return run(args)
+
+
+def _version():
+    """The version that is installed; a checkout may be used without one."""
+    try:
+        return importlib.metadata.version("jgg")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
 
 
 @contextlib.contextmanager

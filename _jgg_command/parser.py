@@ -1,18 +1,16 @@
 """Declares the commands of `jgg` and their options without importing jgg, which imports JAX: help needs neither.
 
-So the choices that jgg offers (dtypes, layouts, peers) are repeated here; tests/commands/test_help.py compares them.
+So what jgg offers, such as dtypes and layouts, is repeated here; tests/commands/test_help.py compares the two.
 """
 
 import argparse
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 DTYPES = ("float32", "float16", "bfloat16")
-FAMILIES = ("data", "fsdp", "all_gather", "ragged_all_to_all", "tensor")
-PEERS = ("dense", "ragged_dot", "bfloat16")
 
 
 def _whole_number(text, least, most):
@@ -68,26 +66,39 @@ def _prefix(text):
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "layer": {"action": "append", "metavar": "NAME", "help": "a layer that jgg knows; repeat for more (all)"},
+    "layer": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "a layer that jgg knows, by its name; may be repeated (default: all of them)",
+    },
     "shapes": {
         "metavar": "FILE",
-        "help": "JSON file of layers to know instead of those in jgg/measuring/layers.json",
+        "help": "JSON file of your own layers, in the form of jgg/measuring/layers.json; --layer then names these",
     },
-    "tokens": {"type": positive_int, "help": "of each device (the layer's own)"},
-    "m": {"type": positive_int, "help": "of a single product: routed rows, tokens times experts of each"},
-    "k": {"type": positive_int, "help": "of a single product: features of x"},
-    "n": {"type": positive_int, "help": "of a single product: features of y"},
-    "experts": {"type": positive_int, "help": "of a single product: experts on one device"},
-    "topk": {"type": positive_int, "help": "of a single product: experts of a token (1)"},
-    "dtype": {"choices": DTYPES, "help": "of the operands (bfloat16 on a GPU, float32 elsewhere)"},
-    "w-layout": {"choices": ("enk", "ekn"), "help": "of the weights (%(default)s)"},
+    "m": {
+        "type": positive_int,
+        "help": "rows of a single product, measured instead of layers: tokens times experts of each",
+    },
+    "k": {"type": positive_int, "help": "features of x in the single product"},
+    "n": {"type": positive_int, "help": "features of y in the single product"},
+    "experts": {"type": positive_int, "help": "number of experts in the single product"},
+    "topk": {"type": positive_int, "help": "experts of each token in the single product (default: 1)"},
+    "dtype": {"choices": DTYPES, "help": "dtype of x and the weights (default: bfloat16 on a GPU, else float32)"},
+    "w-layout": {
+        "choices": ("enk", "ekn"),
+        "help": "axes of the weights: e experts, n features of y, k features of x (default: %(default)s)",
+    },
     "implementation": {
         "choices": ("triton", "xla", "interpret"),
-        "help": "of grouped GEMM (triton on a GPU of compute capability 8.0 or newer, xla elsewhere)",
+        "help": "implementation of products (default: triton on a GPU of compute capability 8.0 or newer, else xla)",
     },
-    "seed": {"type": _seed, "default": 0, "help": "of random data (%(default)s)"},
-    "out": {"type": _prefix, "metavar": "PREFIX", "help": "of what is written (%(default)s)"},
-    "json": {"action": "store_true", "help": "print JSON rather than text"},
+    "seed": {"type": _seed, "default": 0, "help": "seed of the random data (default: %(default)s)"},
+    "out": {
+        "type": _prefix,
+        "metavar": "PREFIX",
+        "help": "how the names of the written files begin (default: %(default)s)",
+    },
+    "json": {"action": "store_true", "help": "print JSON instead of text"},
     "quiet": {"action": "store_true", "help": "show no progress"},
 }
 SIZES = ("m", "k", "n", "experts", "topk")
@@ -113,39 +124,47 @@ def _demo(parser):
         ("experts", 8, "experts in a layer"),
         ("topk", 2, "experts that each byte goes to"),
     ):
-        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--temperature", type=positive_float, default=0.7, help="of the sample (%(default)s)")
-    parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8, see jgg.Fp8")
-    what = "a new folder for the model and its tokenizer, as jgg.models.load and Hugging Face's transformers read them"
+        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (default: %(default)s)")
+    what = "temperature with which the sample of text is drawn (default: %(default)s)"
+    parser.add_argument("--temperature", type=positive_float, default=0.7, help=what)
+    parser.add_argument("--fp8", action="store_true", help="multiply by the experts' weights in FP8, see jgg.Fp8")
+    what = "save the model and its tokenizer in a new folder, which jgg.models.load and Hugging Face transformers read"
     parser.add_argument("--save", metavar="FOLDER", help=what)
-    what = "of the computation; parameters are float32 (bfloat16 on a GPU, float32 elsewhere)"
+    what = "dtype of the computation (default: bfloat16 on a GPU, else float32); parameters are float32"
     add_shared(
         parser,
         "implementation",
         dtype={"choices": ("float32", "bfloat16"), "help": what},
-        seed={"help": "of weights, batches and sample (%(default)s)"},
-        out={"default": "jgg-demo"},
-        quiet={"help": "print nothing but the result"},
+        seed={"help": "seed of weights, batches and the sample (default: %(default)s)"},
+        out={
+            "default": "jgg-demo",
+            "help": "names of the written files, PREFIX.png and PREFIX.json (default: %(default)s)",
+        },
+        quiet={"help": "print only the result"},
     )
 
 
 def _bench(parser):
     what = (
-        "a layer that jgg knows, or all, very slow on a CPU; repeat for more (the first, in less than 2 minutes, as"
-        " nothing is begun after 75 seconds; without a GPU scaled down)"
+        "a layer that jgg knows, by its name, or all of them by the name all; may be repeated (default: the first, for"
+        " 75 seconds, after which no measurement begins; without a GPU it is made smaller)"
     )
     add_shared(parser, layer={"help": what})
     add_shared(parser, "shapes", *SIZES)
-    what = "comma list of forward, dx, dw and gather, which is forward of x in token order (%(default)s)"
+    what = (
+        "products to time, a comma list: forward, its gradients dx and dw, and gather, which is forward with x in token"
+        " order (default: %(default)s)"
+    )
     parser.add_argument("--op", default="forward,dx,dw", metavar="LIST", help=what)
-    what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 for fp8 (%(default)s)"
-    parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    what = "how rows are spread (%(default)s)"
+    what = "how the rows are spread over the experts; one: the first has all rows (default: %(default)s)"
     parser.add_argument("--groups", choices=("uneven", "even", "one", "some-empty"), default="uneven", help=what)
-    what = "of the operands (bfloat16 on a GPU, float32 elsewhere); fp8: products but dW of quantized ones"
+    what = (
+        "dtype of x and the weights (default: bfloat16 on a GPU, else float32); with fp8 both are quantized, and"
+        " there is no dw"
+    )
     dtype = {"choices": (*DTYPES, "fp8"), "help": what}
-    plain = "implementation", "seed", "json", "quiet"
-    add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-bench"})
+    add_shared(parser, dtype=dtype, w_layout={"default": "enk"})
+    add_shared(parser, "implementation", "seed", "json", "quiet")
 
 
 def _tune(parser):
@@ -154,38 +173,31 @@ def _tune(parser):
         ("permute-x", "x is in token order"),
         ("permute-y", "y is in token order"),
         ("weighted", "rows are scaled by top-k weights"),
-        ("biased", "with a bias"),
+        ("biased", "the experts have a bias"),
     ):
-        parser.add_argument(f"--{name}", action="store_true", help=f"of a single product: {meaning}")
-    what = "comma list (forward,dx,dw; in fp8 forward alone: dX is the same product with transposed weights)"
+        parser.add_argument(f"--{name}", action="store_true", help=f"{meaning} in the single product")
+    what = (
+        "products to tune, a comma list (default: forward,dx,dw; in fp8 only forward, since dx is the same product with"
+        " transposed weights)"
+    )
     parser.add_argument("--op", metavar="LIST", help=what)
-    what = "to write to ($JGG_TUNED, else a file in the folder for caches)"
+    what = "file to write to (default: the file that $JGG_TUNED names, else one in the folder for caches)"
     parser.add_argument("--out", type=_file, metavar="FILE", help=what)
-    parser.add_argument("--workers", type=positive_int, help="processes that compile; they take turns on the GPU (8)")
-    parser.add_argument("--interpret", action="store_true", help="try the search without a GPU, on sizes that are tiny")
+    what = "number of processes that compile; they take turns on the GPU (default: 8)"
+    parser.add_argument("--workers", type=positive_int, help=what)
+    what = "run the search in Triton's interpreter, without a GPU: to try it, on tiny sizes"
+    parser.add_argument("--interpret", action="store_true", help=what)
     dtype = {
         "choices": (*DTYPES, "fp8"),
         "default": "bfloat16",
-        "help": "of the operands (%(default)s); fp8: quantized",
+        "help": "dtype of x and the weights (default: %(default)s); fp8: both are quantized",
     }
-    add_shared(parser, "json", dtype=dtype, w_layout={"help": "of the weights (both)"})
-
-
-def _scale(parser):
-    layer = {"help": "a layer that jgg knows, very slow on a CPU (the first; without a GPU scaled down)"}
-    add_shared(parser, layer=layer)
-    add_shared(parser, "shapes", "tokens")
-    parser.add_argument("--devices", type=positive_int, help="at most so many (all that JAX sees)")
-    parser.add_argument("--strategy", metavar="NAME,...", help=f"of {', '.join(FAMILIES)} (all)")
-    what = "of the experts' devices (%(default)s)"
-    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
-    parser.add_argument("--steps", type=positive_int, default=10, help="in each of the timed repeats (%(default)s)")
-    dtype = {"choices": ("bfloat16", "float32"), "help": "of the computation (bfloat16 on a GPU, float32 elsewhere)"}
-    add_shared(parser, "json", dtype=dtype, out={"default": "jgg-scale"})
-
-
-def _completion(parser):
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"), help="of %(choices)s")
+    add_shared(
+        parser,
+        dtype=dtype,
+        w_layout={"help": "axes of the weights: e experts, n features of y, k features of x (default: both)"},
+    )
+    add_shared(parser, "json")
 
 
 class Command(NamedTuple):
@@ -196,14 +208,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "info": Command("Show versions, devices and which implementation runs here.", _info),
-    "demo": Command("Train a small mixture-of-experts language model here and plot what it did.", _demo),
-    "bench": Command("Time grouped GEMMs here, and check them.", _bench),
-    "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
-    "scale": Command(
-        "Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.", _scale
+    "info": Command("Show versions, devices, which implementation jgg uses here, and what to mend.", _info),
+    "demo": Command("Train a small mixture-of-experts language model on this machine and plot its loss.", _demo),
+    "bench": Command(
+        "Time grouped GEMMs on this machine, beside a dense product and jax.lax.ragged_dot, and check every result.",
+        _bench,
     ),
-    "completion": Command("Print a script by which a shell completes commands and options.", _completion),
+    "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
 }
 
 
@@ -219,6 +230,6 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(version: str, arguments: list[str]) -> argparse.Namespace:
+def parse(version: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Parses arguments. Without any it shows help; after help or a mistake the process ends here."""
     return make_parser(version).parse_args(arguments or ["--help"])

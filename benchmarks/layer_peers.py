@@ -1,8 +1,8 @@
 """Whole MoE layers of other libraries, if these are installed, beside which `benchmarks.layers` measures jgg's.
 
-Those of JAX are a layer as a user writes it around a grouped product, with gradients by JAX; those of torch are a
-library's own, called eagerly. A peer may choose experts by logits that it rounded, so it is checked against a reference
-for the experts that it chose.
+A peer of JAX is a layer as a user writes it around a grouped product, with gradients by JAX. A peer of torch is the
+library's own layer, called eagerly. A peer may choose experts by logits that it rounded, so it is checked against a
+reference for the experts that it chose.
 """
 
 import dataclasses
@@ -23,11 +23,10 @@ from benchmarks.layer import (
     run_passes,
 )
 from benchmarks.layer_roofline import parts_of
-from benchmarks.peers import to_jax, to_torch, tokamax_functions, torch_seconds, why_not
+from benchmarks.peers import FLOATS, Peer, measure_best, to_jax, to_torch, tokamax_functions, torch_seconds, why_not
 from jgg.measuring import timing
-from jgg.measuring.peers import FLOATS, Peer, jax_functions
 from jgg.measuring.timing import Measurement, Timing
-from jgg.measuring.ways import JaxProduct, Way, measure_best
+from jgg.measuring.ways import JaxProduct, Way
 
 _ROUNDED_LOGITS = 2.0**-7  # of the largest logit: two of them, each rounded to bfloat16
 _ROUNDED_ROUTER = 0.02  # of the largest element of a result: what a router in 16 bits may add to its error
@@ -215,7 +214,7 @@ def _torch_peer(make: Callable[..., Any], *modules: str) -> LayerPeer:
 
 
 LAYER_PEERS = {
-    "ragged_dot": LayerPeer(functools.partial(_around, jax_functions), FLOATS),
+    "ragged_dot": LayerPeer(functools.partial(_around, lambda: {"": jax.lax.ragged_dot}), FLOATS),
     "tokamax": LayerPeer(functools.partial(_around, tokamax_functions), FLOATS, lambda: why_not("tokamax")),
     "sonicmoe": _torch_peer(_sonicmoe, "sonicmoe.functional"),
     "liger": _torch_peer(_liger, "liger_kernel.ops"),

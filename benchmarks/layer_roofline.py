@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from benchmarks.layer import FORWARD, LayerProblem
 from jgg.core.quantized import BLOCK
-from jgg.measuring.peers import PEERS
 from jgg.measuring.roofline import least_seconds
+from jgg.measuring.ways import dense
 from jgg.measuring.workloads import FP8, OPS, computed_as, operands
 
 
@@ -188,5 +188,4 @@ def dense_times(problem: LayerProblem, seed: int, is_in_fp8: bool = False) -> di
 
 
 def _time_dense(op, gemm, seed):
-    (way,) = PEERS["dense"].prepare(op, gemm, operands(gemm, "one", seed))
-    return way.measure().seconds
+    return dense(op, gemm, operands(gemm, "one", seed)).measure().seconds

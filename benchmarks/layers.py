@@ -2,7 +2,6 @@
 
     python -m benchmarks.layers --layer qwen3-30b-a3b
     python -m benchmarks.layers --m 65536 --k 2048 --n 1536 --experts 128 --topk 8 --dtype fp8
-
     python -m benchmarks.layers --layer qwen3-30b-a3b --peers all
 
 Every result is checked, then timed. Prints tables, and writes PREFIX.json.
@@ -43,7 +42,7 @@ from jgg.core.files import replace_text
 from jgg.linear.fp8 import Fp8
 from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
 from jgg.measuring.timing import FAILED, WRONG, Measurement, first_line
-from jgg.measuring.ways import JaxProduct, measure_best
+from jgg.measuring.ways import JaxProduct, check_and_time
 from jgg.measuring.workloads import FP8, Layer
 from jgg.router.routing import route
 
@@ -115,11 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = "of x and the weights (bfloat16 on a GPU, float32 elsewhere); fp8: bfloat16, multiplied in FP8"
+    what = "dtype of x and the weights (default: bfloat16 on a GPU, else float32); fp8: bfloat16, multiplied in FP8"
     plain = "layer", "shapes", *SIZES, "implementation", "seed", "json", "quiet"
     dtype = {"choices": (*DTYPES, FP8), "help": what}
     add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-layers"})
-    what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (%(default)s)"
+    what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="none", metavar="LIST", help=what)
     parser.set_defaults(parser=parser)
     return parser
@@ -248,7 +247,7 @@ def _measure_pass(row, problem, which, arrays, kind):
         reference = LayerReference.of(problem, which, arrays, choices)
     except Exception as error:  # such as too little memory
         return Measurement(FAILED, reason=first_line(error))
-    return measure_best(lambda: [way], reference)
+    return check_and_time(way, reference)
 
 
 def _measure_routing(row, arrays):

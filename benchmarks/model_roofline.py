@@ -19,7 +19,7 @@ from flax import nnx
 
 import jgg.models
 from jgg.core.quantized import QuantizedArray
-from jgg.measuring.peers import PEERS
+from jgg.measuring import ways
 from jgg.measuring.roofline import copy_bandwidth, least_seconds
 from jgg.measuring.workloads import FP8, gemm, operands
 
@@ -58,8 +58,7 @@ def measure_speeds(config: jgg.models.ModelConfig, tokens: int, is_in_fp8: bool)
     def dense(dtype):
         features = config.features
         problem = gemm(num_rows=tokens, in_features=features, out_features=4 * features, num_experts=1, dtype=dtype)
-        (way,) = PEERS["dense"].prepare("forward", problem, operands(problem, "one"))
-        return problem.flops / way.measure().seconds
+        return problem.flops / ways.dense("forward", problem, operands(problem, "one")).measure().seconds
 
     in_bfloat16 = dense("bfloat16")
     return Speeds(copy_bandwidth(), in_bfloat16, dense(FP8) if is_in_fp8 else in_bfloat16)

@@ -268,8 +268,8 @@ def make_parser() -> argparse.ArgumentParser:
         return tuple(map(int, text.split(",")))
 
     for name, default, what in (
-        ("layers", None, "layers, if fewer than the model's"),
-        ("rank", 16, "of the adapters"),
+        ("layers", None, "number of layers, if fewer than the model's"),
+        ("rank", 16, "rank of the adapters"),
         ("batch", 2, "sequences of a step"),
         ("sequence", 4096, "tokens of a sequence"),
         ("steps", 5, "timed steps"),
@@ -277,11 +277,28 @@ def make_parser() -> argparse.ArgumentParser:
         ("new-tokens", 64, "timed tokens of each sequence"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(default: %(default)s)")
-    parser.add_argument("--run", type=some_of(RUNS), default=RUNS[:1], metavar="R,R", help="some of " + ",".join(RUNS))
-    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(default: %(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "all"), default="names", help="(default: %(default)s)")
-    parser.add_argument("--batches", type=sizes, default=(1, 32), metavar="B,B", help="of generation (default: 1,32)")
+    parser.add_argument(
+        "--model",
+        choices=CONFIGS,
+        default="qwen3-30b-a3b",
+        help="the model whose sizes are taken (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--run", type=some_of(RUNS), default=RUNS[:1], metavar="R,R", help=f"what is measured, some of {','.join(RUNS)}"
+    )
+    parser.add_argument(
+        "--experts", choices=EXPERTS, default="bfloat16", help="dtype of the experts' weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--remat", choices=("none", "names", "all"), default="names", help="as in Decoder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batches",
+        type=sizes,
+        default=(1, 32),
+        metavar="B,B",
+        help="numbers of sequences in generation (default: 1,32)",
+    )
     parser.set_defaults(parser=parser)
     return parser
 

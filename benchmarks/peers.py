@@ -1,20 +1,60 @@
-"""Grouped GEMMs of other libraries, if these are installed, as further peers beside the peers of `jgg bench`."""
+"""The peers of `benchmarks.gemms`: what `jgg bench` compares with, and grouped GEMMs of other installed libraries."""
 
 import dataclasses
 import functools
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.measuring import peers, timing
-from jgg.measuring.peers import Peer
-from jgg.measuring.timing import Timing, first_line
-from jgg.measuring.ways import Way
+from jgg.core.problem import DTYPES
+from jgg.measuring import timing, ways
+from jgg.measuring.timing import FAILED, RIGHT, WRONG, Measurement, Timing, first_line
+from jgg.measuring.ways import Reference, Way, check_and_time
+from jgg.measuring.workloads import FP8
+
+FLOATS = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A library or function with which jgg is compared.
+
+    Attributes:
+      prepare: function (op, problem, arrays) -> the ways in which the peer computes this product. `arrays` are made by
+        `workloads.operands`; the function converts them to the layout that the peer needs. For a whole layer, problem
+        is a `benchmarks.layer.LayerProblem` with its operands, and op one of `benchmarks.layer.PASSES`.
+      dtypes: names of the dtypes for which the peer is measured.
+      unavailable: function () -> why the peer cannot run here, in one line, or None if it can.
+    """
+
+    prepare: Callable[[str, Any, dict[str, Any]], Iterable[Way]]
+    dtypes: tuple[str, ...] = FLOATS
+    unavailable: Callable[[], str | None] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True)
+class BestOfWays(Measurement):
+    """The measurement of the fastest of several ways; `others` has a line for each other way that was not right."""
+
+    others: tuple[str, ...] = ()
+
+
+def measure_best(prepare: Callable[[], Iterable[Way]], reference: Reference) -> Measurement:
+    """Checks and times each way that `prepare()` gives; returns the fastest right one, else the first wrong one."""
+    try:
+        found = prepare()
+    except Exception as error:  # whatever another library raises
+        return Measurement(FAILED, reason=first_line(error))
+    measured = [check_and_time(way, reference) for way in found]
+    order = (RIGHT, WRONG, FAILED)
+    best = min(measured, key=lambda m: (order.index(m.status), m.seconds or 0))
+    others = tuple(f"{m.variant}: {m}" for m in measured if m is not best and m.status != RIGHT)
+    return BestOfWays(**vars(best), others=others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +221,20 @@ def tokamax_functions() -> dict[str, Callable]:
     return functions
 
 
-PEERS = peers.PEERS | {
-    "tokamax": Peer(functools.partial(peers.ragged_dot, tokamax_functions), unavailable=lambda: why_not("tokamax")),
+def one_way(prepare: Callable[..., Way]) -> Callable[..., list[Way]]:
+    """Makes `Peer.prepare` of a function that returns one way."""
+    return lambda *arguments: [prepare(*arguments)]
+
+
+def _tokamax(op, problem, arrays):
+    return [ways.ragged_dot(op, problem, arrays, function, name) for name, function in tokamax_functions().items()]
+
+
+PEERS = {
+    "dense": Peer(one_way(ways.dense), (*FLOATS, FP8)),
+    "ragged_dot": Peer(one_way(ways.ragged_dot)),
+    "bfloat16": Peer(one_way(ways.in_bfloat16), (FP8,)),
+    "tokamax": Peer(_tokamax, unavailable=lambda: why_not("tokamax")),
     "torch": Peer(_grouped_mm, ("bfloat16",), lambda: why_not("torch")),
     "quack": Peer(_quack, ("float16", "bfloat16"), lambda: why_not("torch", "quack.gemm")),
 }

@@ -1,6 +1,6 @@
-"""Draws what benchmarks wrote: FILE.json of `jgg bench`, benchmarks.gemms or benchmarks.layers, into FILE.png.
+"""Draws what benchmarks wrote: FILE.json of benchmarks.gemms or benchmarks.layers, into FILE.png.
 
-    python -m benchmarks.plots jgg-bench.json
+    python -m benchmarks.plots jgg-gemms.json
 
 Needs matplotlib.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 _MARKERS = {"forward": "o", "dx": "s", "dw": "^", "gather": "D"}
+_BOUNDS = ("even", "one group")  # jgg's own product with other group sizes
 _TITLES = {"forward": "forward: y", "dx": "dX", "dw": "dW", "gather": "gather: y of x in token order"}
 
 
@@ -37,11 +38,12 @@ def draw(result: dict, path: Path) -> None:
 def _panels_of_gemms(result):
     """Returns each panel's height, the function that draws it, and the arguments for that function."""
     panels = []
-    for op in result["settings"]["ops"]:
+    names = dict.fromkeys(name for row in result["rows"] for name in row["measurements"])
+    for op, title in _TITLES.items():
         rows = [row for row in result["rows"] if row["op"] == op]
-        speeds = {name: [_tflops(row, name) for row in rows] for name in ("jgg", *result["peers"])}
+        speeds = {name: [_tflops(row, name) for row in rows] for name in names if name not in _BOUNDS}
         if rows:
-            panels.append((3, _plot_bars, (_TITLES[op], [f"{row['layer']}\n{row['gemm']}" for row in rows], speeds)))
+            panels.append((3, _plot_bars, (title, [f"{row['layer']}\n{row['gemm']}" for row in rows], speeds)))
     return [*panels, (5, _plot_roofline, (result,))]
 
 

@@ -2,7 +2,6 @@
 
 import sys
 
-from jgg.cli import main
+from _jgg_command import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

@@ -1,4 +1,4 @@
-"""The command `jgg`: _jgg_command declares its commands and their options, modules here run them."""
+"""Runs the commands of `jgg`, each by the module of its name; _jgg_command declares them and their options."""
 
 import argparse
 import importlib
@@ -8,14 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from _jgg_command.parser import parse
 from jgg.cli.options import INTERRUPTED, UsageError
-from jgg.core.versions import __version__
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs `jgg` with `argv`, by default the process's arguments, and returns the exit code."""
-    return run(parse(__version__, sys.argv[1:] if argv is None else argv))
 
 
 def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] | None = None) -> int:

@@ -39,7 +39,7 @@ def check_layout(args) -> None:
     """Raises UsageError for FP8 with --w-layout ekn: jgg quantizes weights in the layout enk only."""
     if args.dtype == FP8 and args.w_layout == "ekn":
         raise UsageError(
-            f"--w-layout must be enk with --dtype {FP8}, got ekn, of which jgg quantizes a transposed copy"
+            f"--w-layout must be enk with --dtype {FP8}, got ekn: jgg quantizes weights in that layout only"
         )
 
 
@@ -69,8 +69,8 @@ def layers(args) -> tuple[Layer, ...]:
 
 
 def are_scaled_down(args) -> bool:
-    """Whether layers are made smaller: there is no GPU, and no option gives layers or a number of tokens."""
-    return jax.default_backend() != "gpu" and not (args.layer or args.shapes or getattr(args, "tokens", None))
+    """Whether layers are made smaller: there is no GPU, and no option names layers."""
+    return jax.default_backend() != "gpu" and not (args.layer or args.shapes)
 
 
 def scaled_down(layer: Layer) -> Layer:
@@ -83,14 +83,6 @@ def scaled_down(layer: Layer) -> Layer:
         experts=min(16, layer.experts),
         topk=min(16, layer.topk),
     )
-
-
-def one_layer(args) -> Layer:
-    """Returns the one layer that --layer names, by default the first, with --tokens tokens if given."""
-    layer, *others = layers(args)
-    if args.layer and others:
-        raise UsageError(f"--layer must name one layer, got {', '.join(args.layer)}")
-    return layer if args.tokens is None else dataclasses.replace(layer, tokens=args.tokens)
 
 
 def sizes(args) -> dict[str, int] | None:

@@ -1,8 +1,6 @@
 """Configurations of the three products: which kernel runs, its tile sizes and its TMA switches."""
 
 import dataclasses
-import functools
-import warnings
 from typing import Any, ClassVar, NamedTuple, Self
 
 from jgg.core.arguments import as_flag, as_int, check_one_of
@@ -68,11 +66,6 @@ class _KernelConfig:
         if self.num_warps not in (4, 8):
             raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}.")
 
-    @property
-    def warp_specialized(self) -> bool:
-        """Whether the kernel is "hopper". Deprecated: use `kernel`."""
-        return self.kernel == "hopper"
-
     @classmethod
     def blocks(cls, w_layout: str) -> tuple[str, str, str]:
         """The names of the fields that hold a `Tile`'s rows, columns and step."""
@@ -107,31 +100,6 @@ class _KernelConfig:
         return dataclasses.replace(self, **blocks, **changes)
 
 
-def kernel_of_flag(warp_specialized: bool) -> str:
-    """The kernel that `warp_specialized` stands for."""
-    return "hopper" if as_flag("warp_specialized", warp_specialized) else "plain"
-
-
-def _takes_warp_specialized[Kind: _KernelConfig](kind: type[Kind]) -> type[Kind]:
-    """Lets a type of configuration take `warp_specialized`, the field that `kernel` replaced, with a warning."""
-    initialize: Any = kind.__init__
-
-    @functools.wraps(initialize)
-    def init(self: Any, *fields: Any, warp_specialized: bool | None = None, **named_fields: Any) -> None:
-        if warp_specialized is not None:
-            named_fields["kernel"] = kernel_of_flag(warp_specialized)
-            warnings.warn(
-                f'warp_specialized is deprecated: use kernel="{named_fields["kernel"]}".',
-                DeprecationWarning,
-                stacklevel=2,
-            )
-        initialize(self, *fields, **named_fields)
-
-    kind.__init__ = init  # type: ignore[method-assign]
-    return kind
-
-
-@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigForward(_KernelConfig):
     """Configuration of the forward kernel: output tiles [block_m, block_n], steps of block_k.
@@ -155,7 +123,6 @@ class KernelConfigForward(_KernelConfig):
     fuse_scatter: bool = True
 
 
-@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigDX(_KernelConfig):
     """Configuration of the dX kernel: output tiles [block_m, block_k], steps of block_n.
@@ -175,7 +142,6 @@ class KernelConfigDX(_KernelConfig):
     fuse_gather: bool = True
 
 
-@_takes_warp_specialized
 @dataclasses.dataclass(frozen=True)
 class KernelConfigDW(_KernelConfig):
     """Configuration of the dW kernel: output tiles [block_n, block_k], steps of block_m rows.

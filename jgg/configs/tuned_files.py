@@ -12,7 +12,8 @@ from typing import Any, Self, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, kernel_of_flag
+from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig
+from jgg.core.arguments import as_flag
 from jgg.core.files import cache_folder, check_regular, locked, replace_text
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
@@ -106,7 +107,7 @@ def _with_kernel(config: dict[str, Any]) -> dict[str, Any]:
     if "warp_specialized" not in config:
         return config
     others = {name: value for name, value in config.items() if name != "warp_specialized"}
-    return others | {"kernel": kernel_of_flag(config["warp_specialized"])}
+    return others | {"kernel": "hopper" if as_flag("warp_specialized", config["warp_specialized"]) else "plain"}
 
 
 def _made_of(kind: Any, values: dict[str, Any], most: int) -> Any:

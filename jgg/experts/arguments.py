@@ -30,6 +30,8 @@ from jgg.linear.low_rank import LowRank, as_low_rank, factors_of
 from jgg.linear.weights import Weights, as_matrix, in_recipe
 from jgg.router.routing import Routing
 
+_AXES = {"gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "down": "[E, H, I] or [E, I, H]"}
+
 
 class ResidualNames(NamedTuple):
     """The names by which policies of `jax.checkpoint` know what `jgg.moe_mlp` keeps for the backward pass.
@@ -131,6 +133,7 @@ def expert_weights(
 
 def _matrix(name: str, w: ArrayLike | Weights, term: LowRank | None, w_layout: str) -> Matrix:
     matrix = as_matrix(f"w_{name}", w)
+    check_rank(f"w_{name}", matrix, _AXES[name])
     return (
         matrix
         if term is None
@@ -142,13 +145,12 @@ def check_shapes(x: Shaped, weights: ExpertWeights, options: MlpOptions) -> None
     """Raises where the tokens and the parameters disagree, with each other or with the activation."""
     as_dtype("x", x.dtype, DTYPES)
     check_rank("x", x, "[T, H]")
-    for name, w, axes in (
-        ("w_gate_up", weights.gate_up, "[E, 2 * I, H] or [E, H, 2 * I]"),
-        ("w_down", weights.down, "[E, H, I] or [E, I, H]"),
+    for name, w in (
+        ("w_gate_up", weights.gate_up),
+        ("w_down", weights.down),
     ):
         if w.dense is not None:
             as_dtype(name, w.dense.dtype, DTYPES)
-        check_rank(name, w, axes)
     activation = options.activation
     in_by_out = [w.shape[1:] if options.w_layout == "ekn" else w.shape[:0:-1] for w in (weights.gate_up, weights.down)]
     (got_features, wide), down_features = in_by_out

@@ -1,1 +1,1 @@
-"""Measuring kernels outside jit: which layers and data (workloads), how long a product takes (timing)."""
+"""Measuring kernels outside jit: the layers and data that are measured, the ways to compute a product, the clock."""

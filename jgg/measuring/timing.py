@@ -42,7 +42,6 @@ class Measurement:
       allowed_error: the largest `error` that is still right.
       reason: why it failed, in one line.
       variant: the fastest of several configurations; for a layer, the name of the result that has `error`.
-      others: a line for each other configuration that was not right.
     """
 
     status: str
@@ -51,7 +50,6 @@ class Measurement:
     allowed_error: float | None = None
     reason: str | None = None
     variant: str = ""
-    others: tuple[str, ...] = ()
 
     def __str__(self):
         """The status and its explanation: a reason or the error."""

@@ -1,13 +1,18 @@
-"""Ways to compute a product: each is checked, then timed, and the fastest right one counts."""
+"""Ways to compute a product: jgg's own, and those beside which it is measured. Each is checked, then timed."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
 from jgg.measuring import timing
-from jgg.measuring.timing import FAILED, RIGHT, WRONG, Measurement, Timing, first_line, measure
+from jgg.measuring.timing import FAILED, RIGHT, Measurement, Timing, first_line, measure
+from jgg.measuring.workloads import gathered_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,20 +79,7 @@ class JaxProduct(Way):
         return Timing(timed.seconds, self.finish(timed.result))
 
 
-def measure_best(prepare: Callable[[], Iterable[Way]], reference: Reference) -> Measurement:
-    """Checks and times each way that `prepare()` gives; returns the fastest right one, else the first wrong one."""
-    try:
-        ways = prepare()
-    except Exception as error:  # whatever another library raises
-        return Measurement(FAILED, reason=first_line(error))
-    measured = [_check_and_time(way, reference) for way in ways]
-    order = (RIGHT, WRONG, FAILED)
-    best = min(measured, key=lambda m: (order.index(m.status), m.seconds or 0))
-    others = tuple(f"{m.variant}: {m}" for m in measured if m is not best and m.status != RIGHT)
-    return dataclasses.replace(best, others=others)
-
-
-def _check_and_time(way, reference):
+def check_and_time(way: Way, reference: Reference) -> Measurement:
     """Checks the result of a way; if it is right, times the way and checks the result of the timed calls too."""
     try:
         if not way.is_checked:
@@ -100,3 +92,69 @@ def _check_and_time(way, reference):
         return Measurement(FAILED, reason=first_line(error), variant=way.variant)
     seconds = seconds if checked.status == RIGHT else None
     return dataclasses.replace(checked, seconds=seconds, variant=way.variant or checked.variant)
+
+
+def own(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any], implementation: str | None = None) -> JaxProduct:
+    """jgg's product of the arrays, which `workloads.operands` makes."""
+    function = timing.product(op, problem, implementation)
+    return JaxProduct(function, arrays, problem.flops, problem.bytes_accessed(op))
+
+
+def dense(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxProduct:
+    """The product of all rows with the first expert's matrix: the same FLOPs, and right if no other group has rows.
+
+    For quantized operands it multiplies their values without the scales: as much work, but no result to check.
+    """
+    axes = problem.w_layout[1:]
+    left, right, einsum = {
+        "forward": ("x", "w", f"mk,{axes}->mn"),
+        "dx": ("dy", "w", f"mn,{axes}->mk"),
+        "dw": ("dy", "x", "mn,mk->nk") if axes == "nk" else ("x", "dy", "mk,mn->kn"),
+    }[op]
+    values = {name: each.values if isinstance(each, QuantizedArray) else each for name, each in arrays.items()}
+    operands = values | {"x": gathered_rows(problem, values), "w": values["w"][0]}
+
+    def run(arrays):
+        precision, dtype = problem.precision, problem.out_dtype
+        return jnp.einsum(einsum, arrays[left], arrays[right], precision=precision, preferred_element_type=dtype)
+
+    def among_experts(result):
+        return jnp.zeros(problem.w_shape, result.dtype).at[0].set(result)
+
+    used = {name: operands[name] for name in (left, right, "group_sizes")}
+    finish, is_checked = among_experts if op == "dw" else as_it_is, not isinstance(arrays["w"], QuantizedArray)
+    return JaxProduct(run, used, problem.flops, problem.bytes_accessed(op), finish, is_checked=is_checked)
+
+
+def ragged_dot(
+    op: str,
+    problem: GroupedGemmProblem,
+    arrays: dict[str, Any],
+    function: Callable = jax.lax.ragged_dot,
+    variant: str = "",
+) -> JaxProduct:
+    """The product by a function that takes what jax.lax.ragged_dot takes; dX and dW come from jax.vjp."""
+    precision = None if problem.precision == jax.lax.Precision.DEFAULT else problem.precision
+    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if problem.w_layout == "enk" else as_it_is
+
+    def run(arrays):
+        x = gathered_rows(problem, arrays)
+
+        def product(x, w):
+            return function(x, w, arrays["group_sizes"], precision=precision)
+
+        if op == "forward":
+            return product(x, arrays["w"])
+        gradients = jax.vjp(product, x, arrays["w"])[1](arrays["dy"])
+        return gradients[("dx", "dw").index(op)]
+
+    operands = arrays | {"w": swap(arrays["w"])}
+    finish, num_bytes = swap if op == "dw" else as_it_is, problem.bytes_accessed(op)
+    return JaxProduct(run, operands, problem.flops, num_bytes, finish, variant=variant)
+
+
+def in_bfloat16(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxProduct:
+    """jgg's product in bfloat16 of the dequantized operands, which bfloat16 can hold exactly."""
+    plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
+    floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}
+    return own(op, plain, arrays | floats)

@@ -1,20 +1,15 @@
-"""Commands that cannot write: what was measured is printed, and one line says what could not be written and why."""
+"""Commands that cannot write files: what was measured is printed, and one line says which files and why."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 
-import jax
 import pytest
 
+from _jgg_command import main
 from jgg import tuning
-from jgg.cli import bench_run, demo, main, scale
+from jgg.cli import demo
 from jgg.cli.demo import train
-from jgg.measuring import timing, ways
-from jgg.measuring.strategies import Strategy
-from jgg.measuring.workloads import Layer, gemm
-from tests.support.processes import ROOT
+from jgg.measuring.workloads import gemm
 
 NO_SPACE = OSError(28, "No space left on device")
 SIZES = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2"]
@@ -37,26 +32,6 @@ def check_errors(capsys, prefix, *suffixes):
     others = {path.name for path in prefix.parent.iterdir()} - {"out.json", "out.png"}
     assert not others
     return printed.out
-
-
-@pytest.fixture
-def no_timing(monkeypatch):
-    """A call takes 1 ms."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(bench_run, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: timing.Timing(1e-3, function(arrays)))
-
-
-@pytest.mark.usefixtures("no_timing")
-@pytest.mark.parametrize("as_json", [False, True])
-def test_bench_prints_what_it_measured(as_json, prefix, capsys):
-    options = ["--op", "forward", "--peers", "none", "--quiet", "--out", str(prefix), *["--json"] * as_json]
-    assert main(["bench", *SIZES, *options]) == 1
-    output = check_errors(capsys, prefix, "json")
-    if as_json:
-        assert json.loads(output)["rows"][0]["measurements"]["jgg"]["milliseconds"] == 1
-    else:
-        assert "own gemm  32, 16, 16, 2  forward  1.00" in output
 
 
 @pytest.fixture
@@ -116,21 +91,6 @@ def test_what_can_be_written_is(prefix, capsys):
     assert json.loads(prefix.with_suffix(".json").read_text())["history"]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_scale_measures_on(as_json, prefix, monkeypatch, capsys):
-    rows = [scale.StrategyRow(Strategy(replicas=n), 0.5, 8 * n, 0.0, 0, 1.0, 0.0) for n in (1, 2)]
-    monkeypatch.setattr(scale, "measure", lambda layer, strategy, *_: rows[strategy.devices - 1])
-    path, strategies = prefix.with_suffix(".json"), [row.strategy for row in rows]
-    assert scale.run_all(Layer("small", 8, 16, 16, 4, 2), strategies, "float32", 1, path, as_json) == 1
-    printed = capsys.readouterr()
-    assert printed.err.splitlines()[-1] == f"jgg: could not write {path}: Is a directory"
-    assert "Wrote" not in printed.out
-    if as_json:
-        assert len(json.loads(printed.out)["measurements"]) == 2
-    else:
-        assert "data 2" in printed.out
-
-
 @pytest.mark.parametrize("is_full_later", [False, True])
 def test_tune_prints_what_it_found(is_full_later, tmp_path, monkeypatch, capsys):
     tried, out = [], tmp_path / "own.json"
@@ -168,35 +128,6 @@ def test_tuning_raises_in_the_end_what_kept_it_from_writing(tmp_path, monkeypatc
     assert len(trials) > 3
     (record,) = caplog.records
     assert "own.json could not be written, which is tried again" in record.message
-
-
-def run_into(file, *arguments, prelude="pass"):
-    program = f"import sys; {prelude}; import _jgg_command; sys.exit(_jgg_command.main())"
-    with open(file, "w") as out:
-        command = [sys.executable, "-c", program, *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=100)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize("arguments", [["info"], ["completion", "bash"]])
-def test_stdout_that_is_full_is_named_in_a_line(arguments):
-    done = run_into("/dev/full", *arguments)
-    assert (done.returncode, done.stderr) == (1, "jgg: could not write stdout: No space left on device\n")
-
-
-def test_without_room_for_temporary_files_commands_run(tmp_path):
-    done = run_into(tmp_path / "out", "info", prelude="import tempfile; tempfile.tempdir = '/proc/none'")
-    assert done.returncode == 0 and "Traceback" not in done.stderr
-    assert (tmp_path / "out").read_text().startswith("Versions\n")
-
-
-def test_other_errors_of_files_keep_their_traceback(monkeypatch):
-    def devices(*_):
-        raise NO_SPACE
-
-    monkeypatch.setattr(jax, "device_count", devices)
-    with pytest.raises(OSError, match="No space left"):
-        main(["scale"])
 
 
 @pytest.mark.usefixtures("trained")

@@ -12,11 +12,11 @@ import pytest
 import jgg
 from _jgg_command import parser
 from jgg import tuning
-from jgg.cli import bench_settings, demo, scale
+from jgg.cli import bench, demo
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.launching import choice
-from jgg.measuring import peers, strategies, workloads
+from jgg.measuring import workloads
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX
@@ -81,15 +81,13 @@ def test_options_offer_what_jgg_has():
     dtypes = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
     gemm_in_fp8 = workloads.gemm(num_rows=1, in_features=1, out_features=1, num_experts=1, dtype=E4M3)
     assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, workloads.FP8)
-    assert option("scale", "--dtype").choices == tuple(scale.MAX_ERROR)
     assert option("bench", "--w-layout").choices == W_LAYOUTS
     assert option("bench", "--implementation").choices == choice.NAMES
     assert option("bench", "--groups").choices == workloads.GROUPS
     assert option("bench", "--op").default == ",".join(workloads.OPS)
-    assert all(op in option("bench", "--op").help for op in bench_settings.OPS)
-    assert f"({','.join(workloads.OPS)}; in fp8 {','.join(tuning.ops_of(gemm_in_fp8))} " in option("tune", "--op").help
-    assert tuple(peers.PEERS) == parser.PEERS
-    assert strategies.FAMILIES == parser.FAMILIES
+    assert all(op in option("bench", "--op").help for op in bench.OPS)
+    own, in_fp8 = map(",".join, (workloads.OPS, tuning.ops_of(gemm_in_fp8)))
+    assert f"(default: {own}; in fp8 only {in_fp8}, " in option("tune", "--op").help
     assert f"a multiple of {demo.HEAD_DIM} " in option("demo", "--hidden").help
 
 
@@ -115,7 +113,7 @@ def test_every_number_has_a_type_that_says_its_bounds():
     kinds = {kind for kind in ("int", "float") if options_of(kind)}
     assert not kinds
     counts = options_of("positive_int")
-    assert ("demo", "--steps") in counts and ("tune", "--workers") in counts and ("scale", "--devices") in counts
+    assert ("demo", "--steps") in counts and ("tune", "--workers") in counts
     assert options_of("_seed") == [("demo", "--seed"), ("bench", "--seed")]
 
 
@@ -139,7 +137,7 @@ def test_numbers_that_nothing_computes_with_are_refused(kind, value, message, ca
 def test_out_is_no_folder(name, tmp_path, capsys):
     name = name.format(folder=tmp_path)
     commands = [command for command, own in subparsers().items() if "--out" in own._option_string_actions]
-    assert commands == ["demo", "bench", "tune", "scale"]
+    assert commands == ["demo", "tune"]
     for command in commands:
         message = f"argument --out: must end in the name of a file, not of a folder, got {name!r}"
         assert message in refused(capsys, command, "--out", name)
@@ -150,4 +148,4 @@ def test_out_is_no_folder(name, tmp_path, capsys):
 def test_out_is_a_prefix(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = name.format(folder=tmp_path)
-    assert parser.make_parser("").parse_args(["scale", "--out", name]).out == name
+    assert parser.make_parser("").parse_args(["demo", "--out", name]).out == name

@@ -211,6 +211,7 @@ else:
 import jax.numpy as jnp
 import jgg
 import jgg.cli
+assert "rich" not in sys.modules  # which takes long to import, and help does not need
 y = jgg.ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 4)), jnp.array([1, 2], jnp.int32))
 assert y.shape == (3, 4) and (y == 2).all(), y
 """

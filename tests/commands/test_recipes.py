@@ -1,6 +1,5 @@
 """The code of docs/integrations.md, docs/fine-tune.md and docs/migrate.md runs, and computes what they say."""
 
-import contextlib
 import shutil
 
 import jax
@@ -120,7 +119,6 @@ COMPARISONS = {
     "TransformerEngine": 1,
     "Unsloth": 1,
     "megablocks": 2,
-    "From jgg 0.1": 4,
 }
 
 
@@ -131,9 +129,7 @@ def test_migrate():
         compared[section] = 0
         for code in code_of("migrate.md", section):
             after = names.get("after")
-            warns = section == "From jgg 0.1"  # each `before` there is deprecated
-            with pytest.warns(DeprecationWarning) if warns else contextlib.nullcontext():
-                exec(compile(code, section, "exec"), names)
+            exec(compile(code, section, "exec"), names)
             if names.get("after") is not after:
                 np.testing.assert_allclose(names["after"], names["before"], rtol=2e-4, atol=2e-4, err_msg=section)
                 compared[section] += 1

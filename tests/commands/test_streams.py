@@ -1,46 +1,19 @@
-"""What commands print where: JSON for programs, scripts for shells, one line for a mistake."""
+"""What commands print where: JSON for programs, one line for a mistake or for what cannot be written."""
 
 import json
-import shutil
-import subprocess
+import os
 import sys
+import tempfile
 
 import pytest
 
-from jgg.cli import main, scale
+from _jgg_command import main
+from jgg.cli import info
 from jgg.cli.console import progress
-from jgg.measuring.strategies import Strategy
-from jgg.measuring.workloads import Layer
-from tests.support import processes
 from tests.support.processes import ROOT
 
 SIZES = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2"]
-
-
-def run(*arguments, prelude="", **options):
-    """The command as installed, in a process of its own."""
-    program = f"import sys; {prelude}; import _jgg_command; sys.exit(_jgg_command.main())"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, **options)
-
-
-def test_bench_prints_json_as_it_writes_it(tmp_path, capsys):
-    out = tmp_path / "bench"
-    options = ["--op", "forward", "--peers", "none", "--json", "--quiet"]
-    assert main(["bench", *SIZES, *options, "--out", str(out)]) == 0
-    output = capsys.readouterr().out
-    assert output == out.with_suffix(".json").read_text()
-    assert json.loads(output)["rows"][0]["op"] == "forward"
-
-
-def test_scale_prints_json_as_it_writes_it(tmp_path, monkeypatch, capsys):
-    row = scale.StrategyRow(Strategy(), 0.5, 8, 0.0, 0, 1.0, 0.0)
-    monkeypatch.setattr(scale, "measure", lambda *_: row)
-    layer, path = Layer("small", 8, 16, 16, 4, 2), tmp_path / "scale.json"
-    assert scale.run_all(layer, [Strategy()], "float32", 1, path, as_json=True) == 0
-    output = capsys.readouterr().out
-    assert output == path.read_text()
-    assert json.loads(output)["measurements"][0]["seconds"] == 0.5
+NO_SPACE = OSError(28, "No space left on device")
 
 
 @pytest.mark.interpret
@@ -55,23 +28,6 @@ def test_tune_prints_json(tmp_path, capsys):
     assert {name: search[name] for name in entry} == entry
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_options_and_layers(shell, capsys):
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(word in script for word in ("bench", "--w-layout" if shell != "fish" else "w-layout", "mixtral-8x7b"))
-    program = shutil.which(shell)
-    if program:
-        subprocess.run([program, "-n"], input=script, text=True, check=True)
-
-
-def test_without_shtab_completion_says_what_installs_it():
-    done = run("completion", "bash", prelude="sys.modules['shtab'] = None")
-    assert done.returncode == 1
-    assert done.stderr.endswith("jgg: shtab is not installed: pip install 'jgg[completion]'\n")
-
-
 def test_progress_shows_its_counts_beside_a_long_text(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with progress(600) as tell:
@@ -80,9 +36,9 @@ def test_progress_shows_its_counts_beside_a_long_text(monkeypatch, capsys):
 
 
 MISTAKES = {
-    "folder": (["scale", "--out", "/proc/scale"], "--out: /proc/scale is in /proc, which takes no files"),
-    "word": (["scale", "--steps", "many"], "--steps: must be a whole number, got 'many'"),
-    "fraction": (["scale", "--buffer-factor", "big"], "--buffer-factor: must be a number, got 'big'"),
+    "folder": (["demo", "--out", "/proc/demo"], "--out: /proc/demo is in /proc, which takes no files"),
+    "word": (["demo", "--steps", "many"], "--steps: must be a whole number, got 'many'"),
+    "fraction": (["demo", "--temperature", "big"], "--temperature: must be a number, got 'big'"),
     "file": (["tune", *SIZES, "--interpret", "--out", "pyproject.toml"], "--out: pyproject.toml is no file of tuned"),
 }
 
@@ -97,12 +53,18 @@ def test_a_mistake_is_named_in_a_line(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_platform_that_there_is_not_is_named_in_a_line(monkeypatch, capsys):
-    def devices(*_):
-        raise RuntimeError("Unable to initialize backend 'foo': it is not known")
+def fail_with(monkeypatch, error):
+    """The command `jgg info` raises this error."""
 
-    monkeypatch.setattr("jax.device_count", devices)
-    assert main(["scale"]) == 1
+    def gather():
+        raise error
+
+    monkeypatch.setattr(info, "gather", gather)
+
+
+def test_a_platform_that_there_is_not_is_named_in_a_line(monkeypatch, capsys):
+    fail_with(monkeypatch, RuntimeError("Unable to initialize backend 'foo': it is not known"))
+    assert main(["info"]) == 1
     assert capsys.readouterr().err.startswith("jgg: Unable to initialize backend 'foo': it is not known\nSee jgg info")
 
 
@@ -110,25 +72,43 @@ def test_a_platform_that_is_not_installed_is_named_in_a_line(monkeypatch, capsys
     def devices(*_):
         raise AssertionError  # as JAX does where JAX_PLATFORMS is cuda and there is no plugin
 
-    monkeypatch.setattr("jax.device_count", devices)
+    fail_with(monkeypatch, AssertionError())
     with pytest.raises(AssertionError):  # not for want of a device
-        main(["scale"])
+        main(["info"])
     monkeypatch.setattr("jax.devices", devices)
-    assert main(["scale"]) == 1
+    assert main(["info"]) == 1
     assert capsys.readouterr().err == "jgg: JAX has no device.\nSee jgg info for what to mend.\n"
 
 
-def test_other_errors_keep_their_traceback(monkeypatch):
-    def devices(*_):
-        raise RuntimeError("Something else")
-
-    monkeypatch.setattr("jax.device_count", devices)
-    with pytest.raises(RuntimeError, match="Something else"):
-        main(["scale"])
+@pytest.mark.parametrize("error", [RuntimeError("Something else"), NO_SPACE], ids=["any", "of a file"])
+def test_other_errors_keep_their_traceback(error, monkeypatch):
+    fail_with(monkeypatch, error)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        main(["info"])
 
 
-def test_a_reader_may_stop_early():
-    with processes.start("-m", "jgg", "completion", "bash") as process:
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert "Traceback" not in errors and "BrokenPipeError" not in errors
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_stdout_that_is_full_is_named_in_a_line(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["info"]) == 1
+    assert capsys.readouterr().err == "jgg: could not write stdout: No space left on device\n"
+
+
+def test_a_reader_may_stop_early(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["info"]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_without_room_for_temporary_files_commands_run(monkeypatch, capsys):
+    def no_room():
+        raise NO_SPACE
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_room)
+    assert main(["info"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out[:9], printed.err) == ("Versions\n", "")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
+from _jgg_command import main
 from jgg import tuning
-from jgg.cli import main
 from jgg.configs import tuned_configs, tuned_files
 from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES

@@ -4,7 +4,6 @@ JAX's caches take 4.0 for 4 and True for 1, so one wrong call can break, or chan
 """
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -208,24 +207,3 @@ def test_wrong_arguments(function):
     kinds = {bool: np.bool_, int: np.int64, float: np.float32}
     call(**{name: kinds.get(type(value), lambda same: same)(value) for name, value in right.items()})
     call(**right)
-
-
-ORDERS = {
-    "grouped_gemm_forward": ("group_sizes", "topk", "gather_indices", "permute_x"),
-    "grouped_gemm_dx": ("gather_indices", "group_sizes", "topk", "permute_x"),
-    "grouped_gemm_dw": ("group_sizes", "gather_indices", "topk"),
-}
-
-
-@pytest.mark.parametrize(("name", "order"), ORDERS.items(), ids=ORDERS)
-def test_positions_after_the_arrays_are_deprecated(name, order):
-    function, right = FUNCTIONS[name]
-    first, second = (right[of] for of in ("x", "dy", "w") if of in right)
-    options = {"group_sizes": jnp.array([4, 2]), "gather_indices": jnp.arange(6)[::-1], "topk": 1, "permute_x": True}
-    named = {each: options[each] for each in order}
-    message = f"jgg.{name} will take only its two arrays by position; name what follows: {order[0]}=..., {order[1]}"
-    with pytest.warns(DeprecationWarning, match=re.escape(message)):
-        by_position = function(first, second, *named.values())
-    np.testing.assert_array_equal(by_position, function(first, second, **named))
-    with pytest.raises(TypeError, match="positional arguments"):
-        function(first, second, *named.values(), **named)

@@ -1,7 +1,5 @@
 """Every error of an argument: its type, and that it names the argument, what was expected and what came."""
 
-import dataclasses
-import inspect
 import re
 
 import jax
@@ -356,22 +354,6 @@ def test_kernel_configs_are_hashable_and_frozen():
     assert config != jgg.KernelConfigForward()
     with pytest.raises(AttributeError):
         config.block_m = 32
-
-
-@pytest.mark.parametrize("kind", [jgg.KernelConfigForward, jgg.KernelConfigDX, jgg.KernelConfigDW])
-def test_warp_specialized_is_deprecated(kind):
-    for flag, kernel in ((True, "hopper"), (False, "plain")):
-        with pytest.warns(DeprecationWarning, match=f'warp_specialized is deprecated: use kernel="{kernel}"'):
-            config = kind(band=3, warp_specialized=flag)
-        assert config == kind(band=3, kernel=kernel)
-        assert hash(config) == hash(kind(band=3, kernel=kernel))
-        assert config.warp_specialized == flag
-        assert dataclasses.replace(config, band=4) == kind(band=4, kernel=kernel)
-    with pytest.warns(DeprecationWarning, match='use kernel="hopper"'):
-        assert dataclasses.replace(kind(), warp_specialized=True) == kind(kernel="hopper")
-    with pytest.raises(TypeError, match="warp_specialized must be True or False, got 'no'"):
-        kind(warp_specialized="no")
-    assert "warp_specialized" not in inspect.signature(kind).parameters
 
 
 def test_too_many_rows():

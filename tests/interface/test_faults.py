@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import jgg
+from _jgg_command import main
 from jgg import tuning
-from jgg.cli import info, main
+from jgg.cli import info
 from jgg.configs import tuned_files
 from jgg.configs.heuristic import heuristic_config
 from jgg.core import files

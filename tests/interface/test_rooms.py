@@ -6,6 +6,7 @@ import re
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "jgg"
+COMMAND = "_jgg_command"  # a room beside jgg, so that help needs no JAX
 
 
 def rooms():
@@ -16,22 +17,32 @@ def rooms():
 
 
 def imported(path):
-    """The modules of jgg that a file imports, in functions too, but for type checkers alone."""
+    """The modules that a file imports from jgg and from the command, in functions too, but not for type checkers alone.
+
+    Names begin with "jgg.", those of the command's modules too.
+    """
+    for name in _imported(path):
+        if name.startswith("jgg."):
+            yield name
+        elif name.partition(".")[0] == COMMAND:
+            yield f"jgg.{name}"
+
+
+def _imported(path):
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("jgg."))
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module and node.module.startswith("jgg."):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "jgg":
-            yield from (f"jgg.{alias.name}" for alias in node.names)
 
 
 def modules():
-    return {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.glob("**/*.py")}
+    command = {path: (COMMAND, path.stem) for path in (ROOT / COMMAND).glob("*.py")}
+    return command | {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.glob("**/*.py")}
 
 
 def test_every_room_has_a_place():

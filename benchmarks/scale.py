@@ -1,21 +1,28 @@
-"""Measure a whole MoE layer on 1, 2, 4, ... of this process's devices, at the same tokens for each.
+"""Measures a whole MoE layer on 1, 2, 4, ... of this process's devices, with as many tokens on each device.
 
-A step is forward and backward, router included, with a strategy of jgg.sharding. Prints tokens a second, efficiency
+    python -m benchmarks.scale --layer qwen3-30b-a3b
+
+A step is forward and backward, router included, with a strategy of jgg.sharding. Prints tokens a second, the efficiency
 relative to one device and the bytes that devices send, and writes PREFIX.json.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from _jgg_command.parser import add_shared, positive_float, positive_int
+from benchmarks.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.cli import options
+from jgg.cli import run as run_command
 from jgg.cli.console import print_table, progress
 from jgg.cli.info import devices, origin
 from jgg.cli.options import UsageError
@@ -23,7 +30,6 @@ from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.experts.mesh import map_tokens
 from jgg.layers import MoELayer
-from jgg.measuring.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding
@@ -67,10 +73,39 @@ class StrategyRow:
         return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    one = {"help": "a layer that jgg knows, by its name (default: the first; without a GPU, a smaller one)"}
+    add_shared(parser, "shapes", "json", layer=one, out={"default": "jgg-scale"})
+    dtype = {"choices": tuple(MAX_ERROR), "help": "dtype of the computation (default: bfloat16 on a GPU, else float32)"}
+    add_shared(parser, dtype=dtype)
+    parser.add_argument("--tokens", type=positive_int, help="tokens of each device (default: the layer's)")
+    parser.add_argument("--devices", type=positive_int, help="the largest number of devices (default: all)")
+    what = f"strategies to measure, a comma list of {', '.join(FAMILIES)} (default: all)"
+    parser.add_argument("--strategy", metavar="LIST", help=what)
+    what = "room of each device for rows, in shares of an even distribution (default: %(default)s)"
+    parser.add_argument("--buffer-factor", type=positive_float, default=1.25, help=what)
+    what = "steps in each of the timed repeats (default: %(default)s)"
+    parser.add_argument("--steps", type=positive_int, default=10, help=what)
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+def one_layer(args) -> Layer:
+    """The one layer that --layer names, by default the first, with --tokens tokens if given."""
+    layer, *others = options.layers(args)
+    if args.layer and others:
+        raise UsageError(f"--layer must name one layer, got {', '.join(args.layer)}")
+    return layer if args.tokens is None else dataclasses.replace(layer, tokens=args.tokens)
+
+
 def run(args) -> int:
     """Measures and reports; returns 0, or 1 if a result was wrong or the file could not be written."""
-    layer, visible = options.one_layer(args), jax.device_count()
-    scaled_down = options.are_scaled_down(args)
+    layer, visible = one_layer(args), jax.device_count()
+    scaled_down = options.are_scaled_down(args) and args.tokens is None
     if scaled_down:
         layer = options.scaled_down(layer)
     most = args.devices or visible
@@ -266,3 +301,12 @@ def _group_size(groups):
     if groups.startswith("["):
         return int(groups[1:].partition("]")[0].split(",")[-1])
     return groups.partition("}")[0].count(",") + 1
+
+
+def main(argv=None) -> int:
+    """Runs the benchmark and returns the exit code."""
+    return run_command(make_parser().parse_args(argv), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The command `jgg scale`: which strategies it measures and what bytes it counts, on two CPU devices."""
+"""Layers on several devices: which strategies it measures and what bytes it counts, on two CPU devices."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from jgg.cli import main, scale
-from jgg.measuring.strategies import choose_strategies
+from benchmarks import scale
+from benchmarks.strategies import Strategy, choose_strategies
 from jgg.measuring.workloads import Layer
 from tests.support import processes
 
@@ -59,8 +59,8 @@ CHOSEN = {
 def test_scale_chooses_strategies(options, names, monkeypatch):
     chosen = []
     monkeypatch.setattr("jax.device_count", lambda: 2)
-    monkeypatch.setattr("jgg.cli.scale.run_all", lambda layer, strategies, *_: chosen.extend(strategies) or 0)
-    assert main(["scale", *options]) == 0
+    monkeypatch.setattr(scale, "run_all", lambda layer, strategies, *_: chosen.extend(strategies) or 0)
+    assert scale.main(options) == 0
     assert [str(strategy) for strategy in chosen] == ["one device", *names]
 
 
@@ -74,8 +74,8 @@ def test_scale_chooses_strategies(options, names, monkeypatch):
 )
 def test_scale_measures_small_sizes_without_a_gpu(options, sizes, monkeypatch, capsys):
     measured = []
-    monkeypatch.setattr("jgg.cli.scale.run_all", lambda layer, _, dtype, *rest: measured.append((layer, dtype)) or 0)
-    assert main(["scale", *options]) == 0
+    monkeypatch.setattr(scale, "run_all", lambda layer, _, dtype, *rest: measured.append((layer, dtype)) or 0)
+    assert scale.main(options) == 0
     ((layer, dtype),) = measured
     assert (layer.tokens, layer.hidden, dtype) == sizes
     assert capsys.readouterr().out.startswith("" if options else "scaled down: no GPU")
@@ -83,7 +83,7 @@ def test_scale_measures_small_sizes_without_a_gpu(options, sizes, monkeypatch, c
 
 def test_scale_refuses_a_strategy_that_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
-        main(["scale", "--strategy", "data,experts"])
+        scale.main(["--strategy", "data,experts"])
     assert (
         "--strategy must be of data, fsdp, all_gather, ragged_all_to_all, tensor; got 'experts'"
         in capsys.readouterr().err
@@ -105,25 +105,28 @@ def test_scale_splits_as_the_layer_can_be():
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "strategies", [["expert 2 by all_gather"], pytest.param(list(SENT), marks=pytest.mark.sweep)], ids=["one", "all"]
-)
-def test_scale_measures_what_is_sent(strategies, tmp_path):
+def test_scale_measures_what_is_sent(tmp_path):
     """In a process of its own with two devices: each strategy is right and sends what the formulas say."""
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"layers": [dataclasses.asdict(LAYER)]}))
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    command = ["scale", "--shapes", shapes, "--layer", "wide", "--dtype", "float32", "--steps", "1"]
-    command += ["--strategy", "all_gather"] if len(strategies) == 1 else []
+    command = ["--shapes", shapes, "--layer", "wide", "--dtype", "float32", "--steps", "1"]
     process = processes.start(
-        "-m", "jgg", *command, "--buffer-factor", "2", "--out", tmp_path / "scale", JAX_PLATFORMS="cpu", XLA_FLAGS=flags
+        "-m",
+        "benchmarks.scale",
+        *command,
+        "--buffer-factor",
+        "2",
+        "--out",
+        tmp_path / "scale",
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=flags,
     )
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert f"{len(strategies) + 1}/{len(strategies) + 1}" in errors  # the progress bar
+    assert "6/6" in errors  # the progress bar
     measured = json.loads((tmp_path / "scale.json").read_text())["measurements"]
-    assert [m["name"] for m in measured] == ["one device", *strategies]
+    assert [m["name"] for m in measured] == ["one device", *SENT]
     for entry in measured:
         assert entry["error"] < 1e-5 and entry["overflow"] == 0 and entry["seconds"] > 0, entry
         assert entry["tokens"] == 64 * (1 if entry["name"] == "one device" else 2)
@@ -131,3 +134,18 @@ def test_scale_measures_what_is_sent(strategies, tmp_path):
         assert sent <= entry["moved"], entry
         if "ragged" not in entry["name"]:  # on CPUs an all-gather takes the place of that exchange
             assert entry["moved"] <= 1.1 * sent, entry  # router and weights of rows come on top
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_scale_prints_json_as_it_writes_it(is_writable, tmp_path, monkeypatch, capsys):
+    rows = [scale.StrategyRow(Strategy(replicas=n), 0.5, 8 * n, 0.0, 0, 1.0, 0.0) for n in (1, 2)]
+    monkeypatch.setattr(scale, "measure", lambda layer, strategy, *_: rows[strategy.devices - 1])
+    path = tmp_path / ("scale.json" if is_writable else "nowhere/scale.json")
+    strategies = [row.strategy for row in rows]
+    assert scale.run_all(LAYER, strategies, "float32", 1, path, as_json=True) == (not is_writable)
+    printed = capsys.readouterr()
+    assert [each["name"] for each in json.loads(printed.out)["measurements"]] == ["one device", "data 2"]
+    if is_writable:
+        assert printed.out == path.read_text()
+    else:
+        assert printed.err.splitlines()[-1] == f"jgg: could not write {path}: No such file or directory"

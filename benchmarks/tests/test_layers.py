@@ -1,9 +1,8 @@
-"""The benchmarks of a checkout: whole layers, how they are judged, other libraries, and pictures."""
+"""Whole layers, LoRA and models: what is measured, how results are judged, what is printed and drawn."""
 
 import dataclasses
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 
 import jgg
-from benchmarks import gemms, layer_roofline, layers, lora, models, peers, plots
 from benchmarks import layer as measuring
+from benchmarks import layer_roofline, layers, lora, models, plots
 from jgg.cli.console import number
 from jgg.measuring import ways
 from jgg.measuring.timing import Timing
-from jgg.measuring.workloads import Layer, load_layers
+from jgg.measuring.workloads import Layer
 
 TINY = Layer("tiny", tokens=12, hidden=16, expert_intermediate=8, experts=4, topk=2)
 OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]  # the same sizes
@@ -42,12 +41,10 @@ class CachedReference:
 
 
 @pytest.fixture
-def run_layers(tmp_path, monkeypatch, capsys):
+def run_layers(tmp_path, no_timing, monkeypatch, capsys):
     """Measures a layer without timing anything; returns the exit code, what it printed and its JSON."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     dense = SimpleNamespace(measure=lambda: Timing(1e-4, None))
-    monkeypatch.setitem(layer_roofline.PEERS, "dense", peers.Peer(lambda *_: [dense]))
+    monkeypatch.setattr(layer_roofline, "dense", lambda *_: dense)
     monkeypatch.setattr(layers, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(layers, "measure_memory", memory_of)
     monkeypatch.setattr(layers, "LayerReference", CachedReference)
@@ -117,7 +114,7 @@ def changed(name, change):
     return layer_function
 
 
-@pytest.mark.parametrize("name", ["d w_router", pytest.param("y", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["d w_router", "y"])
 def test_a_wrong_result_is_reported_and_not_timed(name, run_layers, monkeypatch):
     wrong_function = changed(name, lambda array: array.at[1, 1].add(0.5))
     monkeypatch.setattr(layers, "layer_function", wrong_function)
@@ -164,7 +161,6 @@ def test_wrong_choices_are_told_from_close_ones():
     assert judge([0, 1, 2, 3], [3, 2, 1, 0]) == -np.inf
 
 
-@pytest.mark.sweep
 def test_a_wrong_choice_is_reported(run_layers, monkeypatch):
     monkeypatch.setattr(layers, "layer_function", changed("topk_indices", lambda chosen: 3 - chosen))
     code, output, _ = run_layers()
@@ -172,7 +168,6 @@ def test_a_wrong_choice_is_reported(run_layers, monkeypatch):
     assert "WRONG: an expert left out beats one chosen by" in output
 
 
-@pytest.mark.sweep
 def test_bfloat16_stays_within_the_bounds():
     layer = Layer("narrow", tokens=64, hidden=256, expert_intermediate=128, experts=8, topk=4)
     problem = measuring.LayerProblem(layer, "bfloat16", "ekn")
@@ -209,57 +204,6 @@ def test_layers_are_scaled_down_without_a_gpu(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("scaled down: no GPU")
 
 
-def test_other_libraries_are_beside_jgg(tmp_path, monkeypatch, capsys):
-    def measure(function, arrays, *_, **__):
-        return Timing(1e-3, jax.jit(function)(arrays))
-
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(ways, "measure", measure)
-    monkeypatch.setattr("jgg.measuring.roofline.measure", measure)
-    monkeypatch.setitem(peers.PEERS, "tokamax", dataclasses.replace(peers.PEERS["tokamax"], unavailable=lambda: "away"))
-    out = tmp_path / "gemms"
-    assert gemms.main(["--quiet", *OWN, "--op=forward", "--peers=dense,tokamax", f"--out={out}"]) == 0
-    assert "Skipped tokamax: away" in capsys.readouterr().out
-    plots.main([f"{out}.json"])
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_package_that_is_missing_or_broken_is_a_reason(tmp_path, monkeypatch):
-    (tmp_path / "tokamax.py").write_text("raise OSError('libcudart.so.99: not found\\nand more')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert peers.PEERS["tokamax"].unavailable() == "OSError: libcudart.so.99: not found"
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert peers.PEERS["torch"].unavailable() == "torch is not installed"
-    assert peers.PEERS["quack"].unavailable() == "torch is not installed"
-
-
-def gpu_layer(name, **changes):
-    problem = measuring.LayerProblem(dataclasses.replace(load_layers()[name], **changes), "bfloat16")
-    return problem, problem.operands()
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-def test_temporaries_of_a_training_step():
-    """At most pre-activation, its gradient, hidden, its gradient and one array [M, H] are held at once."""
-    problem, arrays = gpu_layer("qwen3-30b-a3b")
-    layer, memory = problem.layer, measuring.measure_memory(problem, arrays)
-    row_bytes = 2 * (2 * 2 * layer.expert_intermediate + 2 * layer.expert_intermediate + layer.hidden)
-    assert memory.temporaries < 1.1 * problem.num_rows * row_bytes
-    assert memory.total < 1.25 * problem.memory_limit
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-@pytest.mark.parametrize("tokens", [1, 131_072])
-def test_few_and_many_tokens(tokens):
-    problem, arrays = gpu_layer("qwen3-30b-a3b", tokens=tokens, hidden=512, expert_intermediate=128)
-    results = jax.jit(measuring.layer_function(problem, measuring.FORWARD_BACKWARD))(arrays)
-    reference = measuring.LayerReference.of(problem, measuring.FORWARD_BACKWARD, arrays, results["topk_indices"])
-    measurement = reference.check(results)
-    assert measurement.status == "right", measurement
-
-
 def no_dense_in_fp8(problem, seed, is_in_fp8):
     if is_in_fp8:
         raise RuntimeError("no FP8")
@@ -274,10 +218,8 @@ def test_adapters_without_dense_products_have_a_reason(monkeypatch):
     assert missing == ["tiny dense in FP8: failed: RuntimeError: no FP8"]
 
 
-@pytest.mark.sweep
+@pytest.mark.usefixtures("no_timing")
 def test_lora(monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     monkeypatch.setattr(lora, "problems_of", lambda _, ranks: [lora.LoraProblem(TINY), lora.LoraProblem(TINY, *ranks)])
     monkeypatch.setattr(lora, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(lora, "dense_times", no_dense_in_fp8)
@@ -298,7 +240,6 @@ def test_lora(monkeypatch, capsys):
     assert "rank 2: WRONG" in capsys.readouterr().out
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "experts", "runs"),
     [

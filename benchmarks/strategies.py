@@ -1,4 +1,4 @@
-"""The strategies that `jgg scale` measures: ways to split an MoE layer over devices."""
+"""The strategies that `benchmarks.scale` measures: ways to split an MoE layer over devices."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import layer as measuring
 from benchmarks import layer_peers, layers, plots
-from jgg.measuring import ways
-from jgg.measuring.timing import Measurement, Timing
+from jgg.measuring.timing import Measurement
 from jgg.measuring.workloads import Layer
 
 TINY = Layer("tiny", tokens=12, hidden=16, expert_intermediate=8, experts=4, topk=2)
@@ -21,11 +20,9 @@ OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32
 
 
 @pytest.fixture
-def run_layers(tmp_path, monkeypatch, capsys):
+def run_layers(tmp_path, no_timing, monkeypatch, capsys):
     """Measures only peers, and does not time them; returns the exit code, what it printed and its JSON."""
     right = Measurement("right", seconds=1e-3, error=0.0)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(ways, "measure", lambda function, arrays, *_, **__: Timing(2e-3, jax.jit(function)(arrays)))
     monkeypatch.setattr(layers, "copy_bandwidth", lambda: 1e9)
     for name, result in (("_measure_pass", right), ("_measure_routing", None), ("_measure_dense", None)):
         monkeypatch.setattr(layers, name, lambda *_, result=result: result)
@@ -54,7 +51,7 @@ def test_a_layer_around_ragged_dot_is_beside_jgg(run_layers, monkeypatch):
     assert all((each["status"], each["seconds"]) == ("right", 2e-3) for each in passes.values())
 
 
-@pytest.mark.parametrize("w_layout", ["enk", pytest.param("ekn", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
 def test_a_layer_around_ragged_dot_has_all_results(w_layout, monkeypatch):
     problem, which = measuring.LayerProblem(TINY, "float32", w_layout), measuring.FORWARD_BACKWARD
     arrays = problem.operands()
@@ -95,9 +92,8 @@ def test_a_peer_that_raises_is_no_failure_of_jgg(run_layers, monkeypatch):
     assert run_layers("--peers=ragged_dot")[0] == 0
 
 
-@pytest.mark.sweep
 def test_choices_by_rounded_logits_are_right_where_only_rounding_changed_them():
-    """As of a router in bfloat16: the reference is of the experts that it chose."""
+    """A router in bfloat16 rounds its logits; what it computes is compared with a reference for its choices."""
     layer = Layer("narrow", tokens=64, hidden=128, expert_intermediate=64, experts=8, topk=2)
     problem, which = measuring.LayerProblem(layer, "bfloat16"), measuring.FORWARD
     arrays = problem.operands()
@@ -122,7 +118,7 @@ def expected_of(problem, arrays, chosen):
 
 
 class Tensor:
-    """As much of a torch tensor as TorchLayer uses, around an array of JAX."""
+    """The part of a torch tensor's interface that TorchLayer uses, around an array of JAX."""
 
     def __init__(self, array):
         self.array = array
