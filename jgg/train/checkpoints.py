@@ -1,25 +1,29 @@
 """Saves the state of training by Orbax, in the background, and restores the last one."""
 
 import contextlib
-from pathlib import Path
+import os
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from jgg.core.arguments import as_path
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on, for the reason that the message names."""
 
 
-def opened(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
+def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Any]:
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
     On leaving it waits until everything is written.
     """
     if folder is None:
         return contextlib.nullcontext()
-    return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    return ocp.CheckpointManager(
+        as_path("checkpoints", folder).absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
 
 
 def restored(manager: Any, state: Any) -> tuple[int, Any]:
@@ -27,8 +31,7 @@ def restored(manager: Any, state: Any) -> tuple[int, Any]:
 
     Raises: TrainingError: the checkpoint is damaged or of another model.
     """
-    step = None if manager is None else manager.latest_step()
-    if step is None:
+    if manager is None or (step := manager.latest_step()) is None:
         return 0, state
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     try:

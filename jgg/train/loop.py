@@ -1,8 +1,8 @@
 """`Trainer`: the loop of training, for any model of Flax NNX, loss, optimizer of optax and batches."""
 
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jgg.core.arguments import as_int
 from jgg.train.checkpoints import TrainingError, opened, restored, save
 from jgg.train.meter import Meter, Speed
 
@@ -69,22 +70,14 @@ class Trainer:
         if everywhere is not None:  # the rest of an optimizer's state is split as the parameters are
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
-        splits = jax.tree.map(lambda a: a.sharding, state)
-        self._state = state
+        self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere))
-        self._lowered: jax.stages.Lowered | None = None
 
     @property
     def model(self) -> Any:
         """The model, with what it has learned so far."""
         nnx.update(self._model, self._state[0])
         return self._model
-
-    def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """The step, lowered for batches like this one; `fit` compiles it."""
-        if self._lowered is None:
-            self._lowered = self._step.lower(self._state, self._frozen, batch)
-        return self._lowered
 
     def fit(
         self,
@@ -93,7 +86,7 @@ class Trainer:
         *,
         every: Collection[int] = (10,),
         first: bool = False,
-        checkpoints: Path | None = None,
+        checkpoints: str | os.PathLike[str] | None = None,
         save_every: int = 1000,
     ) -> Iterator[Record]:
         """Trains, and yields a Record now and then; what the caller does with it counts in no speed.
@@ -109,14 +102,18 @@ class Trainer:
           checkpoints: a folder: training goes on from the last checkpoint there, and saves others.
           save_every: steps between two checkpoints; the last step is saved too.
 
-        Raises: TrainingError: a loss, or a trained variable after its step, is not finite, which is looked for before
-          each record and checkpoint; or a checkpoint is damaged or of another model.
+        Raises:
+          TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
+            checkpoint; or a checkpoint is damaged or of another model.
         """
+        steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
+        every = [as_int("every", each, 1) for each in every]
         with opened(checkpoints) as manager:
             start, self._state = restored(manager, self._state)
             if start >= steps:
                 return
-            run, waiting = self.lower(batch_of(start + 1)).compile(), []
+            run = self._step.lower(self._state, self._frozen, batch_of(start + 1)).compile()
+            waiting: list[Any] = []
             self._meter.restart()
             for step in range(start + 1, steps + 1):
                 batch = batch_of(step)
@@ -125,10 +122,11 @@ class Trainer:
                 self._meter.add(self._lengths_of(batch))
                 is_told = step == steps or (first and step == start + 1) or any(step % each == 0 for each in every)
                 is_saved = manager is not None and (step == steps or step % save_every == 0)
-                if is_told or is_saved:
-                    waiting = jax.device_get(waiting)
-                    _check_finite([loss for loss, _ in waiting], step, manager)
-                    speed = self._meter.read()
+                if not is_told and not is_saved:
+                    continue
+                waiting = jax.device_get(waiting)
+                _check_finite([loss for loss, _ in waiting], step, manager)
+                speed = self._meter.read()
                 if is_saved:
                     save(manager, step, self._state)
                 if is_told:

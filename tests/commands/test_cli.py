@@ -21,6 +21,7 @@ from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure
 from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
+from jgg.train import TrainingError
 from tests.support import processes
 from tests.support.processes import ROOT
 
@@ -304,6 +305,15 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
     assert result["history"]["train"][-1]["step"] == result["final"]["steps"] == 10
     assert out.with_suffix(".png").exists()
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_demo_whose_loss_is_not_finite_ends_in_one_line(monkeypatch):
+    def fail(_):
+        raise TrainingError("step 3: the loss is nan")
+
+    monkeypatch.setattr(train.Demo, "_fit", fail)
+    with pytest.raises(SystemExit, match="jgg: step 3: the loss is nan"):
+        object.__new__(train.Demo).run()
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from arguments import enough_memory
 from flax import nnx
 
 import jgg.models
+import jgg.train
 from tests.support.models import config_of, folder_with_tokenizer
 
 
@@ -168,6 +169,16 @@ def test_what_counts_in_the_loss(folder):
     totals, learned = zip(*(loss(model, {name: a[n] for name, a in batch.items()}) for n in range(2)), strict=True)
     np.testing.assert_allclose(sum(learned), 2 * 3, rtol=1e-6)
     np.testing.assert_allclose(sum(totals), 2 * 3 + 0.1 * 3 * (16 + 11), rtol=1e-6)
+
+
+def test_training_that_cannot_go_on_writes_no_adapter(error, monkeypatch):
+    def fail(*_):
+        raise jgg.train.TrainingError("step 3: the loss is nan")
+
+    monkeypatch.setattr(finetune, "make_trainer", lambda *_: None)
+    monkeypatch.setattr(finetune, "run_steps", fail)
+    assert error(finetune, "model", "--data", "data.jsonl", "--output", "out") == "step 3: the loss is nan"
+    assert not os.path.lexists("out")
 
 
 def test_other_options_are_named_where_a_run_goes_on(folder, error):

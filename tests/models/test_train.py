@@ -124,6 +124,12 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
         list(trainer().fit(batch_of, 3, checkpoints=tmp_path / "run"))
 
 
+@pytest.mark.parametrize("option", [{"every": (10, 0)}, {"save_every": 0}, {"steps": -1}])
+def test_a_wrong_option_is_named(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be"):
+        list(trainer().fit(batch_of, **{"steps": 1} | option))
+
+
 @pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
 def test_flops_of_a_decoder(wrt, monkeypatch):
     model = jgg.models.load(DATA / "gpt_oss", lora_rank=2)

@@ -31,7 +31,7 @@ class Result:
 
     Attributes:
       settings: options of the run.
-      implementation: grouped GEMM's implementation, as found in the compiled step.
+      implementation: grouped GEMM's implementation, as found in the model's program.
       train_bytes, held_out_bytes: sizes of the two texts.
       parameters: number of parameters of the model.
       active_parameters: number of parameters that act on one byte; of the experts, only topk count.
@@ -74,7 +74,7 @@ class Demo:
         parameters = _count_parameters(model, settings)
         self._trainer, self._batch_of = make_trainer(model, _make_optimizer(settings), settings, corpus.train, data_key)
         self._held_out = held_out_windows(corpus.held_out, settings.seq, settings.batch)
-        implementation = implementation_in(self._trainer.lower(self._batch_of(1)).as_text())
+        implementation = implementation_in(jax.jit(measure).lower(model, self._held_out[0][0]).as_text())
         self.result = Result(settings, implementation, len(corpus.train), len(corpus.held_out), *parameters)
 
     def run(self) -> Result:
@@ -99,23 +99,16 @@ class Demo:
         with progress(steps, self.settings.quiet) as tell:
             tell("compiling")
             for record in self._trainer.fit(self._batch_of, steps, every=(_LOG_EVERY, measure_every)):
-                self._log(record)
+                bits, speed = record.metrics["bits_per_byte"], record.speed.tokens_per_second
+                group_sizes = record.metrics["group_sizes"].sum(axis=0)
+                point = {"step": record.step, "bits_per_byte": float(np.mean(bits)), "tokens_per_second": speed}
+                self.result.train.append(point)
+                self.result.train_seconds += record.speed.seconds
+                self.result.expert_load = (group_sizes / group_sizes.sum(axis=1, keepdims=True)).tolist()
                 if record.step % measure_every == 0 or record.step == steps:
-                    bits_per_byte = held_out_bits(self._trainer.model, *self._held_out).item()
-                    self.result.held_out.append({"step": record.step, "bits_per_byte": bits_per_byte})
-                tell(progress_line(self.result), len(record.metrics["bits_per_byte"]))
-
-    def _log(self, record):
-        group_sizes = record.metrics["group_sizes"].sum(axis=0)
-        self.result.train_seconds += record.speed.seconds
-        self.result.expert_load = (group_sizes / group_sizes.sum(axis=1, keepdims=True)).tolist()
-        self.result.train.append(
-            {
-                "step": record.step,
-                "bits_per_byte": float(np.mean(record.metrics["bits_per_byte"])),
-                "tokens_per_second": record.speed.tokens_per_second,
-            }
-        )
+                    held_out = held_out_bits(self._trainer.model, *self._held_out).item()
+                    self.result.held_out.append({"step": record.step, "bits_per_byte": held_out})
+                tell(progress_line(self.result), len(bits))
 
 
 def make_trainer(model: Decoder, optimizer: optax.GradientTransformation, settings: Settings, text: np.ndarray, key):
