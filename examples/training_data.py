@@ -115,9 +115,20 @@ def pack(examples: list[tuple[np.ndarray, int]], length: int, is_packed: bool) -
 
 
 def batch_of(data: dict[str, np.ndarray], step: int, options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """The batch of a step, [accumulate, batch size, length]: each epoch has all sequences in an order of its own."""
+    """The batch of a step, [accumulate, batch size, length]: each epoch has all sequences in an order of its own.
+
+    By "weights" of the targets, the mean of the losses of its parts is the mean over all tokens that are learned.
+    """
     shape, count = (options.accumulate, options.batch_size), len(data["tokens"])
     epochs, places = np.divmod((step - 1) * math.prod(shape) + np.arange(math.prod(shape)), count)
     orders = {epoch: np.random.default_rng((options.seed, epoch)).permutation(count) for epoch in set(epochs.tolist())}
     rows = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
-    return {name: array[rows].reshape(*shape, -1) for name, array in data.items()}
+    batch = {name: array[rows].reshape(*shape, -1) for name, array in data.items()}
+    learned = batch.pop("learned")
+    return batch | {"weights": learned * np.float32(options.accumulate / np.sum(learned))}
+
+
+def lengths_of(batch: dict[str, np.ndarray]) -> np.ndarray:
+    """The number of tokens of each example in a batch."""
+    segments = batch["segments"].reshape(-1, batch["segments"].shape[-1])
+    return np.concatenate([np.bincount(row)[1:] for row in segments])

@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -24,7 +23,7 @@ from _jgg_command.parser import COMMANDS
 from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model
-from jgg.cli.demo.train import TrainState, make_evaluate, make_step
+from jgg.cli.demo.train import held_out_bits, make_trainer
 from jgg.cli.info import devices, versions
 
 PEAK_RATE = 3e-3
@@ -41,20 +40,15 @@ def train(settings: Settings, variant: str):
     settings = dataclasses.replace(settings, implementation=implementation, fp8=quantization == "fp8")
     corpus = load_corpus()
     init_key, data_key = jax.random.split(jax.random.key(settings.seed))
-    graphdef, params = nnx.split(make_model(settings, nnx.Rngs(init_key)))
+    model = make_model(settings, nnx.Rngs(init_key))
     warmup = max(1, min(100, settings.steps // 10))
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, warmup, max(settings.steps, warmup + 1)))
-    step = make_step(graphdef, optimizer, settings, data_key)
-    state, text = TrainState(params, optimizer.init(params), jnp.int32(0)), jax.device_put(corpus.train)
-    losses = []
-    for _ in range(settings.steps):
-        state, metrics = step(state, text)
-        losses.append(metrics.bits_per_byte)
-    losses = np.asarray(jax.device_get(losses))
+    trainer, batch_of = make_trainer(model, optimizer, settings, corpus.train, data_key)
+    (record,) = trainer.fit(batch_of, settings.steps, every=())
+    losses = record.metrics["bits_per_byte"]
     held_out = None
     if settings.implementation != "interpret":  # which would take hours
-        windows = held_out_windows(corpus.held_out, settings.seq, settings.batch)
-        held_out = make_evaluate(graphdef)(state.params, *windows).item()
+        held_out = held_out_bits(trainer.model, *held_out_windows(corpus.held_out, settings.seq, settings.batch)).item()
     whole = len(losses) // SMOOTHED * SMOOTHED or len(losses)
     return {
         "variant": variant,

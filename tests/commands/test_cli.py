@@ -23,6 +23,7 @@ from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure
 from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
+from jgg.train import TrainingError
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
@@ -304,6 +305,15 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+def test_demo_whose_loss_is_not_finite_ends_in_one_line(monkeypatch):
+    def fail(_):
+        raise TrainingError("step 3: the loss is nan")
+
+    monkeypatch.setattr(train.Demo, "_fit", fail)
+    with pytest.raises(SystemExit, match="jgg: step 3: the loss is nan"):
+        object.__new__(train.Demo).run()
+
+
 @pytest.fixture(scope="module")
 def small_model():
     settings = demo.Settings(
@@ -324,12 +334,11 @@ def small_model():
     )
     model = make_model(settings, nnx.Rngs(0))
     model.w_head[...] = jax.random.normal(jax.random.key(1), (64, 256))
-    graphdef, params = nnx.split(model)
-    return graphdef, params, jax.jit(functools.partial(measure, graphdef, params))
+    return model, functools.partial(jax.jit(measure), model)
 
 
 def test_model_predicts_bytes_from_earlier_ones_alone(small_model):
-    *_, measure_windows = small_model
+    _, measure_windows = small_model
     windows = np.random.default_rng(0).integers(0, 256, (2, 17), dtype=np.uint8)
     changed = windows.copy()
     changed[:, 9] += 1
@@ -339,7 +348,7 @@ def test_model_predicts_bytes_from_earlier_ones_alone(small_model):
 
 
 def test_model_measures_loads_and_their_imbalance(small_model):
-    *_, measure_windows = small_model
+    _, measure_windows = small_model
     measured = measure_windows(np.zeros((2, 17), np.uint8))  # every position is routed alike
     np.testing.assert_array_equal(np.sort(measured.group_sizes, axis=1), [[0, 0, 32, 32]])
     assert 1 < measured.imbalance < 4
@@ -354,9 +363,9 @@ def test_held_out_windows_predict_every_byte_once():
 
 
 def test_evaluation_is_the_mean_over_all_held_out_bytes(small_model):
-    graphdef, params, measure_windows = small_model
+    model, measure_windows = small_model
     text = np.random.default_rng(0).integers(0, 256, 38, dtype=np.uint8)
-    value = train.make_evaluate(graphdef)(params, *held_out_windows(text, seq=16, batch=2))
+    value = train.held_out_bits(model, *held_out_windows(text, seq=16, batch=2))
     padded = np.pad(text, (0, 11))
     bits = [measure_windows(padded[[range(i, i + 17)] * 2]).bits[0] for i in (0, 16, 32)]
     np.testing.assert_allclose(value, np.concatenate(bits)[:37].mean(), rtol=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 
 import finetune
@@ -10,12 +9,12 @@ import generate
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from arguments import enough_memory
 from flax import nnx
 
 import jgg.models
+import jgg.train
 from tests.support.models import config_of, folder_with_tokenizer
 
 
@@ -157,60 +156,29 @@ class Model(nnx.Module):
         return jnp.broadcast_to(self.w[...], tokens.shape)
 
 
-def step_of_model(weight):
-    """A step of gradient descent, its state and what is frozen."""
-    graphdef, adapters, frozen = nnx.split(Model(), nnx.LoRAParam, ...)
-    optimizer = optax.sgd(1.0)
-    return finetune.make_step(graphdef, optimizer, weight, True), (adapters, optimizer.init(adapters)), frozen
-
-
-def test_padding_does_not_count_in_the_balancing_loss(optax_promotion):
-    data = finetune.pack([(np.arange(9, dtype=np.int32), 0), (np.arange(4, dtype=np.int32), 0)], 16, True)
-    step, state, frozen = step_of_model(0.1)
-    (adapters, _), loss = step(state, frozen, {name: array[None] for name, array in data.items()})
-    assert loss == 3
-    np.testing.assert_allclose(adapters["w"].get_value(), 3 - 1 - 0.1 * (8 + 3), rtol=1e-6)
-
-
-@pytest.mark.parametrize("weight", [jnp.inf, 3e38])  # the gradient is infinite, or only what it leads to
-def test_an_adapter_that_is_not_finite_shows_in_the_loss(weight, optax_promotion):
-    data = finetune.pack([(np.arange(2, dtype=np.int32), 0)], 16, True)
-    step, (adapters, opt_state), frozen = step_of_model(weight)
-    adapters = jax.tree.map(lambda w: jnp.full_like(w, -1e38), adapters)
-    _, loss = step((adapters, opt_state), frozen, {name: array[None] for name, array in data.items()})
-    assert np.isnan(loss)
-
-
-def run_steps(losses, tmp_path):
-    """Trains by steps with these losses, and saves each."""
-    arguments = ["model", "--data", "data.jsonl", "--output", "out", "--batch-size", "1"]
-    arguments += ["--save-every", "1", "--log-every", "2", "--checkpoints", str(tmp_path / "checkpoints")]
+def test_what_counts_in_the_loss(folder):
+    """Each token that is learned counts alike, in whatever part of the batch, and padding not even in the balance."""
+    arguments = ["model", "--data", "data.jsonl", "--output", "out", "--batch-size", "1", "--accumulate", "2"]
     options = finetune.parse(None, arguments)
-    losses = jnp.array(losses)
-    step = jax.jit(lambda state, frozen, batch: ({"n": state["n"] + 1}, losses[state["n"]]))
-    data, meter = finetune.pack([(np.arange(4, dtype=np.int32), 0)], 8, True), Meter()
-    return finetune.run_steps(step, {"n": jnp.int32(0)}, None, data, options, meter, len(losses))
+    examples = [(np.arange(size, dtype=np.int32), first) for size, first in ((17, 0), (9, 6), (4, 2))]
+    batch = finetune.batch_of(finetune.pack(examples, 16, True), 1, options)
+    assert sorted(finetune.lengths_of(batch)) == [3, 8, 16]
+    np.testing.assert_allclose(np.unique(batch["weights"]), [0, 2 / (16 + 3 + 2)], rtol=1e-6)
+    assert np.count_nonzero(batch["weights"]) == 21
+    loss, model = finetune.loss_of(options, 0.1), Model()
+    totals, learned = zip(*(loss(model, {name: a[n] for name, a in batch.items()}) for n in range(2)), strict=True)
+    np.testing.assert_allclose(sum(learned), 2 * 3, rtol=1e-6)
+    np.testing.assert_allclose(sum(totals), 2 * 3 + 0.1 * 3 * (16 + 11), rtol=1e-6)
 
 
-class Meter:
-    """Measures nothing."""
+def test_training_that_cannot_go_on_writes_no_adapter(error, monkeypatch):
+    def fail(*_):
+        raise jgg.train.TrainingError("step 3: the loss is nan")
 
-    def restart(self): ...
-
-    def add(self, segments): ...
-
-
-def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, capsys):
-    with pytest.raises(SystemExit) as raised:
-        run_steps([1.0, 2.0, jnp.inf, 4.0], tmp_path)
-    assert str(raised.value).startswith("step 3: the loss or an adapter is inf, so nothing more is written; the last")
-    assert str(raised.value).endswith("checkpoint is of step 2")
-    assert run_steps([1.0, 2.0, 3.0], tmp_path)["n"] == 3  # goes on from there
-    assert re.findall(r"step (\d): loss (\S+),", capsys.readouterr().out) == [
-        ("1", "1.0000"),
-        ("2", "2.0000"),
-        ("3", "3.0000"),
-    ]
+    monkeypatch.setattr(finetune, "make_trainer", lambda *_: None)
+    monkeypatch.setattr(finetune, "run_steps", fail)
+    assert error(finetune, "model", "--data", "data.jsonl", "--output", "out") == "step 3: the loss is nan"
+    assert not os.path.lexists("out")
 
 
 def test_other_options_are_named_where_a_run_goes_on(folder, error):
@@ -239,12 +207,3 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error):
     assert "has a run with data" in error(finetune, *arguments)
     (folder.parent / "run" / "options.json").write_text("{")
     assert "run/options.json must be a JSON file" in error(finetune, *arguments)
-
-
-def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
-    run_steps([1.0, 2.0], tmp_path)
-    for path in (tmp_path / "checkpoints" / "2").rglob("*"):
-        if path.is_file():
-            path.write_text("x")
-    with pytest.raises(SystemExit, match="--checkpoints must have steps of this model, got"):
-        run_steps([1.0, 2.0, 3.0], tmp_path)

@@ -65,14 +65,14 @@ def trained(monkeypatch):
         train_seconds=1.0,
     )
 
-    class Trainer:
+    class Demo:
         def __init__(self, settings):
             self.result = dataclasses.replace(result, settings=settings)
 
         def run(self):
             return self.result
 
-    monkeypatch.setattr(train, "Trainer", Trainer)
+    monkeypatch.setattr(train, "Demo", Demo)
 
 
 @pytest.mark.usefixtures("trained")

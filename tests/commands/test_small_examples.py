@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from tests.support.models import DATA, folder_with_tokenizer
+from tests.support.models import folder_with_tokenizer
 from tests.support.processes import ROOT, run
 
 LOSSES = r"step \d+: loss ([\d.]+)"
@@ -197,33 +197,3 @@ def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
     ((tokens, first),) = examples
     assert tokens.tolist() == [4, 2, 5, 1, 3, 6, 7, 1]
     assert first == 5
-
-
-@pytest.mark.thorough
-def test_a_loss_that_is_not_finite_ends_the_training(main, tmp_path):
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_model.safetensors").write_text("as it was")
-    rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
-    options = "--steps", 24, "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 1e38
-    options += "--checkpoints", tmp_path / "checkpoints", "--save-every", 1, "--output", tmp_path / "adapter"
-    with pytest.raises(SystemExit, match=r"step \d+: the loss or an adapter is nan, so nothing more is written"):
-        main("finetune", tuning_arguments("qwen3_moe", tmp_path, rows, *options))
-    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_model.safetensors"]
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "as it was"
-
-
-def test_flops_of_fine_tuning():
-    model = jgg.models.load(DATA / "gpt_oss", lora_rank=2)
-    meter, config = example("finetune").Meter(model), model.config
-    q, kv, h, i = (config.num_heads * 12, config.num_kv_heads * 12, config.features, config.moe.hidden_features)
-    experts = config.moe.topk * 3 * h * i
-    matrices = 2 * h * q + 2 * h * kv + h * config.moe.num_experts + experts
-    adapters = 2 * (2 * (h + q) + 2 * (h + kv) + config.moe.topk * (h + 2 * i + i + h))
-    wanted = config.num_layers * (4 * matrices + 6 * adapters) + 4 * h * config.vocabulary
-    assert meter.flops_per_token == wanted
-    meter.add(np.array([[[1, 1, 1, 2, 2, 2, 2, 2, 2, 0]]]))
-    distances = [np.arange(n)[:, None] - np.arange(n) for n in (3, 6)]
-    attended = sum(
-        np.sum((distance >= 0) & (distance < (window or 99))) for distance in distances for window in config.windows
-    )
-    assert meter.flops == 9 * wanted + 12 * q * attended

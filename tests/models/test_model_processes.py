@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import jgg.models
+from jgg.train import Trainer
+from jgg.train.checkpoints import opened, restored
 from tests.models.test_model_training import loss_of
 from tests.support import processes
 from tests.support.closeness import distance
@@ -57,18 +58,15 @@ def batch(step):
 
 
 def trained_on_one_device():
-    """The model, its optimizer and the losses after all steps without a stop."""
-    model = jgg.models.load(DATA / "qwen3_moe", param_dtype=jnp.float32)
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def train(model, optimizer, tokens):
-        loss, gradients = nnx.value_and_grad(loss_of)(model, tokens)
-        optimizer.update(model, gradients)
-        return loss
-
+    """A trainer after all steps without a stop, and the losses."""
+    trainer = Trainer(
+        jgg.models.load(DATA / "qwen3_moe", param_dtype=jnp.float32),
+        optax.adamw(1e-3),
+        lambda model, tokens: (loss_of(model, tokens),) * 2,
+    )
     with jax.numpy_dtype_promotion("standard"):  # of optax, and of the gradients of jnp.einsum in bfloat16
-        return model, optimizer, [train(model, optimizer, batch(step)) for step in range(STEPS)]
+        (record,) = trainer.fit(batch, STEPS, every=())
+    return trainer, record.metrics
 
 
 @pytest.mark.thorough
@@ -78,22 +76,22 @@ def test_a_program_of_two_processes_goes_on_from_its_checkpoint(tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     np.save(tmp_path / "tokens.npy", ROWS)
     losses = losses_of_two_processes(tmp_path, STEPS // 2)
-    assert list(losses) == list(range(STEPS // 2))
+    assert list(losses) == list(range(1, STEPS // 2 + 1))
     losses |= losses_of_two_processes(tmp_path, STEPS)
-    assert list(losses) == list(range(STEPS))
+    assert list(losses) == list(range(1, STEPS + 1))
 
-    *whole, expected = trained_on_one_device()
+    trainer, expected = trained_on_one_device()
     np.testing.assert_allclose(list(losses.values()), expected, rtol=0.003)  # products are in bfloat16
-    state = nnx.state(whole)
-    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
-        got = manager.restore(STEPS - 1, args=ocp.args.StandardRestore(nnx.to_pure_dict(state)))
-    nnx.replace_by_pure_dict(state, got)
+    with opened(tmp_path / "checkpoints") as manager:
+        step, (params, opt_state) = restored(manager, trainer._state)
+    assert step == STEPS
     # without its first steps, the mean of gradients would be 0.4 off, and the counts 2 of 4
-    worst = max(jax.tree.leaves(jax.tree.map(distance, state, nnx.state(whole))))
+    worst = max(jax.tree.leaves(jax.tree.map(distance, (params, opt_state), trainer._state)))
     assert worst < 0.1
 
-    nnx.update(whole, state)
-    jgg.models.save(whole[0], tmp_path / "one")
+    model = trainer.model
+    nnx.update(model, params)
+    jgg.models.save(model, tmp_path / "one")
     two = tmp_path / f"tuned-{STEPS}"
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (two / file.name).read_bytes(), file.name

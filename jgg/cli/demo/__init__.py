@@ -72,16 +72,16 @@ def run(args) -> int:
     settings = Settings.from_args(args)
     say = (lambda text: None) if settings.quiet else print
 
-    trainer = train.Trainer(settings)
-    say(report.header(trainer.result))
-    result = trainer.run()
+    demo = train.Demo(settings)
+    say(report.header(demo.result))
+    result = demo.run()
     if not result.train:  # interrupted before anything was measured
         raise KeyboardInterrupt
     output, text = Output(), report.as_json(result)
     output.write(Path(f"{settings.out}.json"), lambda path: replace_text(path, text))
     output.write(Path(f"{settings.out}.png"), lambda path: report.write_plot(result, path))
     if settings.save is not None and not result.interrupted:
-        output.write(Path(settings.save), trainer.save)
+        output.write(Path(settings.save), demo.save)
     if not settings.quiet:
         report.show_details(result)
     print(report.summary(result))

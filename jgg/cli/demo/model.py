@@ -68,13 +68,9 @@ class Measured(NamedTuple):
     imbalance: jax.Array
 
 
-def measure(graphdef, params, windows: jax.Array) -> Measured:
-    """Predicts the last S bytes of windows, uint8 [B, S + 1], each from the bytes before it.
-
-    `graphdef` and `params` are what `nnx.split` returns for the model.
-    """
-    losses_of = nnx.capture(nnx.merge(graphdef, params).losses, nnx.Intermediate)
-    losses, sown = losses_of(windows[:, :-1], windows[:, 1:])
+def measure(model: jgg.models.Decoder, windows: jax.Array) -> Measured:
+    """Predicts the last S bytes of windows, uint8 [B, S + 1], each from the bytes before it."""
+    losses, sown = nnx.capture(model.losses, nnx.Intermediate)(windows[:, :-1], windows[:, 1:])
     (group_sizes,), (imbalances,) = sown["group_sizes"], sown["load_balancing_loss"]
     return Measured(losses / math.log(2), group_sizes, jnp.mean(imbalances))
 

@@ -1,10 +1,7 @@
 """Trains the demo's model and measures it: bits per byte, speed, load of the experts."""
 
 import dataclasses
-import functools
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +15,7 @@ from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure, sample, save
 from jgg.cli.options import UsageError
 from jgg.models import Decoder
+from jgg.train import Trainer, TrainingError
 
 _LOG_EVERY = 10  # steps; the host waits for the device no more often
 _MEASUREMENTS = 8
@@ -27,28 +25,13 @@ _PROMPT = b"The "
 _SAMPLE_BYTES = 400
 
 
-class TrainState(NamedTuple):
-    """The state that a step of training takes and replaces; its buffers are donated."""
-
-    params: optax.Params
-    opt_state: optax.OptState
-    step: jax.Array
-
-
-class Metrics(NamedTuple):
-    """What a step measures before its update: bits_per_byte float32 [], and group_sizes int32 [layers, E]."""
-
-    bits_per_byte: jax.Array
-    group_sizes: jax.Array
-
-
 @dataclasses.dataclass
 class Result:
     """The measurements of a run, filled in as training goes on.
 
     Attributes:
       settings: options of the run.
-      implementation: grouped GEMM's implementation, as found in the compiled step.
+      implementation: grouped GEMM's implementation, as found in the model's program.
       train_bytes, held_out_bytes: sizes of the two texts.
       parameters: number of parameters of the model.
       active_parameters: number of parameters that act on one byte; of the experts, only topk count.
@@ -74,7 +57,7 @@ class Result:
     interrupted: bool = False
 
 
-class Trainer:
+class Demo:
     """A model, its optimizer and its text, ready to run.
 
     Attributes:
@@ -89,114 +72,77 @@ class Trainer:
         init_key, data_key, self._sample_key = jax.random.split(jax.random.key(settings.seed), 3)
         model = make_model(settings, nnx.Rngs(init_key))
         parameters = _count_parameters(model, settings)
-        self._graphdef, params = nnx.split(model)
-        optimizer = _make_optimizer(settings)
-        self._state = TrainState(params, optimizer.init(params), jnp.int32(0))
-        self._text = jax.device_put(corpus.train)
+        self._trainer, self._batch_of = make_trainer(model, _make_optimizer(settings), settings, corpus.train, data_key)
         self._held_out = held_out_windows(corpus.held_out, settings.seq, settings.batch)
-        self._evaluate = make_evaluate(self._graphdef)
-        step = make_step(self._graphdef, optimizer, settings, data_key)
-        self._lowered_step = step.lower(self._state, self._text)
-        implementation = implementation_in(self._lowered_step.as_text())
+        implementation = implementation_in(jax.jit(measure).lower(model, self._held_out[0][0]).as_text())
         self.result = Result(settings, implementation, len(corpus.train), len(corpus.held_out), *parameters)
 
     def run(self) -> Result:
         """Trains, measures and samples; an interrupt from the keyboard ends it early."""
         try:
             self._fit()
-            text = sample(self.model, self._sample_key, _PROMPT, _SAMPLE_BYTES, self.settings.temperature)
+            text = sample(self._trainer.model, self._sample_key, _PROMPT, _SAMPLE_BYTES, self.settings.temperature)
             self.result.sample = text.decode(errors="replace")
         except KeyboardInterrupt:
             self.result.interrupted = True
+        except TrainingError as error:
+            raise SystemExit(f"jgg: {error}") from error
         return self.result
-
-    @property
-    def model(self) -> Decoder:
-        """The model with the weights that it has learned so far."""
-        return nnx.merge(self._graphdef, self._state.params)
 
     def save(self, folder: Path) -> None:
         """Writes the model and its tokenizer into a new or empty folder."""
-        save(self.model, folder)
+        save(self._trainer.model, folder)
 
     def _fit(self):
         steps = self.settings.steps
         measure_every = -(-steps // _MEASUREMENTS)
-        pending = []
         with progress(steps, self.settings.quiet) as tell:
             tell("compiling")
-            step = self._lowered_step.compile()
-            tell("training")
-            start = time.perf_counter()
-            for n in range(1, steps + 1):
-                self._state, metrics = step(self._state, self._text)
-                pending.append(metrics)
-                is_measured = n % measure_every == 0 or n == steps
-                if n % _LOG_EVERY == 0 or is_measured:
-                    self._log(n, jax.device_get(pending), time.perf_counter() - start)
-                    if is_measured:
-                        self._measure(n)
-                    tell(progress_line(self.result), len(pending))
-                    pending.clear()
-                    start = time.perf_counter()
-
-    def _log(self, step, metrics, seconds):
-        """Records the metrics of the last few steps, which together took `seconds`."""
-        group_sizes = np.sum([m.group_sizes for m in metrics], axis=0)
-        tokens = len(metrics) * self.settings.batch * self.settings.seq
-        self.result.train_seconds += seconds
-        self.result.expert_load = (group_sizes / group_sizes.sum(axis=1, keepdims=True)).tolist()
-        bits_per_byte = float(np.mean([m.bits_per_byte for m in metrics]))
-        self.result.train.append({"step": step, "bits_per_byte": bits_per_byte, "tokens_per_second": tokens / seconds})
-
-    def _measure(self, step):
-        bits_per_byte = self._evaluate(self._state.params, *self._held_out).item()
-        self.result.held_out.append({"step": step, "bits_per_byte": bits_per_byte})
+            for record in self._trainer.fit(self._batch_of, steps, every=(_LOG_EVERY, measure_every)):
+                bits, speed = record.metrics["bits_per_byte"], record.speed.tokens_per_second
+                group_sizes = record.metrics["group_sizes"].sum(axis=0)
+                point = {"step": record.step, "bits_per_byte": float(np.mean(bits)), "tokens_per_second": speed}
+                self.result.train.append(point)
+                self.result.train_seconds += record.speed.seconds
+                self.result.expert_load = (group_sizes / group_sizes.sum(axis=1, keepdims=True)).tolist()
+                if record.step % measure_every == 0 or record.step == steps:
+                    held_out = held_out_bits(self._trainer.model, *self._held_out).item()
+                    self.result.held_out.append({"step": record.step, "bits_per_byte": held_out})
+                tell(progress_line(self.result), len(bits))
 
 
-def make_step(graphdef, optimizer, settings: Settings, key):
-    """The jitted step of training: (state, text uint8 [bytes]) -> (state, metrics).
+def make_trainer(model: Decoder, optimizer: optax.GradientTransformation, settings: Settings, text: np.ndarray, key):
+    """The trainer of a model, and the function that makes the batch of a step.
 
-    It draws its windows from the text on the device, so that the host only starts steps.
+    A step draws its windows from the text, uint8 [bytes], on the device, so that the host only starts steps. It
+    measures bits_per_byte float32 [] and group_sizes int32 [layers, E] before its update.
     """
 
-    def loss(params, windows):
-        measured = measure(graphdef, params, windows)
-        bits_per_byte = jnp.mean(measured.bits)
-        penalty = _BALANCE_WEIGHT * measured.imbalance
-        return bits_per_byte + penalty, Metrics(bits_per_byte, measured.group_sizes)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, text):
-        draw = jax.random.fold_in(key, state.step)
+    def loss(model, batch):
+        text, step = batch
         last_start = text.shape[0] - settings.seq - 1
-        starts = jax.random.randint(draw, (settings.batch, 1), 0, last_start + 1)
-        windows = text[starts + jnp.arange(settings.seq + 1)[None, :]]
-        gradients, metrics = jax.grad(loss, has_aux=True)(state.params, windows)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.step + 1), metrics
+        starts = jax.random.randint(jax.random.fold_in(key, step), (settings.batch, 1), 0, last_start + 1)
+        measured = measure(model, text[starts + jnp.arange(settings.seq + 1)[None, :]])
+        bits_per_byte = jnp.mean(measured.bits)
+        metrics = {"bits_per_byte": bits_per_byte, "group_sizes": measured.group_sizes}
+        return bits_per_byte + _BALANCE_WEIGHT * measured.imbalance, metrics
 
-    return step
+    text, lengths = jax.device_put(text), np.full(settings.batch, settings.seq)
+    return Trainer(model, optimizer, loss, lengths_of=lambda _: lengths), lambda step: (text, np.int32(step - 1))
 
 
-def make_evaluate(graphdef):
-    """The jitted measurement: (params, windows, is_real) -> bits per byte of the whole text.
+@jax.jit
+def held_out_bits(model: Decoder, windows: jax.Array, is_real: jax.Array) -> jax.Array:
+    """Bits per byte of a whole text, in windows as `held_out_windows` returns them."""
+    graphdef, state = nnx.split(model)
 
-    `windows` and `is_real` are as `held_out_windows` returns them.
-    """
+    def batch_bits(batch):
+        windows, is_real = batch
+        bits = measure(nnx.merge(graphdef, state), windows).bits  # a module cannot be changed by a nested trace
+        return jnp.sum(jnp.where(is_real, bits, 0))
 
-    @jax.jit
-    def evaluate(params, windows, is_real):
-        def batch_bits(batch):
-            windows, is_real = batch
-            bits = measure(graphdef, params, windows).bits
-            return jnp.sum(jnp.where(is_real, bits, 0))
-
-        bits = jnp.sum(jax.lax.map(batch_bits, (windows, is_real)))
-        return bits / jnp.sum(is_real, dtype=jnp.float32)
-
-    return evaluate
+    bits = jnp.sum(jax.lax.map(batch_bits, (windows, is_real)))
+    return bits / jnp.sum(is_real, dtype=jnp.float32)
 
 
 def implementation_in(program: str) -> str:

@@ -1,0 +1,48 @@
+"""Saves the state of training by Orbax, in the background, and restores the last one."""
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jgg.core.arguments import as_path
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on, for the reason that the message names."""
+
+
+def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Any]:
+    """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
+
+    On leaving it waits until everything is written.
+    """
+    if folder is None:
+        return contextlib.nullcontext()
+    return ocp.CheckpointManager(
+        as_path("checkpoints", folder).absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
+
+
+def restored(manager: Any, state: Any) -> tuple[int, Any]:
+    """The step of the last checkpoint and its state, split over devices as `state` is; 0 and `state` if there is none.
+
+    Raises: TrainingError: the checkpoint is damaged or of another model.
+    """
+    if manager is None or (step := manager.latest_step()) is None:
+        return 0, state
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    try:
+        return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
+    except Exception as error:  # of any type, for files that are damaged or of another model
+        text = " ".join(str(error).split())[:200]
+        raise TrainingError(
+            f"checkpoints must have steps of this model, got {manager.directory / str(step)}: {text}"
+        ) from error
+
+
+def save(manager: Any, step: int, state: Any) -> None:
+    """Begins to write a checkpoint."""
+    manager.save(step, args=ocp.args.StandardSave(state))

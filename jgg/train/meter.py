@@ -1,0 +1,96 @@
+"""Measures how fast a model trains: tokens per second, model FLOPs utilization (MFU) and memory."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jgg.models import Decoder
+
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
+
+
+class Speed(NamedTuple):
+    """The speed of some steps; `str` writes it in words.
+
+    Attributes:
+      tokens: number of tokens in the sequences of these steps.
+      seconds: time that the steps took.
+      mfu: model FLOPs utilization, the FLOPs that the model needs over what the devices could do at most in bfloat16;
+        None if that is unknown. For each token and each parameter of a matrix that acts on it (top-k of the experts)
+        the FLOPs are 2 for the forward pass, 2 for the gradient of x and, if the matrix is trained, 2 for its own.
+        Attention needs 12 for each feature of the heads and each token attended to. What rematerialization repeats
+        does not count (Chowdhery et al., PaLM, 2022, appendix B).
+      peak_memory: bytes that were in use at most on the first device since the process began; None if unknown.
+    """
+
+    tokens: int
+    seconds: float
+    mfu: float | None
+    peak_memory: int | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, on all devices together."""
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        mfu = "unknown" if self.mfu is None else f"{self.mfu:.1%}"
+        memory = "unknown" if self.peak_memory is None else f"{self.peak_memory / 2**30:.1f} GiB"
+        return f"{self.tokens_per_second:,.0f} tokens/s, MFU {mfu}, peak memory {memory}"
+
+
+class Meter:
+    """Counts the tokens, the FLOPs and the time of the steps that train the variables of type `wrt` of a model."""
+
+    def __init__(self, model: nnx.Module, wrt: type[nnx.Variable[Any]]) -> None:
+        self.num_devices = len(jax.tree.leaves(nnx.state(model, wrt))[0].sharding.device_set)
+        self.windows: Sequence[int | None] = ()
+        self.flops_per_token, self.flops_per_pair = 0.0, 0.0  # a pair: a token, and one that it attends to
+        if isinstance(model, Decoder):
+            self.windows = model.config.windows
+            self.flops_per_token = _flops_per_token(model, wrt)
+            self.flops_per_pair = 12.0 * model.config.num_heads * model.config.head_features
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew."""
+        self.tokens, self.flops, self.start = 0, 0.0, time.perf_counter()
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Counts a batch of sequences, by their lengths, integer [sequences]."""
+        tokens = int(np.sum(lengths))
+        self.tokens += tokens
+        self.flops += tokens * self.flops_per_token
+        for window in self.windows:
+            full = lengths if window is None else np.minimum(lengths, window)
+            self.flops += self.flops_per_pair * np.sum(full * (full + 1) / 2 + (lengths - full) * full)
+
+    def read(self) -> Speed:
+        """The speed since the last restart."""
+        seconds, device = time.perf_counter() - self.start, jax.local_devices()[0]
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if device.device_kind.startswith(name)), None)
+        mfu = self.flops / (seconds * peak * self.num_devices) if peak and self.flops else None
+        return Speed(self.tokens, seconds, mfu, (device.memory_stats() or {}).get("peak_bytes_in_use"))
+
+
+def _flops_per_token(model: Decoder, wrt: type[nnx.Variable[Any]]) -> float:
+    """FLOPs of all products for a token, without attention."""
+
+    def flops(matrix: nnx.Variable[Any]) -> float:
+        """FLOPs for each parameter."""
+        return 6.0 if isinstance(matrix, wrt) else 4.0
+
+    config = model.config
+    total = flops(model.w_embedding if config.is_tied else model.w_head) * config.features * config.vocabulary
+    for path, matrix in nnx.to_flat_state(nnx.state(model)):
+        name = str(path[-1])
+        if name.startswith("w_") and name not in ("w_embedding", "w_head"):
+            is_of_experts = "moe" in path and name.startswith(("w_gate_up", "w_down"))
+            share = config.moe.topk / config.moe.num_experts if is_of_experts else 1.0
+            total += flops(matrix) * share * math.prod(matrix.get_value().shape)
+    return total
