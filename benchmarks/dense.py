@@ -182,8 +182,8 @@ def entries_of(measured: list[dict[str, Any]]) -> list[dense_choice.Measured]:
         if is_forward or case["has_term"] == (case["passes"] == "frozen"):
             sizes = [case[name] for name in ("rows", "k", "n")]
             times = [round(case["times"][name], 1) for name in ("kernels", "xla")]
-            capability = current_target().compute_capability
-            entries.append(dense_choice.Measured(capability, *sizes, None if is_forward else case["has_term"], *times))
+            has_term = None if is_forward else case["has_term"]
+            entries.append(dense_choice.Measured(current_target().compute_capability, *sizes, has_term, *times))
     return entries
 
 

@@ -23,6 +23,7 @@ from jgg.core.quantized import BLOCK
 
 _SHORT_STEP = 32  # rows of a step of the hopper kernel's dW; 64 is the other choice
 _ROWS_FOR_SHORT_STEPS = 224  # of a group, on average
+_ROWS_OF_ONE_GROUP = 128  # up to which one matrix is read by tiles of few columns, so that all multiprocessors read it
 
 
 def heuristic_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig:
@@ -90,8 +91,8 @@ def _hopper_trials(kind: type[KernelConfig], problem: GroupedGemmProblem) -> lis
 
 
 def _has_rows_for_hopper(problem: GroupedGemmProblem) -> bool:
-    """Whether groups have more rows, on average, than one warpgroup multiplies."""
-    return problem.rows_of_groups > 64 * problem.num_experts
+    """Whether groups have more rows, on average, than one warpgroup multiplies, or one group than plain tiles serve."""
+    return problem.rows_of_groups > (_ROWS_OF_ONE_GROUP if problem.is_dense else 64) * problem.num_experts
 
 
 def _gathers_in_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> bool:
@@ -126,6 +127,7 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
       few columns.
     - Where a product has few columns, loading its rows takes the time: more programs of smaller tiles keep more loads
       in flight, and rows are gathered as they are loaded, since a copy would read and write all of them once more.
+    - Few rows times one matrix: tiles of few columns, so that all multiprocessors read the matrix, in long steps.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
     """
@@ -159,6 +161,10 @@ def _choose_by_rows(kind: type[KernelConfig], problem: GroupedGemmProblem, targe
         columns = 256
     if _is_slim(problem, target, num_columns) and not has_heavy_epilogue:
         return _choose_slim(kind, problem, target, rows, num_columns, fusing)
+    if kind is KernelConfigForward and _reads_one_matrix(problem, target, num_columns):
+        tile, stages, programs = (Tile(rows, 32, 256), 4, 1) if rows <= 64 else (Tile(64, 64, 128), 6, 2)
+        options = {"num_warps": 4, "num_stages": stages, "programs_per_sm": programs}
+        return kind.of_tile(tile, problem.w_layout, **options, **fusing)
     options = {"num_warps": 8 if rows == 128 else 4, "num_stages": _stages(problem, target)}
     if (rows, columns) == (16, 128) and _has_wide_tiles(problem, target):
         step = 128
@@ -194,6 +200,12 @@ def _choose_dw(problem: GroupedGemmProblem, target: Target) -> KernelConfig:
 def _is_slim(problem: GroupedGemmProblem, target: Target, columns: int) -> bool:
     """Whether a product has as few columns as an adapter's rank, so that reading the other operand takes the time."""
     return columns <= 64 and problem.rows_are_aligned and _has_wide_tiles(problem, target)
+
+
+def _reads_one_matrix(problem, target, num_columns):
+    """Whether few rows are multiplied by one matrix, of whose usual tiles there are fewer than multiprocessors."""
+    is_read = problem.is_dense and problem.num_rows <= _ROWS_OF_ONE_GROUP and num_columns < 128 * target.num_sms
+    return is_read and problem.rows_are_aligned and _has_wide_tiles(problem, target)
 
 
 def _choose_slim(

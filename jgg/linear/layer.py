@@ -322,8 +322,8 @@ def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax
         x = QUANTIZE_ROWS(linear.how, Quantize(x), stored_as=linear.row_format)
     if isinstance(x, QuantizedArray):
         term = _in_enk(term, linear.problem)
-        w = _read(linear, matrix, linear.problem.w_layout)
-        return Forward(x, w, bounds, gather_indices, topk_weights, bias, term)
+        read = _read(linear, matrix, linear.problem.w_layout)
+        return Forward(x, read, bounds, gather_indices, topk_weights, bias, term)
     w = matrix.dense if matrix.straight is None else matrix.straight
     return Forward(x, w, bounds, gather_indices, topk_weights, bias, term)
 
