@@ -175,15 +175,21 @@ def measure(case: Case, tries_configs: bool) -> dict[str, float | str]:
 
 
 def entries_of(measured: list[dict[str, Any]]) -> list[dense_choice.Measured]:
-    """The entries of the table by which jgg chooses: LoRA beside frozen weights, or trained weights; few rows, either."""
+    """The entries of jgg's table: LoRA beside frozen weights, or trained weights; with few rows one for both."""
     entries = []
     for case in measured:
         is_forward = case["passes"] == "forward"
         if is_forward or case["has_term"] == (case["passes"] == "frozen"):
-            sizes = [case[name] for name in ("rows", "k", "n")]
-            times = [round(case["times"][name], 1) for name in ("kernels", "xla")]
-            has_term = None if is_forward else case["has_term"]
-            entries.append(dense_choice.Measured(current_target().compute_capability, *sizes, has_term, *times))
+            entry = dense_choice.Measured(
+                compute_capability=current_target().compute_capability,
+                rows=case["rows"],
+                k=case["k"],
+                n=case["n"],
+                has_term=None if is_forward else case["has_term"],
+                kernels=round(case["times"]["kernels"], 1),
+                xla=round(case["times"]["xla"], 1),
+            )
+            entries.append(entry)
     return entries
 
 

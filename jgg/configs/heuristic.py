@@ -202,7 +202,7 @@ def _is_slim(problem: GroupedGemmProblem, target: Target, columns: int) -> bool:
     return columns <= 64 and problem.rows_are_aligned and _has_wide_tiles(problem, target)
 
 
-def _reads_one_matrix(problem, target, num_columns):
+def _reads_one_matrix(problem: GroupedGemmProblem, target: Target, num_columns: int) -> bool:
     """Whether few rows are multiplied by one matrix, of whose usual tiles there are fewer than multiprocessors."""
     is_read = problem.is_dense and problem.num_rows <= _ROWS_OF_ONE_GROUP and num_columns < 128 * target.num_sms
     return is_read and problem.rows_are_aligned and _has_wide_tiles(problem, target)
