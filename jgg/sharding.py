@@ -90,8 +90,7 @@ def sharded_moe_mlp(
         residual_names=residual_names,
     )
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options)
-    check_shapes(x, weights, options)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
     tokens = {"x": x, "topk_weights": topk_weights, "topk_indices": topk_indices}
     of_weights = zip(("w_gate_up", "w_down", "b_gate_up", "b_down"), weights, strict=True)
     arrays = {name: array for name, array in of_weights if array is not None}
@@ -146,8 +145,7 @@ def moe_mlp_on_device(
         residual_names=residual_names,
     )
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options)
-    check_shapes(x, _gathered_types(weights, sharding, options), options)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
     return compute_mlp_on_device(x, weights, topk_weights, topk_indices, sharding, options)
 
 
@@ -158,15 +156,22 @@ def _checked(
     topk_indices: ArrayLike,
     sharding: MoESharding,
     options: MlpOptions,
+    *,
+    gathers: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens and their choices as arrays; raises where they disagree, or where weights cannot be split."""
+    """The tokens and their choices as arrays; raises where they and the weights disagree.
+
+    Args:
+      gathers: whether these are one device's arrays, whose weights are gathered before they are multiplied.
+    """
     x, topk_weights = as_array("x", x), as_array("topk_weights", topk_weights)
     topk_indices = as_array("topk_indices", topk_indices)
-    check_choices(x, topk_weights, topk_indices)
-    check_interleaved(options.interleaved, options.activation, sharding)
     for name, matrix in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
         if matrix.straight is not None:
             block_of(matrix.straight, f"{name}.")
+    check_shapes(x, _gathered_types(weights, sharding, options) if gathers else weights, options)
+    check_choices(x, topk_weights, topk_indices)
+    check_interleaved(options.interleaved, options.activation, sharding)
     return x, topk_weights, topk_indices
 
 
