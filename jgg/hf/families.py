@@ -1,87 +1,21 @@
-"""Hugging Face's architectures: the keys of their config.json, with defaults, and the names of their tensors."""
+"""The architectures of Hugging Face, each as one `Family`: keys of config.json with defaults, and names of tensors."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+import functools
+import math
 from typing import Any
 
-from jgg.hf import options
+from jgg.activations import clamped_swiglu
+from jgg.core.arguments import check
+from jgg.hf import blocks
+from jgg.hf.expert_settings import read_experts, read_normalized
+from jgg.hf.family import Family
+from jgg.hf.model_settings import read_attention, read_biases, read_dense_layers, read_windows
 from jgg.hf.settings import Settings
-from jgg.hf.tensors import Tensor, as_is, matrix
+from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER, as_is, experts, matrix
 
-SELECTION_BIAS = "selection_bias"
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What the models of one architecture have in common.
-
-    Attributes:
-      block: name of the MoE block in a decoder layer.
-      options: function from a config's settings to the arguments of `MoELayer`.
-      tensors: the tensors of each parameter, with names relative to the block.
-      defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. jgg reads all
-        that change the logits of the families in `jgg.models`, and those of the MoE blocks of the others.
-      aliases: other names that transformers has for some of these keys.
-      fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
-        with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
-      prefix: the beginning of tensor names, before "layers.N.".
-      fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
-      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
-      is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
-        are stored [E, in, out] and transformers does not say so.
-    """
-
-    block: str
-    options: Callable[[Settings], dict[str, Any]]
-    tensors: dict[str, Tensor]
-    defaults: dict[str, Any]
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    fused: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    prefix: str = "model."
-    fused_block: str | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
-    is_swapped: bool = False
-
-    def settings(self, config: Mapping[str, Any]) -> Settings:
-        """Returns the settings of a config of this family."""
-        return Settings(config, self.defaults, self.aliases)
-
-    def block_name(self, layer: int) -> str:
-        """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
-        return f"{self.prefix}layers.{layer}.{self.block}."
-
-    def fused_block_name(self, layer: int) -> str:
-        """Returns the beginning of the names of all tensors in the MoE block in transformers 5."""
-        return f"{self.prefix}layers.{layer}.{self.fused_block or self.block}."
-
-    def fused_name(self, layer: int) -> str:
-        """Returns the name of the module of all experts in transformers 5."""
-        return f"{self.fused_block_name(layer)}experts"
-
-    def stored(self, name: str, layer: int, names: Container[str]) -> tuple[str, Tensor]:
-        """Returns the block and the tensors that hold a parameter of a layer, of those with these names."""
-        written = self.block_name(layer), self.tensors[name]
-        for block in (self.block_name(layer), self.fused_block_name(layer)):
-            for tensor in (self.tensors[name], self.fused.get(name, self.tensors[name])):
-                if block + tensor.names[0].replace("{e}", "0") in names:
-                    return block, tensor
-        return written
-
-
-def _experts(gate: str, up: str, down: str) -> dict[str, Tensor]:
-    gate, up, down = (f"experts.{{e}}.{name}.weight" for name in (gate, up, down))
-    return {"w_gate_up": matrix(gate, up), "w_down": matrix(down)}
-
-
-def _shared(block: str) -> dict[str, Tensor]:
-    return {
-        "w_shared_gate_up": matrix(f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
-        "w_shared_down": matrix(f"{block}.down_proj.weight"),
-    }
-
-
-# keys of all families that `jgg.models` has
-_OF_MODELS = {
+# keys of all these families
+_OF_ALL = {
     "eos_token_id": None,
     "head_dim": None,
     "hidden_act": "silu",
@@ -103,39 +37,86 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_ROUTER = {"w_router": matrix("gate.weight")}
-_FUSED = {"w_gate_up": matrix("experts.gate_up_proj"), "w_down": matrix("experts.down_proj")}
-_QWEN = _ROUTER | _experts("gate_proj", "up_proj", "down_proj")
-_IN_OUT = {  # experts' matrices that are stored [E, in, out]
-    "w_router": matrix("router.weight"),
-    "w_gate_up": as_is("experts.gate_up_proj"),
-    "w_down": as_is("experts.down_proj"),
-}
-_DEEPSEEK = Family(
-    "mlp",
-    options.deepseek,
-    _QWEN | {SELECTION_BIAS: as_is("gate.e_score_correction_bias")} | _shared("shared_experts"),
-    defaults={
-        "hidden_act": "silu",
-        "hidden_size": 7168,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    },
-    aliases={"n_routed_experts": "num_local_experts"},
-    fused=_FUSED,
+
+
+def _mixtral(settings: Settings) -> dict[str, Any]:
+    return read_attention(settings) | read_windows(settings)
+
+
+def _qwen3_moe(settings: Settings) -> dict[str, Any]:
+    for key in ("decoder_sparse_step", "qkv_bias", "shared_expert_intermediate_size", "use_qk_norm"):
+        settings.only(key, settings.defaults[key])
+    dense = [] if settings.get("mlp_only_layers") is None else settings.get("mlp_only_layers")
+    is_first = isinstance(dense, list) and sorted(dense) == list(range(len(dense)))
+    check(is_first, f"mlp_only_layers must be the first layers, such as [0, 1], or none, got {dense!r}.")
+    windows = read_windows(settings, settings.flag("use_sliding_window"))
+    attention = read_attention(settings, qk_norm="head", **read_biases(settings)) | windows
+    return attention | read_dense_layers(settings, "mlp_only_layers", len(dense))
+
+
+def _olmoe(settings: Settings) -> dict[str, Any]:
+    clip = None if settings.get("clip_qkv") is None else settings.number("clip_qkv")
+    check(clip is None or clip > 0, f"clip_qkv must be null or more than 0, got {clip}.")
+    return read_attention(settings, qk_norm="all", clip_qkv=clip, **read_biases(settings))
+
+
+def _experts_of_gpt_oss(settings: Settings) -> dict[str, Any]:
+    limit = settings.number("swiglu_limit")
+    check(limit > 0, f"swiglu_limit must be more than 0, got {limit}.")
+    return read_experts(
+        settings,
+        "num_local_experts",
+        "intermediate_size",
+        score="topk_softmax",
+        interleaved=True,
+        use_bias=True,
+        activation=clamped_swiglu(limit, settings.number("swiglu_alpha")),
+        use_router_bias=True,
+    )
+
+
+def _gpt_oss(settings: Settings) -> dict[str, Any]:
+    num_layers, kinds = settings.int("num_hidden_layers"), ("sliding_attention", "full_attention")
+    given = settings.get("layer_types")
+    if given is None:
+        given = [kinds[layer % 2] for layer in range(num_layers)]
+    is_known = isinstance(given, list) and len(given) == num_layers and all(kind in kinds for kind in given)
+    check(is_known, f"layer_types must be one of {list(kinds)} for each of {num_layers} layers, got {given!r}.")
+    windows = tuple(settings.int("sliding_window") if kind == kinds[0] else None for kind in given)
+    return read_attention(settings, use_sinks=True, windows=windows, **read_biases(settings))
+
+
+def _granitemoe(settings: Settings) -> dict[str, Any]:
+    logits_scaling = settings.number("logits_scaling")
+    is_invertible = logits_scaling and math.isfinite(1 / logits_scaling)
+    check(is_invertible, f"logits_scaling must be a number to divide by, got {logits_scaling}.")
+    return read_attention(settings, **read_biases(settings)) | {
+        "attention_scale": settings.number("attention_multiplier"),
+        "embedding_scale": settings.number("embedding_multiplier"),
+        "residual_scale": settings.number("residual_multiplier"),
+        "logits_scale": 1 / logits_scaling,
+    }
+
+
+def _glm4_moe(settings: Settings) -> dict[str, Any]:
+    attention = read_attention(
+        settings,
+        qk_norm="head" if settings.flag("use_qk_norm") else None,
+        use_qkv_bias=settings.flag("attention_bias"),
+    )
+    key = "first_k_dense_replace"
+    return attention | read_dense_layers(settings, key, settings.int(key, 0))
+
+
+_experts_of_mixtral = functools.partial(
+    read_experts, experts="num_local_experts", hidden_features="intermediate_size", score="topk_softmax"
 )
-FAMILIES = {
+FAMILIES = blocks.FAMILIES | {
     "mixtral": Family(
         "block_sparse_moe",
-        options.mixtral,
-        _ROUTER | _experts("w1", "w3", "w2"),
-        defaults=_OF_MODELS
+        _experts_of_mixtral,
+        ROUTER | experts("w1", "w3", "w2"),
+        defaults=_OF_ALL
         | {
             "eos_token_id": 2,
             "hidden_size": 4096,
@@ -151,15 +132,16 @@ FAMILIES = {
             "sliding_window": None,
             "vocab_size": 32000,
         },
+        model=_mixtral,
         aliases={"num_local_experts": "num_experts"},
-        fused=_FUSED,
+        fused=FUSED,
         fused_block="mlp",
     ),
     "qwen3_moe": Family(
         "mlp",
-        options.qwen3_moe,
-        _QWEN,
-        defaults=_OF_MODELS
+        read_normalized,
+        QWEN,
+        defaults=_OF_ALL
         | {
             "attention_bias": False,
             "decoder_sparse_step": 1,
@@ -183,30 +165,15 @@ FAMILIES = {
             "shared_expert_intermediate_size": 0,
             "use_qk_norm": True,
         },
+        model=_qwen3_moe,
         aliases={"num_experts": "num_local_experts"},
-        fused=_FUSED,
-    ),
-    "qwen3_next": Family(
-        "mlp",
-        options.qwen3_next,
-        _QWEN | _shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")},
-        defaults={
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "moe_intermediate_size": 512,
-            "norm_topk_prob": True,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "shared_expert_intermediate_size": 512,
-        },
-        aliases={"num_experts": "num_local_experts"},
-        fused=_FUSED,
+        fused=FUSED,
     ),
     "olmoe": Family(
         "mlp",
-        options.olmoe,
-        _QWEN,
-        defaults=_OF_MODELS
+        functools.partial(read_normalized, hidden_features="intermediate_size"),
+        QWEN,
+        defaults=_OF_ALL
         | {
             "attention_bias": False,
             "clip_qkv": None,
@@ -223,14 +190,13 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "vocab_size": 50304,
         },
+        model=_olmoe,
         aliases={"num_experts": "num_local_experts"},
-        fused=_FUSED,
+        fused=FUSED,
     ),
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
     "glm4_moe": dataclasses.replace(
-        _DEEPSEEK,
-        defaults=_OF_MODELS
+        blocks.DEEPSEEK,
+        defaults=_OF_ALL
         | {
             "attention_bias": False,
             "first_k_dense_replace": 1,
@@ -254,34 +220,22 @@ FAMILIES = {
             "use_qk_norm": False,
             "vocab_size": 151552,
         },
+        model=_glm4_moe,
+        lacks="",
         aliases={"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
         # of published checkpoints, which have 46 and 92 layers and one more, which predicts further tokens
-        ignored=(*_DEEPSEEK.ignored, r"model\.layers\.(46|92)\."),
-    ),
-    "llama4": Family(
-        "feed_forward",
-        options.llama4,
-        _IN_OUT | _shared("shared_expert"),
-        defaults={
-            "hidden_act": "silu",
-            "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "num_experts_per_tok": 1,
-            "num_local_experts": 16,
-        },
-        prefix="language_model.model.",
-        is_swapped=True,
+        ignored=(*blocks.DEEPSEEK.ignored, r"model\.layers\.(46|92)\."),
     ),
     "gpt_oss": Family(
         "mlp",
-        options.gpt_oss,
-        _IN_OUT
+        _experts_of_gpt_oss,
+        IN_OUT
         | {
             "b_router": as_is("router.bias"),
             "b_gate_up": as_is("experts.gate_up_proj_bias"),
             "b_down": as_is("experts.down_proj_bias"),
         },
-        defaults=_OF_MODELS
+        defaults=_OF_ALL
         | {
             "attention_bias": True,
             "head_dim": 64,
@@ -302,17 +256,18 @@ FAMILIES = {
             "swiglu_limit": 7.0,
             "vocab_size": 201088,
         },
+        model=_gpt_oss,
         aliases={"num_local_experts": "num_experts"},
     ),
     "granitemoe": Family(
         "block_sparse_moe",
-        options.mixtral,
+        _experts_of_mixtral,
         {
             "w_router": matrix("router.layer.weight"),
             "w_gate_up": matrix("input_linear.weight"),
             "w_down": matrix("output_linear.weight"),
         },
-        defaults=_OF_MODELS
+        defaults=_OF_ALL
         | {
             "attention_bias": False,
             "attention_multiplier": 1.0,
@@ -331,6 +286,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
             "vocab_size": 32000,
         },
-        fused={"w_router": matrix("router.weight")} | _FUSED,
+        model=_granitemoe,
+        fused={"w_router": matrix("router.weight")} | FUSED,
     ),
 }

@@ -1,11 +1,9 @@
-"""Rotary position embeddings: frequencies from a config, YaRN's included, and the rotation."""
+"""Reads the settings of rotary position embeddings, in the words of transformers 4 and 5."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
@@ -112,19 +110,3 @@ def _as_positive(key: str, value: Any) -> float:
     check(number > 0, f"{key} must be more than 0, got {number}.")
     check(number <= _LARGEST, f"{key} must be finite in float32, got {number}.")
     return number
-
-
-def rotations(frequencies: tuple[float, ...], scale: float, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines that `rotate` takes, float32 [B, S, 1, pairs], for positions [B, S]."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)[None, None, None]
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates pairs of features of x [B, S, heads, D]; the rotated features' halves have one of each pair.
-
-    Source: Su et al., RoFormer, 2021.
-    """
-    cos, sin = (part.astype(x.dtype) for part in rotation)
-    a, b, rest = jnp.split(x, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

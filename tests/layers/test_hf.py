@@ -14,8 +14,9 @@ import jgg.hf
 import jgg.linen
 import jgg.nnx
 from jgg.activations import clamped_swiglu
-from jgg.hf.families import FAMILIES, SELECTION_BIAS
+from jgg.hf.families import FAMILIES
 from jgg.hf.quantized import quantization
+from jgg.hf.tensors import SELECTION_BIAS
 from tests.support.closeness import assert_close
 from tests.support.hf import fused, load
 from tests.support.marks import thorough_but

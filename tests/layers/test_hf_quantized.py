@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.nnx
-from jgg.hf.families import SELECTION_BIAS
+from jgg.hf.tensors import SELECTION_BIAS
 from tests.support.closeness import assert_close
 from tests.support.hf import DATA, load
 
