@@ -36,8 +36,12 @@ def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ..
         if "factor" in part:
             given.setdefault("factor", longest / context)
         frequencies, scale = _yarn(frequencies, theta, rotated, context, given)
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, _context(settings, given), given)
+    elif kind == "linear":
+        frequencies = _slowed(frequencies, _factor(kind, given), 1.0)
     else:
-        check(kind == "default", f"rope_type must be 'default' or 'yarn', got {kind!r}.")
+        check(kind == "default", f"rope_type must be 'default', 'linear', 'llama3' or 'yarn', got {kind!r}.")
     check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
     is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
     check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
@@ -51,7 +55,7 @@ def _theta(value: Any) -> float:
 
 
 def _context(settings: Settings, given: dict[str, Any]) -> float:
-    """How many positions a model had before YaRN; takes the key out of `given`."""
+    """How many positions a model had before its frequencies were slowed down; takes the key out of `given`."""
     key = "original_max_position_embeddings"
     found = given.pop(key, settings.int("max_position_embeddings"))
     own = settings.get(key)
@@ -77,8 +81,7 @@ def _yarn(
 
     Takes its keys out of `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
     """
-    check("factor" in given, f"rope_parameters of rope_type 'yarn' must have 'factor', got {given}.")
-    factor = _as_positive("factor", given.pop("factor"))
+    factor = _factor("yarn", given)
     fast, slow = (_as_positive(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
     check(fast >= slow, f"beta_fast must be at least beta_slow, {slow}, got {fast}.")
     check(rotated % 2 == 0, f"partial_rotary_factor must leave an even number of features for YaRN, got {rotated}.")
@@ -91,8 +94,35 @@ def _yarn(
     first, last = max(first, 0), min(last, rotated - 1)
     width = last - first if last != first else 1e-3
     slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
+    return _slowed(frequencies, factor, slowed), _yarn_scale(factor, given)
+
+
+def _llama3(frequencies: np.ndarray, context: float, given: dict[str, Any]) -> np.ndarray:
+    """Slows down by `factor` what turns less than `low_freq_factor` times over the context, and keeps what turns often.
+
+    Takes its keys out of `given`. Source: `apply_scaling` in the code of Llama 3.1.
+    """
+    factor = _factor("llama3", given)
+    low, high = (_as_positive(key, _required("llama3", given, key)) for key in ("low_freq_factor", "high_freq_factor"))
+    check(high > low, f"high_freq_factor must be more than low_freq_factor, {low}, got {high}.")
+    turns = context * frequencies / (2 * math.pi)
+    return _slowed(frequencies, factor, np.clip((high - turns) / (high - low), 0, 1))
+
+
+def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) -> np.ndarray:
+    """Frequencies of which a part, from 0 to 1, is divided by a factor."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return frequencies * (1 - slowed) + frequencies / factor * slowed, _yarn_scale(factor, given)
+        return frequencies * (1 - part) + frequencies / factor * part
+
+
+def _factor(kind: str, given: dict[str, Any]) -> float:
+    return _as_positive("factor", _required(kind, given, "factor"))
+
+
+def _required(kind: str, given: dict[str, Any], key: str) -> Any:
+    """Takes a key out of `given`, where this kind of rotary embedding has no default for it."""
+    check(key in given, f"rope_parameters of rope_type {kind!r} must have {key!r}, got {given}.")
+    return given.pop(key)
 
 
 def _yarn_scale(factor: float, given: dict[str, Any]) -> float:

@@ -135,8 +135,16 @@ WRONG = {
         ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
-    "rope_type must be 'default' or 'yarn', got 'llama3'": (
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+    "rope_type must be 'default', 'linear', 'llama3' or 'yarn', got 'dynamic'": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        ValueError,
+    ),
+    "rope_parameters of rope_type 'linear' must have 'factor', got {}": (
+        {"rope_parameters": {"rope_type": "linear"}},
+        ValueError,
+    ),
+    "high_freq_factor must be more than low_freq_factor, 4.0, got 4.0": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
         ValueError,
     ),
     "must have only keys that jgg.models knows, got {'mscale': 1.0}": (
