@@ -7,15 +7,14 @@ from typing import Any
 
 from jgg.activations import clamped_swiglu
 from jgg.core.arguments import check
-from jgg.hf import blocks
-from jgg.hf.expert_settings import read_experts, read_normalized
+from jgg.hf.expert_settings import read_experts, read_groups, read_normalized
 from jgg.hf.family import Family
 from jgg.hf.model_settings import read_attention, read_biases, read_dense_layers, read_windows
 from jgg.hf.settings import Settings
-from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER, as_is, experts, matrix
+from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER, SELECTION_BIAS, as_is, experts, matrix, shared
 
-# keys of all these families
-_OF_ALL = {
+# keys of all families that `jgg.models` has
+_OF_MODELS = {
     "eos_token_id": None,
     "head_dim": None,
     "hidden_act": "silu",
@@ -108,30 +107,50 @@ def _glm4_moe(settings: Settings) -> dict[str, Any]:
     return attention | read_dense_layers(settings, key, settings.int(key, 0))
 
 
+def _qwen3_next(settings: Settings) -> dict[str, Any]:
+    shared_features = settings.int("shared_expert_intermediate_size")
+    return read_normalized(settings, shared_features=shared_features, use_shared_gate=True)
+
+
+def _llama4(settings: Settings) -> dict[str, Any]:
+    return read_experts(
+        settings,
+        "num_local_experts",
+        "intermediate_size",
+        score="sigmoid",
+        normalize=False,
+        scale_input=True,
+        shared_features=settings.int("intermediate_size"),
+    )
+
+
 _experts_of_mixtral = functools.partial(
     read_experts, experts="num_local_experts", hidden_features="intermediate_size", score="topk_softmax"
 )
-FAMILIES = blocks.FAMILIES | {
+_DEEPSEEK = Family(
+    "mlp",
+    read_groups,
+    QWEN | {SELECTION_BIAS: as_is("gate.e_score_correction_bias")} | shared("shared_experts"),
+    defaults={"hidden_size": 7168, "hidden_act": "silu"}
+    | {"moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1}
+    | {"norm_topk_prob": True, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
+    lacks="has latent attention",
+    aliases={"n_routed_experts": "num_local_experts"},
+    fused=FUSED,
+)
+# The rows of defaults have the keys of the model, of attention and of experts, in this order. At the end are families
+# of which jgg has the experts alone.
+FAMILIES = {
     "mixtral": Family(
         "block_sparse_moe",
         _experts_of_mixtral,
         ROUTER | experts("w1", "w3", "w2"),
-        defaults=_OF_ALL
-        | {
-            "eos_token_id": 2,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 32,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "vocab_size": 32000,
-        },
+        defaults=_OF_MODELS
+        | {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+        | {"rms_norm_eps": 1e-5, "eos_token_id": 2}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None, "rope_theta": 1000000.0}
+        | {"max_position_embeddings": 131072}
+        | {"num_experts_per_tok": 2, "num_local_experts": 8},
         model=_mixtral,
         aliases={"num_local_experts": "num_experts"},
         fused=FUSED,
@@ -141,30 +160,14 @@ FAMILIES = blocks.FAMILIES | {
         "mlp",
         read_normalized,
         QWEN,
-        defaults=_OF_ALL
-        | {
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "max_position_embeddings": 32768,
-            "mlp_only_layers": None,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "num_attention_heads": 32,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-            # of Qwen3-Coder's config, not of transformers
-            "qkv_bias": False,
-            "shared_expert_intermediate_size": 0,
-            "use_qk_norm": True,
-        },
+        defaults=_OF_MODELS
+        | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 6144}
+        | {"rms_norm_eps": 1e-6, "mlp_only_layers": None, "decoder_sparse_step": 1}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "attention_bias": False, "sliding_window": 4096}
+        | {"use_sliding_window": False, "max_position_embeddings": 32768}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": False, "num_experts": 128, "num_experts_per_tok": 8}
+        # of Qwen3-Coder's config, not of transformers
+        | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
         model=_qwen3_moe,
         aliases={"num_experts": "num_local_experts"},
         fused=FUSED,
@@ -173,58 +176,30 @@ FAMILIES = blocks.FAMILIES | {
         "mlp",
         functools.partial(read_normalized, hidden_features="intermediate_size"),
         QWEN,
-        defaults=_OF_ALL
-        | {
-            "attention_bias": False,
-            "clip_qkv": None,
-            "eos_token_id": 50279,
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "max_position_embeddings": 4096,
-            "norm_topk_prob": False,
-            "num_attention_heads": 16,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": None,
-            "rms_norm_eps": 1e-5,
-            "vocab_size": 50304,
-        },
+        defaults=_OF_MODELS
+        | {"vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 2048}
+        | {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+        | {"num_attention_heads": 16, "num_key_value_heads": None, "attention_bias": False, "clip_qkv": None}
+        | {"max_position_embeddings": 4096}
+        | {"norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8},
         model=_olmoe,
         aliases={"num_experts": "num_local_experts"},
         fused=FUSED,
     ),
     "glm4_moe": dataclasses.replace(
-        blocks.DEEPSEEK,
-        defaults=_OF_ALL
-        | {
-            "attention_bias": False,
-            "first_k_dense_replace": 1,
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "max_position_embeddings": 131072,
-            "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_attention_heads": 96,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 46,
-            "num_key_value_heads": 8,
-            "num_nextn_predict_layers": 1,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1e-5,
-            "routed_scaling_factor": 1.0,
-            "topk_group": 1,
-            "use_qk_norm": False,
-            "vocab_size": 151552,
-        },
+        _DEEPSEEK,
+        defaults=_OF_MODELS
+        | {"vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10944}
+        | {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+        | {"num_attention_heads": 96, "num_key_value_heads": 8, "attention_bias": False, "use_qk_norm": False}
+        | {"partial_rotary_factor": 0.5, "max_position_embeddings": 131072}
+        | {"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1}
+        | {"norm_topk_prob": True, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "topk_group": 1},
         model=_glm4_moe,
         lacks="",
         aliases={"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
         # of published checkpoints, which have 46 and 92 layers and one more, which predicts further tokens
-        ignored=(*blocks.DEEPSEEK.ignored, r"model\.layers\.(46|92)\."),
+        ignored=(*_DEEPSEEK.ignored, r"model\.layers\.(46|92)\."),
     ),
     "gpt_oss": Family(
         "mlp",
@@ -235,27 +210,13 @@ FAMILIES = blocks.FAMILIES | {
             "b_gate_up": as_is("experts.gate_up_proj_bias"),
             "b_down": as_is("experts.down_proj_bias"),
         },
-        defaults=_OF_ALL
-        | {
-            "attention_bias": True,
-            "head_dim": 64,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "layer_types": None,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "num_local_experts": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": _YARN,
-            "rope_theta": 150000.0,
-            "sliding_window": 128,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "vocab_size": 201088,
-        },
+        defaults=_OF_MODELS
+        | {"vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36, "intermediate_size": 2880}
+        | {"rms_norm_eps": 1e-5}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True}
+        | {"sliding_window": 128, "layer_types": None, "rope_parameters": _YARN, "rope_theta": 150000.0}
+        | {"max_position_embeddings": 131072}
+        | {"num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         model=_gpt_oss,
         aliases={"num_local_experts": "num_experts"},
     ),
@@ -267,26 +228,37 @@ FAMILIES = blocks.FAMILIES | {
             "w_gate_up": matrix("input_linear.weight"),
             "w_down": matrix("output_linear.weight"),
         },
-        defaults=_OF_ALL
-        | {
-            "attention_bias": False,
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "eos_token_id": 2,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "logits_scaling": 1.0,
-            "max_position_embeddings": 2048,
-            "num_attention_heads": 32,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": None,
-            "num_local_experts": 8,
-            "residual_multiplier": 1.0,
-            "rms_norm_eps": 1e-6,
-            "vocab_size": 32000,
-        },
+        defaults=_OF_MODELS
+        | {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008}
+        | {"rms_norm_eps": 1e-6, "eos_token_id": 2, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+        | {"logits_scaling": 1.0}
+        | {"num_attention_heads": 32, "num_key_value_heads": None, "attention_bias": False}
+        | {"max_position_embeddings": 2048, "attention_multiplier": 1.0}
+        | {"num_experts_per_tok": 2, "num_local_experts": 8},
         model=_granitemoe,
         fused={"w_router": matrix("router.weight")} | FUSED,
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "qwen3_next": Family(
+        "mlp",
+        _qwen3_next,
+        QWEN | shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")},
+        defaults={"hidden_size": 2048, "hidden_act": "silu"}
+        | {"moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
+        | {"shared_expert_intermediate_size": 512},
+        lacks="has layers with a recurrent state",
+        aliases={"num_experts": "num_local_experts"},
+        fused=FUSED,
+    ),
+    "llama4": Family(
+        "feed_forward",
+        _llama4,
+        IN_OUT | shared("shared_expert"),
+        defaults={"hidden_size": 5120, "intermediate_size": 8192, "hidden_act": "silu"}
+        | {"num_experts_per_tok": 1, "num_local_experts": 16},
+        lacks="attends within chunks",
+        prefix="language_model.model.",
+        is_swapped=True,
     ),
 }

@@ -29,8 +29,7 @@ class Stack(NamedTuple):
     @property
     def variables(self) -> dict[str, nnx.Variable[Any]]:
         """The variables that are no adapters by the names in `Family.layer`, and those of experts as "moe.NAME"."""
-        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.Not(nnx.LoRAParam)))
-        return {".".join(map(str, path)): variable for path, variable in flat}
+        return self._of(nnx.Not(nnx.LoRAParam))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -41,7 +40,10 @@ class Stack(NamedTuple):
     @property
     def adapters(self) -> dict[str, nnx.Variable[Any]]:
         """The variables of the LoRA adapters, by the same names with "_lora_a" or "_lora_b"."""
-        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.LoRAParam))
+        return self._of(nnx.LoRAParam)
+
+    def _of(self, kind: nnx.filterlib.Filter) -> dict[str, nnx.Variable[Any]]:
+        flat = nnx.to_flat_state(nnx.state(self.layers, kind))
         return {".".join(map(str, path)): variable for path, variable in flat}
 
 
