@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jgg.hf
 from jgg.hf.families import FAMILIES
 from tests.support.closeness import assert_close
-from tests.support.hf import load
+from tests.support.hf import assert_same_tensors, load
 from tests.support.peft import DATA, DIFFERENTIATED, FUSED, OF_MODULES, load_passes, load_weights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,13 +61,6 @@ def test_gradients_are_those_that_peft_computes(case, edited):
         assert_close(y, passes[f"y/{layer}"], 1e-4)
         for name, term in wanted.layers[layer].items():
             assert_close((got[name].a, got[name].b), (term.a, term.b), 1e-4, name=f"{name} of layer {layer}")
-
-
-def assert_same_tensors(got, want):
-    assert got.keys() == want.keys()
-    for name, array in want.items():
-        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
-        assert got[name].tobytes() == array.tobytes(), name
 
 
 @pytest.mark.parametrize("case", FUSED)

@@ -15,7 +15,7 @@ from jgg.hf.families import FAMILIES
 from jgg.hf.tensors import matrix
 from jgg.models.layer import MIXERS
 from jgg.models.parts import set_params
-from tests.support.models import config_of
+from tests.support.models import config_of, logits_of
 
 STATE = 6
 
@@ -65,7 +65,6 @@ def model(monkeypatch):
     return jgg.models.Decoder(jgg.models.model_config(config), dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
-run = jax.jit(lambda model, tokens: model(tokens))
 TOKENS = np.random.default_rng(0).integers(64, size=(2, 9))
 
 
@@ -77,7 +76,7 @@ def test_the_plan_has_a_stack_for_layers_side_by_side_that_are_alike(model):
 
 
 def test_each_mixer_decodes_with_its_own_cache(model):
-    logits, caches = run(model, TOKENS), model.empty_caches(2, 9)
+    logits, caches = logits_of(model, TOKENS), model.empty_caches(2, 9)
     assert [type(cache).__name__ for cache in caches] == ["State", "Cache", "State"]
     step = jax.jit(lambda model, *arguments: model.run_layers(*arguments))
     x, caches = step(model, TOKENS[:, :6], jnp.arange(6)[None], caches)
@@ -86,7 +85,7 @@ def test_each_mixer_decodes_with_its_own_cache(model):
         x, caches = step(model, TOKENS[:, position : position + 1], jnp.full((2, 1), position), caches)
         parts.append(x)
     np.testing.assert_allclose(model.logits(jnp.concatenate(parts, axis=1)), logits, rtol=0, atol=1e-5)
-    other = run(model, np.concatenate([TOKENS[:, :1] ^ 1, TOKENS[:, 1:]], axis=1))
+    other = logits_of(model, np.concatenate([TOKENS[:, :1] ^ 1, TOKENS[:, 1:]], axis=1))
     assert np.abs(other - logits)[:, -1].max() > 1e-3  # the last token sees the first
 
 
@@ -95,4 +94,4 @@ def test_its_folder_has_the_names_of_the_family(model, tmp_path):
     names = [name for name in jgg.hf.Checkpoint(tmp_path / "saved") if ".decay." in name]
     assert sorted(names) == [f"model.layers.{layer}.decay.{name}.weight" for layer in (0, 2) for name in ("in", "out")]
     again = jgg.models.load(tmp_path / "saved", dtype=jnp.float32)
-    np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
+    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(model, TOKENS))
