@@ -1,7 +1,6 @@
 """`Decoder`: a whole mixture-of-experts language model in Flax NNX."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.core.arguments import check_instance
 from jgg.fp8 import Fp8
 from jgg.models.attention import Place
-from jgg.models.config import ModelConfig, StackPlan
+from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
-from jgg.models.layer import MIXERS, SAVED_NAMES, Layer
+from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import logits_of, losses_of
 from jgg.models.parts import TARGETS, Options, norm, set_params
-from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
+from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
+from jgg.models.stacks import merge_stack, new_stack, run_stack
 from jgg.models.tokens import as_segments, as_tokens, check_shape, runs_of
 from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
@@ -106,9 +106,8 @@ class Decoder(nnx.Module):
         self.config, self.options = config, options
         if not config.num_dense_layers:
             self.dense_layers = None
-        for stack in config.plan:
-            create = functools.partial(Layer, config, options, stack.mixer, stack.is_dense)
-            setattr(self, stack.name, _stacked(create, stack.count, rngs, sharding))
+        for plan in config.plan:
+            setattr(self, plan.name, new_stack(plan, config, options, rngs))
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
@@ -203,8 +202,8 @@ class Decoder(nnx.Module):
         place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
         sown: dict[str, list[jax.Array]] = {}
         own_caches = []
-        for index, stack in enumerate(config.plan):
-            x, cache, own = self._run(stack, x, None if caches is None else caches[index], place)
+        for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):
+            x, cache, own = run_stack(getattr(self, plan.name), plan, self.options, x, cache, place)
             own_caches.append(cache)
             for name, value in own.items():
                 sown.setdefault(name, []).append(value)
@@ -216,8 +215,7 @@ class Decoder(nnx.Module):
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
         config, options = self.config, self.options
         caches = (
-            MIXERS[stack.mixer].empty_cache(config, stack.count, batch, positions, options.dtype)
-            for stack in config.plan
+            MIXERS[plan.mixer].empty_cache(config, plan.count, batch, positions, options.dtype) for plan in config.plan
         )
         return jax.tree.map(functools.partial(split_batch, sharding=options.sharding, axis=1), tuple(caches))
 
@@ -238,57 +236,5 @@ class Decoder(nnx.Module):
 
         Raises: TypeError: a matrix with an adapter is a QuantizedArray. Nothing is merged then.
         """
-        for stack in self.config.plan:
-            layers = getattr(self, stack.name)
-            graphdef, state = nnx.split(layers)
-            merged = jax.lax.map(functools.partial(_merged, graphdef), state)
-            nnx.update(layers, split(merged, self.options.sharding))
-
-    def _run(
-        self, stack: StackPlan, x: jax.Array, cache: Any, place: Callable[..., Place]
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Runs the layers of a stack; also returns the stack's cache, and what the experts sowed, stacked."""
-        options = self.options
-        graphdef, state = nnx.split(getattr(self, stack.name))
-        is_local = None if stack.has_window is None else jnp.asarray(stack.has_window)
-
-        def body(carry: tuple[jax.Array, Any], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-            own, number, is_local = inputs
-            layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
-            own_place = place(layer=number, window=stack.window, is_local=is_local)
-            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(carry[0], own_place, carry[1])
-            values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
-            return (split_batch(x, options.sharding), cache), values
-
-        xs = state, jnp.arange(stack.count, dtype=jnp.int32), is_local
-        unroll = min(options.unroll, stack.count)
-        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
-        return x, cache, sown
-
-    def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        options = self.options
-        if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
-            return body
-        names = SAVED_NAMES if options.remat == "names" else ()
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        if options.remat == "none":
-            policy = remat_policy_of_gathered
-        # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
-        return jax.checkpoint(body, policy=policy, prevent_cse=options.unroll > 1)
-
-
-def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """The state of a layer with its adapters merged."""
-    layer = nnx.merge(graphdef, state)
-    layer.merge_adapters()
-    return nnx.state(layer)
-
-
-def _stacked(create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, sharding: MoESharding | None) -> Layer:
-    """`count` layers in one, whose parameters have the layers as their first axis."""
-    keys = jax.random.split(rngs.params(), count)
-    stacked = nnx.vmap(lambda key: create(nnx.Rngs(params=key)))
-    if sharding is None:
-        return stacked(keys)
-    graphdef, _ = nnx.split(nnx.eval_shape(stacked, keys))
-    return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
+        for plan in self.config.plan:
+            merge_stack(getattr(self, plan.name), self.options)

@@ -12,12 +12,14 @@ from jgg.models.attention import Attention, Place
 from jgg.models.config import ModelConfig
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, norm, set_params
 
-# what remat="names" keeps for the backward pass: jgg names all but the last
+# what remat="names" keeps for the backward pass: other code of jgg names all but the last
 SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
 
 
 class Mixer(Protocol):
     """The part of a layer in which tokens of a sequence see each other. A cache keeps what decoding needs of them."""
+
+    options: Options
 
     def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None: ...
 
@@ -61,7 +63,7 @@ class Layer(nnx.Module):
         x = checkpoint_name(x + mixed * config.residual_scale, "attention")
         normalized = norm(x, self.mlp_norm, config.norm_epsilon)
         if hasattr(self, "moe"):
-            # decoding takes the time of reading weights, in FP8 or not, which FP8 products would not shorten
+            # a decoded token takes the time of reading the weights, which FP8 products would not shorten
             y = self.moe._compute(normalized, None, place.mask, None if decodes else self.moe.quantization)
         else:
             y = self.mlp(normalized)

@@ -30,6 +30,7 @@ class Decay(nnx.Module):
     """A sum of past tokens in which each counts half of the one that follows it."""
 
     def __init__(self, config, options, rngs):
+        self.options = options
         shapes = {"w_in": (config.features, STATE), "w_out": (STATE, config.features)}
         set_params(self, shapes, 0.3, options, rngs)
 
