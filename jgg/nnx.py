@@ -178,6 +178,12 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
           mask: bool or number [...], False or 0 for the tokens of x that do not count in the losses, such as padding;
             by default all count.
         """
+        return self._compute(x, topk_indices, mask, self.quantization)
+
+    def _compute(
+        self, x: jax.Array, topk_indices: jax.Array | None, mask: jax.Array | None, quantization: Fp8 | None
+    ) -> jax.Array:
+        """Applies the layer as a call does, but its products are those of this `quantization`."""
         layer = self.layer
         params = {name: self._value(name) for name in layer.shapes}
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
@@ -192,7 +198,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             mask=mask,
             sharding=self.sharding,
             precision=self.precision,
-            quantization=self.quantization,
+            quantization=quantization,
             implementation=self.implementation,
         )
         # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.

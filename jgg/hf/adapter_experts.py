@@ -8,7 +8,7 @@ import numpy as np
 
 from jgg.core.arguments import check
 from jgg.hf.adapter_settings import AdapterSettings
-from jgg.hf.families import Family
+from jgg.hf.family import Family
 from jgg.hf.files import check_names, check_shape
 from jgg.linear.low_rank import LowRank
 

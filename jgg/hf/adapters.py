@@ -1,4 +1,4 @@
-"""Converts LoRA adapters: PEFT's folders to low-rank terms beside the parameters of MoE layers, and back."""
+"""Reads LoRA adapters of MoE layers from PEFT's folders, as a `LowRank` for each parameter, and writes them."""
 
 import dataclasses
 import json
@@ -33,13 +33,13 @@ _DTYPES = "float16", "bfloat16", "float32", "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter.
+    """A LoRA adapter of a whole model, as PEFT stores it.
 
     Attributes:
-      layers: for each decoder layer's index, the terms of its experts by the parameter that each is beside,
-        "w_gate_up" or "w_down", in w_layout "ekn".
+      layers: the adapters of experts: for the index of a decoder layer, a `jgg.LowRank` in w_layout "ekn" for each of
+        the parameters "w_gate_up" and "w_down" that has one.
       others: tensors of other modules, such as attention, by their names in PEFT's file.
-      settings: the content of adapter_config.json, which may be incomplete for an adapter to save.
+      settings: the content of adapter_config.json. `save_adapter` completes it where keys are absent.
     """
 
     layers: Mapping[int, Mapping[str, LowRank]]
@@ -50,16 +50,18 @@ class Adapter:
 def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slowest: bool = False) -> Adapter:
     """Reads a LoRA adapter that PEFT wrote: adapter_config.json and adapter_model.safetensors.
 
-    The experts' adapters may be of fused parameters ("target_parameters", as PEFT 0.21 stores them) or of each expert's
-    modules. From modules, each parameter gets one term: a has the terms of gate and up side by side, of rank 2 r, and
-    b is zero outside the blocks of each. `settings` are then without these modules. Dropout is not applied. As in PEFT,
-    target_modules may have names that the model has not.
+    PEFT stores the adapters of experts in one of two ways: for each parameter that has all experts of a layer
+    ("target_parameters", in the form of PEFT 0.21), or for each expert's modules ("target_modules"). Both become one
+    LowRank for a parameter of a layer. If gate and up are modules of rank r, it has rank 2 r: its a has their a side by
+    side, and its b is zero from gate's a to up's columns and from up's a to gate's. The `settings` of the result then
+    no longer name these modules. Dropout is not applied. As in PEFT, target_modules may name modules that the model
+    lacks.
 
     Args:
       folder: the adapter's folder.
       config: content of the model's config.json, as `read_config` returns it.
-      is_expert_slowest: True for an adapter of fused experts that Unsloth wrote before 2026-09-17: the columns of their
-        lora_B have all ranks of expert 0 first. PEFT's have rank 0 of all experts first. Both have the same shape, so
+      is_expert_slowest: True for an adapter of fused experts that Unsloth wrote before 2026-09-17. The columns of its
+        lora_B begin with all ranks of expert 0, those of PEFT with rank 0 of all experts. Both have the same shape, so
         nothing in the files tells them apart. `save_adapter` writes PEFT's order.
 
     Returns: an Adapter of NumPy arrays, whose scales are lora_alpha / r or, with use_rslora, lora_alpha / sqrt(r).
@@ -126,20 +128,21 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter) -> None:
-    """Writes an adapter as PEFT does for the fused experts of transformers 5, so that PEFT opens it.
+    """Writes an adapter in PEFT's format for transformers 5, which keeps all experts of a layer in one parameter.
 
-    Of what `load_adapter` read, the tensors of fused experts and `others` are written bit for bit. A term that was read
-    from modules is written as one of a fused parameter: the same function, which PEFT itself makes of such modules in
-    transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go to rank_pattern and
-    alpha_pattern; PEFT 0.21 warns that they match no module, and uses them. lora_dropout becomes 0, because PEFT has
-    none for parameters.
+    What `load_adapter` read from target_parameters, and `others`, is written bit for bit. What it read from the modules
+    of each expert is written for the parameters of all experts. That computes the same, and PEFT itself converts such
+    modules so in transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go to rank_pattern
+    and alpha_pattern; PEFT 0.21 warns that they match no module, and uses them. lora_dropout becomes 0, because PEFT
+    has none for parameters.
 
     Args:
       folder: where to write; it is made if it is missing. An adapter that it holds is replaced once both files are
         written.
       config: content of the model's config.json.
-      adapter: the layers need not come from `load_adapter`. Settings that are missing get PEFT's usual values, r and
-        lora_alpha those of the first term. For `others` to be used they need their "target_modules".
+      adapter: the adapter, from `load_adapter` or not. Where its settings lack r and lora_alpha, those of the first
+        LowRank are written, and PEFT's usual values of other keys. PEFT uses `others` only if the settings have their
+        "target_modules".
 
     Raises:
       ValueError: a term does not fit the config's layer, a name in `others` belongs to experts, or the settings have

@@ -10,10 +10,11 @@ import numpy as np
 
 from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
-from jgg.hf.families import FAMILIES, SELECTION_BIAS, Family
+from jgg.hf.families import FAMILIES
+from jgg.hf.family import Family
 from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
-from jgg.hf.tensors import Tensor
+from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

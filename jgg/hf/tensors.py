@@ -1,4 +1,4 @@
-"""`Tensor`: which tensors of a checkpoint hold a parameter, in which shapes."""
+"""`Tensor`: which tensors of a checkpoint hold a parameter, in which shapes; and the names that families share."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -63,3 +63,48 @@ def matrix(*names: str) -> Tensor:
 def as_is(name: str) -> Tensor:
     """A vector, or a matrix that is stored [in, out]."""
     return Tensor((name,), is_transposed=False)
+
+
+def experts(gate: str, up: str, down: str) -> dict[str, Tensor]:
+    """The parameters of experts that are stored one by one, in modules of these names."""
+    gate, up, down = (f"experts.{{e}}.{name}.weight" for name in (gate, up, down))
+    return {"w_gate_up": matrix(gate, up), "w_down": matrix(down)}
+
+
+def shared(block: str) -> dict[str, Tensor]:
+    """The parameters of the shared experts, a block of this name."""
+    return {
+        "w_shared_gate_up": matrix(f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
+        "w_shared_down": matrix(f"{block}.down_proj.weight"),
+    }
+
+
+SELECTION_BIAS = "selection_bias"
+ROUTER = {"w_router": matrix("gate.weight")}
+QWEN = ROUTER | experts("gate_proj", "up_proj", "down_proj")
+# what transformers 5 writes in its own format
+FUSED = {"w_gate_up": matrix("experts.gate_up_proj"), "w_down": matrix("experts.down_proj")}
+# experts' matrices that are stored [E, in, out]
+IN_OUT = {
+    "w_router": matrix("router.weight"),
+    "w_gate_up": as_is("experts.gate_up_proj"),
+    "w_down": as_is("experts.down_proj"),
+}
+# what a layer with grouped queries may have beside its experts, each parameter in the module that its name begins with
+LAYER = {
+    "attention_norm": as_is("input_layernorm.weight"),
+    "mlp_norm": as_is("post_attention_layernorm.weight"),
+    "attention.q_norm": as_is("self_attn.q_norm.weight"),
+    "attention.k_norm": as_is("self_attn.k_norm.weight"),
+    "attention.sinks": as_is("self_attn.sinks"),
+    "mlp.w_gate_up": matrix("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": matrix("mlp.down_proj.weight"),
+    **{f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"},
+    **{f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"},
+}
+# the parameters beside a model's layers
+ENDS = {
+    "w_embedding": as_is("model.embed_tokens.weight"),
+    "norm": as_is("model.norm.weight"),
+    "w_head": matrix("lm_head.weight"),
+}

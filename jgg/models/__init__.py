@@ -1,9 +1,8 @@
 """Whole mixture-of-experts language models in Flax NNX, from Hugging Face folders and back."""
 
 from jgg.models.adapters import load_adapter, save_adapter
-from jgg.models.config import ModelConfig
+from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
-from jgg.models.families import model_config
 from jgg.models.generation import generate
 from jgg.models.loading import load
 from jgg.models.saving import save

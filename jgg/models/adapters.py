@@ -29,8 +29,8 @@ from jgg.models.tensors import Matrix, matrices
 def save_adapter(model: Decoder, folder: str | Path) -> None:
     """Writes a model's LoRA adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    `PeftModel.from_pretrained` opens the folder with transformers 5: adapters of attention are of modules
-    ("target_modules"), all others of parameters ("target_parameters"). The gate and up projections of a dense layer
+    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention are written for modules
+    ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections of a dense layer
     share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer whose a and b are
     zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter` leaves them.
     "base_model_name_or_path" is `model.config.name`.
@@ -145,7 +145,7 @@ def _set_terms(model: Decoder, found: Found) -> None:
         variables = [matrix.stack.adapters[name] for name in names]
         arrays = [np.zeros(variable.shape, variable.dtype) for variable in variables]
         for number, term in terms.items():
-            own, index, rank = rescaled(term, scales[matrix.target]), number - matrix.stack.first, term.a.shape[-1]
+            own, index, rank = rescaled(term, scales[matrix.target]), number - matrix.stack.plan.first, term.a.shape[-1]
             arrays[0][index, ..., :rank], arrays[1][index, ..., :rank, :] = own.a, own.b
         beside = matrix.stack.layers.attention_norm.get_value()
         for name, variable, array in zip(names, variables, arrays, strict=True):
@@ -162,7 +162,7 @@ def _terms(model: Decoder) -> Iterator[tuple[Matrix, int, LowRank]]:
         if matrix.target in model.options.lora.scales:
             variables = matrix.stack.adapters
             whole = [np.asarray(variables[name].get_value()) for name in adapter_names(matrix.name)]
-            for index, number in enumerate(matrix.stack.numbers):
+            for index, number in enumerate(matrix.stack.plan.numbers):
                 a, b = (array[index] for array in whole)
                 is_used = np.any(a, tuple(range(a.ndim - 1))) | np.any(b, (*range(b.ndim - 2), b.ndim - 1))
                 if np.any(is_used):

@@ -1,10 +1,11 @@
 """Causal attention with grouped queries, and the cache of keys and values for decoding."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jgg.models.attend import attend, dot_product_attention, finite_sinks
 from jgg.models.config import ModelConfig
@@ -13,16 +14,10 @@ from jgg.models.rotary import rotate
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers: [layers, B, C, kv heads, D], for C positions."""
+    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions."""
 
     k: jax.Array
     v: jax.Array
-
-    @classmethod
-    def empty(cls, config: ModelConfig, batch: int, positions: int, dtype: Any) -> Self:
-        """A cache for so many sequences and positions."""
-        shape = (config.num_layers, batch, positions, config.num_kv_heads, config.head_features)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def write(self, layer: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """Puts a layer's k and v [B, S, kv heads, D] at their positions [B, S]."""
@@ -43,7 +38,7 @@ class Place(NamedTuple):
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
       rotation: cosines and sines of the rotary embedding, as `rotate` takes them.
-      layer: int32 [], the number of the layer.
+      layer: int32 [], the layer's place among those that are stacked with it.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
@@ -98,6 +93,12 @@ class Attention(nnx.Module):
             )
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
         return linear(self, attended, "o", self.options), cache
+
+    @staticmethod
+    def empty_cache(config: ModelConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
+        """The cache of so many layers, sequences and positions."""
+        shape = (layers, batch, positions, config.num_kv_heads, config.head_features)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values [B, S, heads, D]."""

@@ -1,11 +1,52 @@
-"""`ModelConfig`, all that a decoder is built from; jgg/models/families.py reads one from each family's config.json."""
+"""`ModelConfig`, all that a decoder is built from, with its plan of layers, and how one is read from config.json."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from jgg.core.arguments import check_instance
 from jgg.hf.checkpoints import moe_layer
+from jgg.hf.families import FAMILIES
+from jgg.hf.family import Family
+from jgg.hf.model_settings import check_keys, read_model
 from jgg.layers import MoELayer
+
+
+@dataclasses.dataclass(frozen=True)
+class StackPlan:
+    """Layers that are alike and follow each other: a decoder stacks their parameters, and runs them in one scan.
+
+    Attributes:
+      name: the attribute of a `Decoder` that has them.
+      first, count: the number of the first of them, and how many they are.
+      mixer: what mixes the tokens of a sequence, a name in jgg/models/layer.py.
+      is_dense: whether they have an MLP in the place of experts.
+      windows: for each of them, how many of the last tokens a token attends to; None for all.
+    """
+
+    name: str
+    first: int
+    count: int
+    mixer: str
+    is_dense: bool
+    windows: tuple[int | None, ...]
+
+    @property
+    def numbers(self) -> range:
+        """The layers' numbers."""
+        return range(self.first, self.first + self.count)
+
+    @property
+    def window(self) -> int | None:
+        """The size of the windows; None if no layer has one."""
+        return next(filter(None, self.windows), None)
+
+    @property
+    def has_window(self) -> tuple[bool, ...] | None:
+        """For each layer, whether it has a window; None if all do or none does."""
+        return None if len(set(self.windows)) == 1 else tuple(window is not None for window in self.windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +66,7 @@ class ModelConfig:
       num_heads, num_kv_heads: heads of the queries, and of the keys and values, each of which several queries share.
       head_features: D, features of a head.
       attention_scale: factor of the products of queries and keys.
+      mixers: for each layer, what mixes the tokens of a sequence; "attention" in all families.
       windows: for each layer, how many of the last tokens a token attends to, itself included; None for all.
         All windows have the same size.
       rotary_frequencies: radians per position, of each pair of rotated features; a head's other features stay.
@@ -67,7 +109,26 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     init_scale: float = 0.02
+    mixers: tuple[str, ...] = ()
     name: str | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def plan(self) -> tuple[StackPlan, ...]:
+        """The layers in the order in which they run, those side by side that are alike as one stack."""
+        mixers = self.mixers or ("attention",) * self.num_layers
+        kinds = [(mixer, number < self.num_dense_layers) for number, mixer in enumerate(mixers)]
+        stacks: dict[str, StackPlan] = {}
+        for (mixer, is_dense), own in itertools.groupby(range(self.num_layers), kinds.__getitem__):
+            first, *others = own
+            count, name = 1 + len(others), "dense_layers" if is_dense else "layers"
+            name = f"{name}_{first}" if name in stacks else name
+            stacks[name] = StackPlan(name, first, count, mixer, is_dense, self.windows[first : first + count])
+        return tuple(stacks.values())
+
+    @property
+    def family(self) -> Family:
+        """What the models of the family have in common."""
+        return FAMILIES[self.model_type]
 
     @property
     def hf(self) -> dict[str, Any]:
@@ -100,3 +161,41 @@ class ModelConfig:
         if self.use_sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a decoder's sizes and options from the content of config.json.
+
+    A key that config lacks has the default of transformers' configuration class.
+
+    Examples:
+      >>> import jgg.models
+      >>> config = jgg.models.model_config({
+      ...     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+      ...     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+      ...     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+      ...     "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+      ... })
+      >>> config.features, config.moe.num_experts
+      (32, 4)
+
+    Args:
+      config: content of config.json, as `jgg.hf.read_config` returns it.
+
+    Raises:
+      ValueError: the family is none of those that `jgg.models` has; or the config has a key that `jgg.models` does not
+        know, or a value that no model of it can have. The message names the key.
+      TypeError: config is no mapping, or a value has the wrong type.
+    """
+    check_instance("config", config, Mapping, "a mapping, as jgg.hf.read_config returns it")
+    model_type, known = config.get("model_type"), sorted(name for name, own in FAMILIES.items() if own.model)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {known}, got {model_type!r}.")
+    own = FAMILIES[model_type]
+    if own.model is None:
+        raise ValueError(f"model_type must be one of {known}: {model_type!r} {own.lacks}.")
+    settings = own.settings(config)
+    check_keys(config, settings)
+    moe_layer(config)  # raises where the experts' options are wrong
+    source = json.dumps(dict(config), indent=2) + "\n"
+    return ModelConfig(model_type=model_type, source=source, **read_model(settings) | own.model(settings))

@@ -1,85 +1,29 @@
 """`Decoder`: a whole mixture-of-experts language model in Flax NNX."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-import jgg.nnx
 from jgg.core.arguments import check_instance
 from jgg.linear.fp8 import Fp8
-from jgg.models.attention import Attention, Cache, Place
+from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
+from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import Head, logits_of, losses_of
-from jgg.models.parts import OF_EXPERTS, OF_MOE, TARGETS, Mlp, Options, merge_adapters, norm, set_params
-from jgg.models.placement import check_batch, gathered, remat_policy_of_gathered, split, split_batch
+from jgg.models.parts import TARGETS, Options, norm, set_params
+from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
+from jgg.models.stacks import merge_stack, new_stack, run_stack
 from jgg.models.tokens import as_segments, as_tokens, check_shape, runs_of
 from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
-# what remat="names" keeps for the backward pass: jgg names all but the last
-SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
-
-
-class Layer(nnx.Module):
-    """One layer: attention, then experts or a dense MLP, each of normalized x and added to x."""
-
-    attention_norm: nnx.Param[jax.Array]
-    mlp_norm: nnx.Param[jax.Array]
-
-    def __init__(self, config: ModelConfig, options: Options, is_dense: bool, rngs: nnx.Rngs) -> None:
-        self.config = config
-        norms = {"attention_norm": (config.features,), "mlp_norm": (config.features,)}
-        set_params(self, norms, config.init_scale, options, rngs)
-        self.attention = Attention(config, options, rngs)
-        if is_dense:
-            self.mlp = Mlp(config, options, rngs)
-        else:
-            self.moe = _experts(config, options, rngs)
-
-    def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """Maps x [B, S, H] to the same shape; returns the cache with the layer's keys and values in it, or None."""
-        config = self.config
-        attended, cache = self.attention(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
-        x = checkpoint_name(x + attended * config.residual_scale, "attention")
-        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
-        y = self.moe(normalized, mask=place.mask) if hasattr(self, "moe") else self.mlp(normalized)
-        return x + y * config.residual_scale, cache
-
-    def merge_adapters(self) -> None:
-        """Merges each LoRA adapter into its matrix."""
-        for module in (self.attention, getattr(self, "mlp", None)):
-            if module is not None:
-                merge_adapters(module, module.options.lora)
-        if hasattr(self, "moe"):
-            self.moe.merge_adapters()
-
-
-def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
-    init = nnx.initializers.normal(config.init_scale)
-    adapters: dict[str, Any] = {}
-    lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
-    if lora.rank is not None:
-        adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
-    return jgg.nnx.MoE(
-        **vars(config.moe) | adapters,
-        dtype=options.dtype,
-        param_dtype=options.param_dtype,
-        lora_param_dtype=options.lora_param_dtype,
-        kernel_init=init,
-        router_init=init,
-        quantization=options.quantization,
-        implementation=options.implementation,
-        sharding=options.sharding,
-        rngs=rngs,
-    )
+Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
 
 
 class Decoder(nnx.Module):
@@ -101,8 +45,9 @@ class Decoder(nnx.Module):
       config: what to build, from `jgg.models.model_config`.
       dtype: dtype of the computation: float32, bfloat16 or float16. Norms and routers compute in float32.
       param_dtype: dtype of the parameters, one of the same.
-      remat: what the backward pass computes again: "none"; "names", all of a layer but what jgg names, x and the
-        pre-activation of the experts, and what follows attention; or "all", each layer but its x.
+      remat: which results of the forward pass stay in memory until the backward pass, which computes all others again.
+        "none": nothing is computed again. "names": each layer keeps x and the pre-activation of its experts, the
+        router's choice, and the sum of x and attention. "all": each layer keeps only the x that it is called with.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
         to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
@@ -120,6 +65,8 @@ class Decoder(nnx.Module):
       rngs: random number generators; the stream "params" is used.
     """
 
+    dense_layers: Layer | None
+    layers: Layer
     w_embedding: nnx.Param[jax.Array]
     norm: nnx.Param[jax.Array]
     w_head: nnx.Param[jax.Array]
@@ -157,10 +104,10 @@ class Decoder(nnx.Module):
             sharding=sharding,
         )
         self.config, self.options = config, options
-        create = functools.partial(Layer, config, options)
-        num_dense = config.num_dense_layers
-        self.dense_layers = _stacked(functools.partial(create, True), num_dense, rngs, sharding) if num_dense else None
-        self.layers = _stacked(functools.partial(create, False), config.num_layers - num_dense, rngs, sharding)
+        if not config.num_dense_layers:
+            self.dense_layers = None
+        for plan in config.plan:
+            setattr(self, plan.name, new_stack(plan, config, options, rngs))
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
@@ -233,15 +180,16 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: Cache | None = None,
+        caches: Caches | None = None,
         *,
         segments: jax.Array | None = None,
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """The last layer's normalized features [B, S, H] of tokens [B, S], and the cache.
+    ) -> tuple[jax.Array, Caches | None]:
+        """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
 
         Args:
+          caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
           positions, segments, mask, lengths: as in `Place`.
         """
         config, sharding = self.config, self.options.sharding
@@ -252,12 +200,24 @@ class Decoder(nnx.Module):
         x = split_batch(x * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
-        if self.dense_layers is not None:
-            x, cache, _ = self._scan(self.dense_layers, x, cache, place, first=0)
-        x, cache, sown = self._scan(self.layers, x, cache, place, first=config.num_dense_layers)
-        for name, value in sown.items() if hasattr(self, "__captures__") else ():
-            self.sow(nnx.Intermediate, name, value)
-        return norm(x, self.norm, config.norm_epsilon), cache
+        sown: dict[str, list[jax.Array]] = {}
+        own_caches = []
+        for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):
+            x, cache, own = run_stack(getattr(self, plan.name), plan, self.options, x, cache, place)
+            own_caches.append(cache)
+            for name, value in own.items():
+                sown.setdefault(name, []).append(value)
+        for name, values in sown.items() if hasattr(self, "__captures__") else ():
+            self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
+        return norm(x, self.norm, config.norm_epsilon), None if caches is None else tuple(own_caches)
+
+    def empty_caches(self, batch: int, positions: int) -> Caches:
+        """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
+        config, options = self.config, self.options
+        caches = (
+            MIXERS[plan.mixer].empty_cache(config, plan.count, batch, positions, options.dtype) for plan in config.plan
+        )
+        return jax.tree.map(functools.partial(split_batch, sharding=options.sharding, axis=1), tuple(caches))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
@@ -281,64 +241,5 @@ class Decoder(nnx.Module):
 
         Raises: TypeError: a matrix with an adapter is a QuantizedArray. Nothing is merged then.
         """
-        for layers in (self.dense_layers, self.layers):
-            if layers is not None:
-                graphdef, state = nnx.split(layers)
-                merged = jax.lax.map(functools.partial(_merged, graphdef), state)
-                nnx.update(layers, split(merged, self.options.sharding))
-
-    def _scan(
-        self, layers: Layer, x: jax.Array, cache: Cache | None, place: Callable[..., Place], *, first: int
-    ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array]]:
-        """Runs stacked layers, the first of them number `first`; also returns what the experts sowed, stacked."""
-        options = self.options
-        graphdef, state = nnx.split(layers)
-        count, *_ = layers.attention_norm.shape
-        decodes = cache is not None and x.shape[1] == 1
-        own_windows = self.config.windows[first : first + count]
-        window = next(filter(None, own_windows), None)
-        is_local = None if len(set(own_windows)) == 1 else jnp.asarray([each is not None for each in own_windows])
-
-        def body(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-            own, number, is_local = inputs
-            layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
-            if decodes and hasattr(layer, "moe"):
-                layer.moe.quantization = None  # reading weights takes the time: quantized ones are read as they are
-            own_place = place(layer=number, window=window, is_local=is_local)
-            (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(*carry[:1], own_place, carry[1])
-            return (split_batch(x, options.sharding), cache), {
-                name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()
-            }
-
-        xs = state, jnp.arange(first, first + count, dtype=jnp.int32), is_local
-        unroll = min(self.options.unroll, count)
-        (x, cache), sown = jax.lax.scan(self._rematerialized(body), (x, cache), xs, unroll=unroll)
-        return x, cache, sown
-
-    def _rematerialized(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        options = self.options
-        if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
-            return body
-        names = SAVED_NAMES if options.remat == "names" else ()
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        if options.remat == "none":
-            policy = remat_policy_of_gathered
-        # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
-        return jax.checkpoint(body, policy=policy, prevent_cse=options.unroll > 1)
-
-
-def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """The state of a layer with its adapters merged."""
-    layer = nnx.merge(graphdef, state)
-    layer.merge_adapters()
-    return nnx.state(layer)
-
-
-def _stacked(create: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, sharding: MoESharding | None) -> Layer:
-    """`count` layers in one, whose parameters have the layers as their first axis."""
-    keys = jax.random.split(rngs.params(), count)
-    stacked = nnx.vmap(lambda key: create(nnx.Rngs(params=key)))
-    if sharding is None:
-        return stacked(keys)
-    graphdef, _ = nnx.split(nnx.eval_shape(stacked, keys))
-    return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(stacked(keys)), sharding))(keys))
+        for plan in self.config.plan:
+            merge_stack(getattr(self, plan.name), self.options)

@@ -12,9 +12,7 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.core.schedule import saturated_int32
-from jgg.models.attention import Cache
-from jgg.models.decoder import Decoder
-from jgg.models.placement import split_batch
+from jgg.models.decoder import Caches, Decoder
 from jgg.models.tokens import as_integers, check_ids
 
 # the float32 numbers that are normal, and whose reciprocals are: a smaller one would be taken for 0
@@ -148,7 +146,7 @@ class _Loop(NamedTuple):
     filled: jax.Array
     new: jax.Array
     is_done: jax.Array
-    cache: Cache
+    caches: Caches
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="new_tokens")
@@ -164,10 +162,9 @@ def _generate(
 ) -> jax.Array:
     model = nnx.merge(graphdef, state)
     batch, longest = tokens.shape
-    empty = Cache.empty(model.config, batch, longest + new_tokens, model.options.dtype)
-    cache: Cache | None = Cache(*(split_batch(part, model.options.sharding, axis=1) for part in empty))
-    x, cache = model.run_layers(tokens, jnp.arange(longest, dtype=jnp.int32)[None], cache, lengths=lengths)
-    assert cache is not None
+    caches: Caches | None = model.empty_caches(batch, longest + new_tokens)
+    x, caches = model.run_layers(tokens, jnp.arange(longest, dtype=jnp.int32)[None], caches, lengths=lengths)
+    assert caches is not None
     first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))
     new = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(first)
 
@@ -179,15 +176,15 @@ def _generate(
 
     def step(loop: _Loop) -> _Loop:
         previous = loop.new[:, loop.filled - 1]
-        # the cache has the padding of prompts at these positions, which is overwritten before a token attends to it
+        # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
         positions = lengths + loop.filled - 1
-        x, cache = model.run_layers(previous[:, None], positions[:, None], loop.cache)
-        assert cache is not None
+        x, caches = model.run_layers(previous[:, None], positions[:, None], loop.caches)
+        assert caches is not None
         token = jnp.where(loop.is_done, previous, _choose(model.logits(x[:, 0]), sampling, loop.filled))
         is_done = loop.is_done | ends(token)
-        return _Loop(loop.filled + 1, loop.new.at[:, loop.filled].set(token), is_done, cache)
+        return _Loop(loop.filled + 1, loop.new.at[:, loop.filled].set(token), is_done, caches)
 
-    ended = jax.lax.while_loop(goes_on, step, _Loop(jnp.int32(1), new, ends(first), cache))
+    ended = jax.lax.while_loop(goes_on, step, _Loop(jnp.int32(1), new, ends(first), caches))
     return ended.new[:, jnp.minimum(jnp.arange(new_tokens, dtype=jnp.int32), ended.filled - 1)]
 
 

@@ -17,17 +17,16 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.experts.mesh import check_split
-from jgg.hf.checkpoints import Checkpoint, Header, family, read_config, read_params
+from jgg.hf.checkpoints import Checkpoint, Header, read_config, read_params
 from jgg.hf.files import check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.lora import adapter_init
-from jgg.models.config import ModelConfig
+from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
-from jgg.models.families import model_config
 from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
-from jgg.models.tensors import EMBEDDING, HEAD, OF_LAYERS, Stack, ends, expected_shapes, module_of, prefix, stacks
+from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
 
@@ -119,9 +118,10 @@ def load(
 
 def _tied_as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """The config, but not tied if the folder has a head that differs from the embedding, as transformers reads it."""
-    if not config.is_tied or EMBEDDING not in checkpoint or HEAD not in checkpoint:
+    embedding, head = (config.family.ends[name].names[0] for name in ("w_embedding", "w_head"))
+    if not config.is_tied or embedding not in checkpoint or head not in checkpoint:
         return config
-    return dataclasses.replace(config, is_tied=np.array_equal(checkpoint[EMBEDDING], checkpoint[HEAD]))
+    return dataclasses.replace(config, is_tied=np.array_equal(checkpoint[embedding], checkpoint[head]))
 
 
 def _name_of(folder: str | Path) -> str:
@@ -168,10 +168,11 @@ class _Reader:
 
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor may be there though the model does not use it."""
-        config = self.model.config
-        if any(re.search(pattern, name) for pattern in family(config.hf).ignored) or (config.is_tied and name == HEAD):
+        config, own = self.model.config, self.model.config.family
+        is_copy = config.is_tied and name in own.ends["w_head"].names
+        if is_copy or any(re.search(pattern, name) for pattern in own.ignored):
             return True
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = re.match(re.escape(own.prefix) + r"layers\.(\d+)\.", name)
         return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_further_layers
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
@@ -182,9 +183,10 @@ class _Reader:
 
     def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, Any]]:
         """Yields a layer's parameters, each as it is read, by the names of the stack's variables."""
+        of_layer, block = stack.tensors, stack.family.layer_name(number)
         for name, variable in stack.variables.items():
-            if name in OF_LAYERS:
-                value = OF_LAYERS[name].filled(prefix(number), variable.shape[1:], self.tensors.__getitem__)
+            if name in of_layer:
+                value = of_layer[name].filled(block, variable.shape[1:], self.tensors.__getitem__)
                 yield name, self._placed(name, value)
         if hasattr(stack.layers, "moe"):
             keeps = self.experts == "as stored"
@@ -215,15 +217,16 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
     sharding = reader.model.options.sharding
     stacked: dict[str, Any] = {}
-    for number in stack.numbers:
+    count = stack.plan.count
+    for index, number in enumerate(stack.plan.numbers):
         for name, value in reader.layer(stack, number):
-            shape, where = (len(stack.numbers), *value.shape), None
+            shape, where = (count, *value.shape), None
             if sharding is not None:
                 where = place(tuple(name.split(".")), shape, sharding, is_stacked=True)
             if name not in stacked:
-                stacked[name] = _empty(value, len(stack.numbers), where)
+                stacked[name] = _empty(value, count, where)
             _check_dtypes(name, stacked[name], value, number)
-            stacked[name] = _with_layer(stacked[name], value, number - stack.first, where=where)
+            stacked[name] = _with_layer(stacked[name], value, index, where=where)
         advance()
     for name, value in stacked.items():
         path = name.split(".")

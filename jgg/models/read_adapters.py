@@ -76,8 +76,8 @@ class _Reader:
 
     def _of_experts(self, matrix: Matrix) -> dict[int, LowRank]:
         name, layers = matrix.target, self.adapter.layers
-        terms = {number: layers[number][name] for number in matrix.stack.numbers if name in layers.get(number, {})}
-        for number in matrix.stack.numbers:
+        terms = {number: layers[number][name] for number in matrix.stack.plan.numbers if name in layers.get(number, {})}
+        for number in matrix.stack.plan.numbers:
             parameter, modules = of_hf.names_of_experts(self.config, number, name)
             is_target = self.settings.targets_parameter(parameter)
             is_target |= bool(terms) and any(map(self.settings.targets_module, modules))

@@ -18,7 +18,7 @@ from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.placement import on_host
-from jgg.models.tensors import OF_LAYERS, Stack, ends, expected_shapes, prefix, stacks
+from jgg.models.tensors import ends, expected_shapes, stacks
 
 _CONFIG = "config.json"
 
@@ -79,7 +79,7 @@ def _config(model: Decoder) -> dict[str, Any]:
     # transformers takes the second if a config has both
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, model.w_embedding.dtype.name)
-    values = {name: variable.get_value() for name, variable in Stack(model.layers, 0).variables.items()}
+    values = {name: variable.get_value() for name, variable in list(stacks(model))[-1].variables.items()}
     blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}
     how = config.pop("quantization_config", None) or {}
     if not blocks:
@@ -114,13 +114,13 @@ def _tensors(model: Decoder, config: dict[str, Any]) -> Iterator[tuple[str, np.n
     for name, tensor in ends(model):
         yield from tensor.parts("", on_host(getattr(model, name)[...]))
     for stack in stacks(model):
-        for number in stack.numbers:
+        for index, number in enumerate(stack.plan.numbers):
             values = {
-                name: jax.tree.map(lambda whole, at=number - stack.first: on_host(whole[at]), variable.get_value())
+                name: jax.tree.map(lambda whole, index=index: on_host(whole[index]), variable.get_value())
                 for name, variable in stack.variables.items()
             }
-            for name in stack.own_names:
-                yield from OF_LAYERS[name].parts(prefix(number), values[name])
+            for name, tensor in stack.tensors.items():
+                yield from tensor.parts(stack.family.layer_name(number), values[name])
             experts = {name.removeprefix("moe."): value for name, value in values.items() if name.startswith("moe.")}
             if experts:
                 yield from to_hf(config, experts, number).items()

@@ -6,26 +6,12 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jgg.hf.checkpoints import param_shapes
-from jgg.hf.families import FAMILIES
-from jgg.hf.tensors import Tensor, as_is, matrix
-from jgg.models.decoder import Decoder, Layer
+from jgg.hf.family import Family
+from jgg.hf.tensors import Tensor, as_is
+from jgg.models.config import StackPlan
+from jgg.models.decoder import Decoder
+from jgg.models.layer import Layer
 from jgg.models.parts import OF_ATTENTION, OF_DENSE, OF_EXPERTS, OF_MOE
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# parameters of a `Decoder` beside its layers
-ENDS = {"w_embedding": as_is(EMBEDDING), "norm": as_is("model.norm.weight"), "w_head": matrix(HEAD)}
-# parameters of a `Layer` without experts, each in the module that the first part of its name says
-OF_LAYERS = {
-    "attention_norm": as_is("input_layernorm.weight"),
-    "mlp_norm": as_is("post_attention_layernorm.weight"),
-    "attention.q_norm": as_is("self_attn.q_norm.weight"),
-    "attention.k_norm": as_is("self_attn.k_norm.weight"),
-    "attention.sinks": as_is("self_attn.sinks"),
-    "mlp.w_gate_up": matrix("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.w_down": matrix("mlp.down_proj.weight"),
-}
-OF_LAYERS |= {f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"}
-OF_LAYERS |= {f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"}
 
 # the matrices that may have adapters, by their names in lora_targets
 _MATRICES = {name: f"attention.{name}" for name in OF_ATTENTION}
@@ -34,40 +20,37 @@ _MATRICES |= {name: f"moe.{name}" for name in (*OF_MOE, *OF_EXPERTS)}
 
 
 class Stack(NamedTuple):
-    """Layers that are stacked: the module, and the number of the first of them."""
+    """Layers that are stacked: the module, what the plan says of them, and how their family stores them."""
 
     layers: Layer
-    first: int
-
-    @property
-    def numbers(self) -> range:
-        """The layers' numbers."""
-        return range(self.first, self.first + self.layers.attention_norm.shape[0])
+    plan: StackPlan
+    family: Family
 
     @property
     def variables(self) -> dict[str, nnx.Variable[Any]]:
-        """The variables that are no adapters by the names in OF_LAYERS, and those of experts as "moe.NAME"."""
-        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.Not(nnx.LoRAParam)))
-        return {".".join(map(str, path)): variable for path, variable in flat}
+        """The variables that are no adapters by the names in `Family.layer`, and those of experts as "moe.NAME"."""
+        return self._of(nnx.Not(nnx.LoRAParam))
 
     @property
-    def own_names(self) -> list[str]:
-        """The names in OF_LAYERS of the variables that the layers have, in a fixed order."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the variables beside the experts', in the family's order."""
         variables = self.variables
-        return [name for name in OF_LAYERS if name in variables]
+        return {name: tensor for name, tensor in self.family.layer.items() if name in variables}
 
     @property
     def adapters(self) -> dict[str, nnx.Variable[Any]]:
         """The variables of the LoRA adapters, by the same names with "_lora_a" or "_lora_b"."""
-        flat = nnx.to_flat_state(nnx.state(self.layers, nnx.LoRAParam))
+        return self._of(nnx.LoRAParam)
+
+    def _of(self, kind: nnx.filterlib.Filter) -> dict[str, nnx.Variable[Any]]:
+        flat = nnx.to_flat_state(nnx.state(self.layers, kind))
         return {".".join(map(str, path)): variable for path, variable in flat}
 
 
 def stacks(model: Decoder) -> Iterator[Stack]:
     """The model's stacks in the order of the layers."""
-    if model.dense_layers is not None:
-        yield Stack(model.dense_layers, 0)
-    yield Stack(model.layers, model.config.num_dense_layers)
+    for plan in model.config.plan:
+        yield Stack(getattr(model, plan.name), plan, model.config.family)
 
 
 class Matrix(NamedTuple):
@@ -98,17 +81,17 @@ class Matrix(NamedTuple):
 
 def matrices(model: Decoder) -> Iterator[Matrix]:
     """The model's matrices that may have adapters."""
-    own = FAMILIES[model.config.model_type]
+    own = model.config.family
+    of_moe = {**own.tensors, **own.fused}
     for stack in stacks(model):
         variables = stack.variables
         for target, name in _MATRICES.items():
             if name in variables:
-                modules: dict[int, list[str]] = {}
-                for number in stack.numbers:
-                    is_of_moe = target in OF_MOE
-                    block = own.fused_name(number).removesuffix("experts") if is_of_moe else prefix(number)
-                    tensor = (own.tensors | own.fused)[target] if is_of_moe else OF_LAYERS.get(name, Tensor(()))
-                    modules[number] = [block + part.removesuffix(".weight") for part in tensor.names]
+                is_of_moe = target in OF_MOE
+                tensor = of_moe[target] if is_of_moe else own.layer.get(name, Tensor(()))
+                names = [part.removesuffix(".weight") for part in tensor.names]
+                block_name = own.fused_block_name if is_of_moe else own.layer_name
+                modules = {number: [block_name(number) + part for part in names] for number in stack.plan.numbers}
                 yield Matrix(stack, target, name, modules)
 
 
@@ -120,19 +103,16 @@ def module_of(module: nnx.Module, path: Iterable[Any]) -> Any:
     return module
 
 
-def prefix(number: int) -> str:
-    """The beginning of the names of a layer's tensors."""
-    return f"model.layers.{number}."
-
-
 def ends(model: Decoder, names: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters beside the layers and the tensors that hold them, in a folder with these names.
 
     If the head is tied to the embedding, a folder may have only the head.
     """
-    for name, tensor in ENDS.items():
-        if name == "w_embedding" and model.config.is_tied and EMBEDDING not in names and HEAD in names:
-            yield name, as_is(HEAD)
+    own = model.config.family.ends
+    embedding, head = (own[name].names[0] for name in ("w_embedding", "w_head"))
+    for name, tensor in own.items():
+        if name == "w_embedding" and model.config.is_tied and embedding not in names and head in names:
+            yield name, as_is(head)
         elif hasattr(model, name):
             yield name, tensor
 
@@ -146,12 +126,12 @@ def expected_shapes(model: Decoder, names: Container[str] = ()) -> Iterator[tupl
     """
     for name, tensor in ends(model, names):
         yield from tensor.shapes("", getattr(model, name).shape)
-    own, of_experts = FAMILIES[model.config.model_type], param_shapes(model.config.hf)
+    own, of_experts = model.config.family, param_shapes(model.config.hf)
     for stack in stacks(model):
-        variables, own_names = stack.variables, stack.own_names
-        for number in stack.numbers:
-            for name in own_names:
-                yield from OF_LAYERS[name].shapes(prefix(number), variables[name].shape[1:])
+        variables, tensors = stack.variables, stack.tensors
+        for number in stack.plan.numbers:
+            for name, tensor in tensors.items():
+                yield from tensor.shapes(own.layer_name(number), variables[name].shape[1:])
             for name, shape in of_experts.items() if hasattr(stack.layers, "moe") else ():
                 block, tensor = own.stored(name, number, names)
                 yield from tensor.shapes(block, shape)

@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format: merged and trained as by PEFT (data/peft), written bit for bit, and errors."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jgg.hf
 from jgg.hf.families import FAMILIES
 from tests.support.closeness import assert_close
-from tests.support.hf import load
+from tests.support.hf import assert_same_tensors, load
 from tests.support.peft import DATA, DIFFERENTIATED, FUSED, OF_MODULES, load_passes, load_weights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,13 +61,6 @@ def test_gradients_are_those_that_peft_computes(case, edited):
         assert_close(y, passes[f"y/{layer}"], 1e-4)
         for name, term in wanted.layers[layer].items():
             assert_close((got[name].a, got[name].b), (term.a, term.b), 1e-4, name=f"{name} of layer {layer}")
-
-
-def assert_same_tensors(got, want):
-    assert got.keys() == want.keys()
-    for name, array in want.items():
-        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
-        assert got[name].tobytes() == array.tobytes(), name
 
 
 @pytest.mark.parametrize("case", FUSED)
@@ -169,18 +163,18 @@ def test_an_adapter_without_experts(tmp_path):
 
 @pytest.fixture
 def edited(tmp_path):
-    """A function that copies a case, with other settings and tensors, and reads it."""
+    """A function that copies a case, with changes of its settings and tensors, and reads it."""
 
-    def read(case, settings=None, tensors=None):
+    def read(case, settings=None, tensors=None, **options):
         folder = tmp_path / case
-        shutil.copytree(DATA / case, folder)
+        shutil.copytree(DATA / case, folder, dirs_exist_ok=True)
         if settings is not None:
             own = json.loads((folder / SETTINGS).read_text())
-            (folder / SETTINGS).write_text(json.dumps(own | settings))
+            (folder / SETTINGS).write_text(json.dumps(settings(own) if callable(settings) else own | settings))
         if tensors is not None:
             own = tensors(load_file(folder / TENSORS))
             save_file({name: np.ascontiguousarray(array) for name, array in own.items()}, folder / TENSORS)
-        return jgg.hf.load_adapter(folder, jgg.hf.read_config(folder))
+        return jgg.hf.load_adapter(folder, jgg.hf.read_config(folder), **options)
 
     return read
 
@@ -189,10 +183,8 @@ def test_modules_of_gate_without_up(edited):
     def gate_alone(tensors):
         return {name: array for name, array in tensors.items() if ".w3." not in name}
 
-    adapter, whole = (
-        edited("mixtral_modules", {"target_modules": ["w1", "w2"]}, gate_alone),
-        load_case("mixtral_modules"),
-    )
+    adapter = edited("mixtral_modules", {"target_modules": ["w1", "w2"]}, gate_alone)
+    whole = load_case("mixtral_modules")
     for layer, terms in adapter.layers.items():
         delta, want = (np.asarray(each["w_gate_up"].delta("ekn")) for each in (terms, whole.layers[layer]))
         np.testing.assert_array_equal(delta[..., :6], want[..., :6])
@@ -231,34 +223,25 @@ def test_what_is_wrong_in_settings_is_named(settings, message, edited, tmp_path)
     assert str(error.value).startswith(message.format(tmp_path / "qwen3_moe" / SETTINGS))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_settings_that_change_no_term(edited):
+    for settings in (
         {"target_modules": "all-linear"},
         {"target_modules": r".*\.q_proj"},
         {"target_modules": ["q_proj", "v_proj", "no_proj"]},
         {"exclude_modules": r".*\.k_proj", "layers_to_transform": [0, 1]},
         {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
-        {"lora_dropout": 0.1},
-        {"init_lora_weights": "gaussian"},
+        {"lora_dropout": 0.1, "init_lora_weights": "gaussian"},
         {"init_lora_weights": "mica"},
-    ],
-)
-def test_settings_that_change_no_term(settings, edited):
-    assert_same_terms(edited("qwen3_moe", settings), load_case("qwen3_moe"))
+    ):
+        assert_same_terms(edited("qwen3_moe", settings), load_case("qwen3_moe"))
 
 
-def test_absent_keys_have_the_defaults_of_peft(tmp_path):
-    shutil.copytree(DATA / "qwen3_moe", tmp_path / "own")
-    config, values = jgg.hf.read_config(DATA / "qwen3_moe"), json.loads((DATA / "qwen3_moe" / SETTINGS).read_text())
-    patterns = {"rank_pattern": {".*": values.pop("r")}, "alpha_pattern": {}}
-    del values["lora_alpha"]
-    scales = []
-    for alpha in ({}, {"lora_alpha": 8}):
-        (tmp_path / "own" / SETTINGS).write_text(json.dumps(values | patterns | alpha))
-        layers = jgg.hf.load_adapter(tmp_path / "own", config).layers
-        scales.append([term.scale for terms in layers.values() for term in terms.values()])
-    assert scales[0] == scales[1]
+def test_absent_keys_have_the_defaults_of_peft(edited):
+    def without(values, **alpha):
+        rest = {key: value for key, value in values.items() if key not in ("r", "lora_alpha")}
+        return rest | {"rank_pattern": {".*": values["r"]}, "alpha_pattern": {}} | alpha
+
+    assert_same_terms(edited("qwen3_moe", without), edited("qwen3_moe", functools.partial(without, lora_alpha=8)))
 
 
 def test_the_adapter_of_another_parameter_is_kept(edited):
@@ -276,20 +259,10 @@ WRONG_TENSORS = [
     ("qwen3_moe", LAYER + "base_layer.lora_A.weight", None, r"base_layer\.lora_A\.weight is missing among"),
     ("olmoe", LAYER + "base_layer.lora_A.weight", (12, 10), r"base_layer\.lora_A\.weight is not expected among"),
     ("qwen3_moe", LAYER + "0.up_proj.lora_A.weight", (2, 10), r"up_proj\.lora_A\.weight is not expected among"),
-    (
-        "qwen3_moe",
-        LAYER + "lora_A.weight",
-        (8, 7),
-        r"\.lora_A\.weight of .* must have shape \[8, 6\], got \[8, 7\]",
-    ),
+    ("qwen3_moe", LAYER + "lora_A.weight", (8, 7), r"lora_A\.weight of .* must have shape \[8, 6\], got \[8, 7\]"),
     ("qwen3_moe", LAYER + "lora_B.weight", (10, 12), r"lora_B\.weight of .* must have shape \[10, 8\], got \[10, 12\]"),
     ("mixtral_modules", GATE + "lora_A.weight", None, r"experts\.2\.w1\.lora_A\.weight is missing among the experts'"),
-    (
-        "mixtral_modules",
-        GATE + "lora_A.weight",
-        (1, 10),
-        r"w1\.lora_A\.weight of .* must have shape \[2, 10\], got \[1, 10\]",
-    ),
+    ("mixtral_modules", GATE + "lora_A.weight", (1, 10), r"w1\.lora_A\.weight of .* \[2, 10\], got \[1, 10\]"),
     ("mixtral_modules", GATE + "lora_magnitude_vector", (6,), r"lora_magnitude_vector is not expected among"),
 ]
 
@@ -314,13 +287,10 @@ def test_adapters_of_another_architecture_are_not_taken_for_other_tensors(edited
     assert str(error.value).endswith("model has its experts in language_model.model.layers.0.feed_forward.experts.")
 
 
-def test_target_parameters_are_no_modules(edited):
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_settings_that_do_not_fit_the_tensors_are_named(key, edited):
     with pytest.raises(ValueError, match=r"target_parameters of .* got 'mlp\.experts\.down_proj', without one"):
         edited("qwen3_moe_modules", {"target_parameters": ["mlp.experts.down_proj"]})
-
-
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
-def test_modules_of_one_term_have_one_rank_and_scale(key, edited):
     with pytest.raises(ValueError, match=r"experts\.0\.w3 and the same module of all other experts must have one rank"):
         edited("mixtral_modules", {key: {r"experts\.1\.w3": 4}})
 
@@ -342,41 +312,25 @@ def test_parts_of_one_term_may_differ_in_rank_and_scale(edited):
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama4"])
-def test_the_order_in_which_unsloth_had_experts(case, tmp_path):
-    shutil.copytree(DATA / case, tmp_path / "old")
-    config, tensors = jgg.hf.read_config(DATA / case), load_file(DATA / case / TENSORS)
-    for name, array in tensors.items():
-        if "experts" in name and "lora_B" in name:
-            by_rank = array.reshape(len(array), -1, 4)  # [out, r, E]
-            tensors[name] = np.ascontiguousarray(by_rank.swapaxes(1, 2).reshape(array.shape))
-    save_file(tensors, tmp_path / "old" / TENSORS)
-    adapter = jgg.hf.load_adapter(tmp_path / "old", config, is_expert_slowest=True)
+def test_the_order_in_which_unsloth_had_experts(case, edited, tmp_path):
+    def slowest(tensors):
+        for name, array in tensors.items():
+            if "experts" in name and "lora_B" in name:
+                by_rank = array.reshape(len(array), -1, 4)  # [out, r, E]
+                tensors[name] = by_rank.swapaxes(1, 2).reshape(array.shape)
+        return tensors
+
+    adapter = edited(case, tensors=slowest, is_expert_slowest=True)
     assert_same_terms(adapter, load_case(case))
-    jgg.hf.save_adapter(tmp_path / "new", config, adapter)
+    jgg.hf.save_adapter(tmp_path / "new", jgg.hf.read_config(DATA / case), adapter)
     assert_same_tensors(load_file(tmp_path / "new" / TENSORS), load_file(DATA / case / TENSORS))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, bool, np.complex64, ml_dtypes.float8_e4m3fn])
-def test_tensors_that_are_no_floats_of_16_bits_or_more_are_named(dtype, tmp_path):
-    shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
-    path, name = tmp_path / "olmoe" / TENSORS, LAYER + "lora_A.weight"
-    tensors = load_file(path)
-    if dtype == ml_dtypes.float8_e4m3fn:  # which safetensors cannot write from NumPy
-        header = json.dumps({name: {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 6]}}).encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
-    else:
-        save_file(tensors | {name: tensors[name].astype(dtype)}, path)
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} of {path} must have one of the dtypes float16, .*, got"):
-        jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
-
-
-@pytest.mark.parametrize("file", [SETTINGS, TENSORS])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file, tmp_path):
-    shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
-    (tmp_path / "olmoe" / file).unlink()
-    os.mkfifo(tmp_path / "olmoe" / file)
-    with pytest.raises(ValueError, match=rf"{file} must be a regular file, got a pipe"):
-        jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
+@pytest.mark.parametrize("dtype", [np.int8, bool, np.complex64])
+def test_tensors_that_are_no_floats_of_16_bits_or_more_are_named(dtype, edited):
+    name = LAYER + "lora_A.weight"
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} of .* must have one of the dtypes float16, .*, got"):
+        edited("olmoe", tensors=lambda tensors: tensors | {name: tensors[name].astype(dtype)})
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
@@ -385,24 +339,33 @@ def test_patterns_do_not_take_exponential_time(key, edited):
     edited("qwen3_moe_modules", {key: {endless: 2} if key == "rank_pattern" else endless})
 
 
-def test_files_that_are_damaged_or_missing_are_named(tmp_path):
-    config = jgg.hf.read_config(DATA / "olmoe")
-    folder = tmp_path / "olmoe"
-    with pytest.raises(FileNotFoundError, match=rf"folder must be a folder with {SETTINGS} and .*, got {folder}"):
-        jgg.hf.load_adapter(folder, config)
-    shutil.copytree(DATA / "olmoe", folder)
-    (folder / TENSORS).write_bytes((DATA / "olmoe" / TENSORS).read_bytes()[:-3])
-    with pytest.raises(ValueError, match=rf"{TENSORS} must be a whole safetensors file"):
-        jgg.hf.load_adapter(folder, config)
-    (folder / TENSORS).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{TENSORS} must be a file of the checkpoint, got none"):
-        jgg.hf.load_adapter(folder, config)
-    (folder / SETTINGS).write_text("[]")
-    with pytest.raises(ValueError, match=rf"{SETTINGS} must hold a JSON object, got a list"):
-        jgg.hf.load_adapter(folder, config)
-    (folder / SETTINGS).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"olmoe must have {SETTINGS}, got none"):
-        jgg.hf.load_adapter(folder, config)
+def in_float8(path):
+    """Writes a file that safetensors cannot write from NumPy."""
+    header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 6]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+
+
+# what becomes of a file, the error, and its message
+DAMAGES = [
+    (SETTINGS, lambda path: shutil.rmtree(path.parent), FileNotFoundError, f"folder must be a folder with {SETTINGS}"),
+    (SETTINGS, lambda path: path.unlink(), FileNotFoundError, f"olmoe must have {SETTINGS}, got none"),
+    (SETTINGS, lambda path: path.write_text("[]"), ValueError, f"{SETTINGS} must hold a JSON object, got a list"),
+    (TENSORS, lambda path: path.write_bytes(path.read_bytes()[:-3]), ValueError, "must be a whole safetensors file"),
+    (TENSORS, lambda path: path.unlink(), FileNotFoundError, f"{TENSORS} must be a file of the checkpoint, got none"),
+    (TENSORS, in_float8, ValueError, "must have one of the dtypes float16, bfloat16, float32, float64, got float8"),
+    *(
+        (file, lambda path: (path.unlink(), os.mkfifo(path)), ValueError, f"{file} must be a regular file, got a pipe")
+        for file in (SETTINGS, TENSORS)  # which nobody writes into
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "error", "message"), DAMAGES, ids=[message for *_, message in DAMAGES])
+def test_files_that_are_damaged_or_missing_are_named(file, damage, error, message, tmp_path):
+    shutil.copytree(DATA / "olmoe", tmp_path / "olmoe")
+    damage(tmp_path / "olmoe" / file)
+    with pytest.raises(error, match=re.escape(message)):
+        jgg.hf.load_adapter(tmp_path / "olmoe", jgg.hf.read_config(DATA / "olmoe"))
 
 
 CONFIG, ADAPTER = make_adapter("mixtral", RANKS)

@@ -142,6 +142,9 @@ def test_what_is_wrong_with_a_config_file_is_named(text, message, tmp_path):
 # family, change, message
 WRONG_CONFIGS = [
     ("mixtral", {"model_type": ["mixtral"]}, r"model_type must be one of .*, got \['mixtral'\]"),
+    ("qwen3_moe", {"model_type": "bert"}, r"model_type must be one of .*'mixtral'.*got 'bert'"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "'qwen3_moe' must have no null in 'moe_intermediate_size', got nul"),
+    ("qwen3_moe", {"hidden_act": "tanh"}, r"hidden_act must be one of .*got 'tanh'"),
     ("mixtral", {"hidden_act": ["silu"]}, r"hidden_act must be one of .*, got \['silu'\]"),
     ("mixtral", {"text_config": [1]}, r"text_config must be an object, got \[1\]"),
     ("mixtral", {"text_config": "text"}, r"text_config must be an object, got 'text'"),

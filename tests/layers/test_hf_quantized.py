@@ -9,9 +9,9 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.nnx
-from jgg.hf.families import SELECTION_BIAS
+from jgg.hf.tensors import SELECTION_BIAS
 from tests.support.closeness import assert_close
-from tests.support.hf import DATA, load
+from tests.support.hf import DATA, assert_same_tensors, load
 
 
 def in_fp8(weights, block):
@@ -80,11 +80,7 @@ def test_fp8_stays_as_it_is_there_and_back():
 
 def check_there_and_back(config, params, tensors):
     """What was kept is stored as it was, and dequantizes to what would have been read."""
-    back = jgg.hf.to_hf(config, params, 0)
-    assert back.keys() == tensors.keys()
-    for key, array in tensors.items():
-        assert (back[key].dtype, back[key].shape) == (array.dtype, array.shape), key
-        assert back[key].tobytes() == array.tobytes(), key
+    assert_same_tensors(jgg.hf.to_hf(config, params, 0), tensors)
     for key, array in jgg.hf.from_hf(config, tensors, 0).items():
         if isinstance(params[key], jgg.QuantizedArray):
             assert params[key].values.dtype == ml_dtypes.float8_e4m3fn

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import jgg.models
 from jgg.hf.adapter_experts import pair_of
-from tests.support.models import DATA, FAMILIES, loaded, reference
+from tests.support.hf import assert_same_tensors
+from tests.support.models import DATA, FAMILIES, loaded, logits_of, reference
 
 ADAPTERS = DATA.parent / "model_adapters"
 CASES = "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe"
@@ -35,23 +36,16 @@ def adapters_of(model):
     }
 
 
-def assert_same(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert got[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(got[name], array, name)
-
-
 @pytest.mark.parametrize("family", CASES)
 def test_an_adapter_of_peft_gives_its_logits_and_is_written_bit_for_bit(family, tmp_path):
     model = loaded(family)
     jgg.models.load_adapter(model, ADAPTERS / family)
-    logits = jax.jit(lambda model, tokens: model(tokens))(model, reference(family)["tokens"])
+    logits = logits_of(model, reference(family)["tokens"])
     wanted = np.load(ADAPTERS / family / "logits.npy")
     assert np.abs(wanted - reference(family)["logits"]).max() > 0.1
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
     jgg.models.save_adapter(model, tmp_path)
-    assert_same(load_file(tmp_path / TENSORS), load_file(ADAPTERS / family / TENSORS))
+    assert_same_tensors(load_file(tmp_path / TENSORS), load_file(ADAPTERS / family / TENSORS))
 
 
 @pytest.mark.parametrize("case", VARIED)
@@ -59,14 +53,13 @@ def test_a_model_gets_the_targets_ranks_and_scales_of_a_folder(case, tmp_path):
     family = case.partition("-")[0]
     model, again = loaded(family), loaded(family, lora_rank=5, lora_targets=("w_o", "w_gate_up"))
     jgg.models.load_adapter(model, ADAPTERS / case)
-    run = jax.jit(lambda model, tokens: model(tokens))
-    logits, wanted = run(model, reference(family)["tokens"]), np.load(ADAPTERS / case / "logits.npy")
+    logits, wanted = logits_of(model, reference(family)["tokens"]), np.load(ADAPTERS / case / "logits.npy")
     assert np.abs(wanted - reference(family)["logits"]).max() > 0.1
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
     jgg.models.save_adapter(model, tmp_path)
     jgg.models.load_adapter(again, tmp_path)  # its own adapters are replaced
     assert again.options.lora.targets == model.options.lora.targets
-    assert_same(adapters_of(again), adapters_of(model))
+    assert_same_tensors(adapters_of(again), adapters_of(model))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -85,7 +78,7 @@ def test_adapters_are_read_back_bit_for_bit(family, dtype, tmp_path):
     jgg.models.save_adapter(model, tmp_path)
     again = loaded(family, **options)
     jgg.models.load_adapter(again, tmp_path)
-    assert_same(adapters_of(again), adapters_of(model))
+    assert_same_tensors(adapters_of(again), adapters_of(model))
 
 
 def test_adapters_of_attention_alone_and_of_experts_alone(tmp_path):
@@ -94,7 +87,7 @@ def test_adapters_of_attention_alone_and_of_experts_alone(tmp_path):
         jgg.models.save_adapter(model, tmp_path)
         again = loaded("glm4_moe", lora_rank=2, lora_targets=targets, rngs=nnx.Rngs(1))
         jgg.models.load_adapter(again, tmp_path)
-        assert_same(adapters_of(again), adapters_of(model))
+        assert_same_tensors(adapters_of(again), adapters_of(model))
 
 
 def test_an_adapter_of_each_experts_modules_is_that_of_merged_weights(tmp_path):
@@ -117,17 +110,17 @@ def test_an_adapter_of_each_experts_modules_is_that_of_merged_weights(tmp_path):
     save_file(tensors, tmp_path / TENSORS)
     model, merged = loaded("glm4_moe"), jgg.models.load(tmp_path / "merged", dtype=jnp.float32)
     jgg.models.load_adapter(model, tmp_path)
-    run, tokens = jax.jit(lambda model, tokens: model(tokens)), reference("glm4_moe")["tokens"]
-    wanted = run(merged, tokens)
+    tokens = reference("glm4_moe")["tokens"]
+    wanted = logits_of(merged, tokens)
     assert np.abs(wanted - reference("glm4_moe")["logits"]).max() > 0.1
-    np.testing.assert_allclose(run(model, tokens), wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits_of(model, tokens), wanted, rtol=0, atol=1e-4)
 
 
 def test_layers_without_an_adapter_are_written_without_one(tmp_path):
     model = loaded("gpt_oss")
     jgg.models.load_adapter(model, ADAPTERS / "gpt_oss-seven-last")
     jgg.models.save_adapter(model, tmp_path)
-    assert_same(load_file(tmp_path / TENSORS), load_file(ADAPTERS / "gpt_oss-seven-last" / TENSORS))
+    assert_same_tensors(load_file(tmp_path / TENSORS), load_file(ADAPTERS / "gpt_oss-seven-last" / TENSORS))
 
 
 @pytest.mark.thorough
@@ -183,7 +176,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_set(message, tmp_path):
     before = adapters_of(model)
     with pytest.raises(ValueError, match=re.escape(message)):
         jgg.models.load_adapter(model, edited(tmp_path / "edited", *WRONG[message]))
-    assert_same(adapters_of(model), before)
+    assert_same_tensors(adapters_of(model), before)
 
 
 def test_a_model_without_adapters_is_named(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from jgg.models.attention import Cache
 from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
@@ -30,12 +29,12 @@ def test_greedy_tokens_are_those_of_transformers(family):
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_model(family):
     model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
-    cache = Cache.empty(model.config, 2, 13, jnp.float32)
-    run = jax.jit(lambda model, tokens, positions, cache: model.run_layers(tokens, positions, cache))
-    x, cache = run(model, tokens[:, :6], jnp.arange(6)[None], cache)
+    caches = model.empty_caches(2, 13)
+    run = jax.jit(lambda model, tokens, positions, caches: model.run_layers(tokens, positions, caches))
+    x, caches = run(model, tokens[:, :6], jnp.arange(6)[None], caches)
     parts = [x]
     for position in range(6, 13):
-        x, cache = run(model, tokens[:, position : position + 1], jnp.full((2, 1), position), cache)
+        x, caches = run(model, tokens[:, position : position + 1], jnp.full((2, 1), position), caches)
         parts.append(x)
     got = model.logits(jnp.concatenate(parts, axis=1))
     np.testing.assert_allclose(got, reference(family)["logits"], rtol=0, atol=1e-4)

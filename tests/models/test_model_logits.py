@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, logits_of, reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family):
     expected = reference(family)
-    logits = jax.jit(lambda model, tokens: model(tokens))(loaded(family), expected["tokens"])
+    logits = logits_of(loaded(family), expected["tokens"])
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
@@ -25,7 +25,7 @@ def test_logits_are_those_of_transformers(family):
 def test_16_bits_give_nearly_the_same_logits(family, dtype):
     expected = reference(family)
     model = loaded(family, dtype=dtype)
-    logits = jax.jit(lambda model, tokens: model(tokens))(model, expected["tokens"])
+    logits = logits_of(model, expected["tokens"])
     assert logits.dtype == jnp.float32
     error, size = (np.linalg.norm(array) for array in (logits - expected["logits"], expected["logits"]))
     assert error < 0.2 * size  # a token may go to another expert
@@ -33,13 +33,12 @@ def test_16_bits_give_nearly_the_same_logits(family, dtype):
 
 def test_ids_that_the_vocabulary_lacks_are_refused_or_give_nan_in_a_traced_program():
     expected, model = reference("qwen3_moe"), loaded("qwen3_moe")
-    run = jax.jit(lambda model, tokens: model(tokens))
     for unknown in (64, -1, -100, 2**31 - 1):
         tokens = jnp.asarray(expected["tokens"], jnp.int32).at[1, 4].set(unknown)
         message = f"tokens must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 4]."
         with pytest.raises(ValueError, match=re.escape(message)):
             model(tokens)
-        logits = run(model, tokens)
+        logits = logits_of(model, tokens)
         np.testing.assert_allclose(logits[0], expected["logits"][0], rtol=0, atol=1e-4)
         assert np.isnan(logits[1]).all()
 
@@ -58,7 +57,7 @@ def test_no_tokens_give_no_logits(shape):
 def test_a_gpu_gives_the_logits_of_transformers(family):
     expected = reference(family)
     with jax.default_matmul_precision("highest"):
-        logits = jax.jit(lambda model, tokens: model(tokens))(loaded(family), expected["tokens"])
+        logits = logits_of(loaded(family), expected["tokens"])
         new = jgg.models.generate(loaded(family), expected["prompts"], 6, lengths=[1, 5, 9])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(new, expected["greedy"])
@@ -68,5 +67,5 @@ def test_a_gpu_gives_the_logits_of_transformers(family):
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_logits_of_the_first_tokens_need_no_more(family, length):
     expected = reference(family)
-    logits = jax.jit(lambda model, tokens: model(tokens))(loaded(family), expected["tokens"][:, :length])
+    logits = logits_of(loaded(family), expected["tokens"][:, :length])
     np.testing.assert_allclose(logits, expected["logits"][:, :length], rtol=0, atol=1e-4)

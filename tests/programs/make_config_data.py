@@ -28,6 +28,13 @@ SIZES = {
     "moe_intermediate_size": 8,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 V4 = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 # changes of a config
 ROTARY = (
@@ -58,6 +65,11 @@ ROTARY = (
     {"rope_parameters": YARN | {"rope_theta": 2.0, "original_max_position_embeddings": 4096}},
     {"head_dim": 24},
     {"head_dim": 24, "rope_parameters": YARN},
+    {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 500.0},
+    {"rope_parameters": LLAMA3},
+    {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 2, "factor": 3}, "head_dim": 24},
+    {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
 )
 # of the family that rotates a part of the features
 PARTIAL = (

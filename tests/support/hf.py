@@ -23,6 +23,15 @@ def load(name):
     return config, groups["weights"], groups["grads"], {key: arrays[key] for key in ("x", "dy", "y", "dx")}
 
 
+def assert_same_tensors(got, want):
+    """The same names, with the same dtypes, shapes and bits."""
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        own = np.asarray(got[name])
+        assert (own.dtype, own.shape) == (array.dtype, array.shape), name
+        assert own.tobytes() == np.asarray(array).tobytes(), name
+
+
 def fused(family, tensors):
     """The tensors of a folder as transformers 5 writes them with save_original_format=False."""
     own, new = FAMILIES[family], {}

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ FEW_FAMILIES = tuple(
     family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.sweep)
     for family in FAMILIES
 )
+
+
+logits_of = jax.jit(lambda model, tokens: model(tokens))
 
 
 @functools.cache

@@ -1,0 +1,78 @@
+"""`Family`: what the models of one architecture of Hugging Face have in common; jgg/hf/families.py has them all."""
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from jgg.hf.settings import Settings
+from jgg.hf.tensors import ENDS, LAYER, Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the models of one architecture have in common: how config.json is read, and what tensors are called.
+
+    Attributes:
+      block: name of the MoE block in a decoder layer.
+      options: function from a config's settings to the arguments of `MoELayer`.
+      tensors: the tensors of each parameter of the MoE block, with names relative to the block.
+      defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. Of a family
+        with `model` they are all keys that change the logits, of the others those of the MoE block.
+      model: function from a config's settings to the arguments of `jgg.models.ModelConfig`; None for a family of which
+        jgg reads the MoE blocks alone.
+      lacks: why there is no `model`, as the end of a sentence.
+      aliases: other names that transformers has for some of these keys.
+      fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
+        with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
+      layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
+      ends: the tensors of the parameters beside the layers.
+      prefix: the beginning of tensor names, before "layers.N.".
+      fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
+      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
+        are stored [E, in, out] and transformers does not say so.
+    """
+
+    block: str
+    options: Callable[[Settings], dict[str, Any]]
+    tensors: Mapping[str, Tensor]
+    defaults: Mapping[str, Any]
+    model: Callable[[Settings], dict[str, Any]] | None = None
+    lacks: str = ""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fused: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
+    ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
+    prefix: str = "model."
+    fused_block: str | None = None
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    is_swapped: bool = False
+
+    def settings(self, config: Mapping[str, Any]) -> Settings:
+        """Returns the settings of a config of this family."""
+        return Settings(config, self.defaults, self.aliases)
+
+    def layer_name(self, layer: int) -> str:
+        """Returns the beginning of the names of all tensors of a decoder layer."""
+        return f"{self.prefix}layers.{layer}."
+
+    def block_name(self, layer: int) -> str:
+        """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
+        return f"{self.layer_name(layer)}{self.block}."
+
+    def fused_block_name(self, layer: int) -> str:
+        """Returns the beginning of the names of all tensors in the MoE block in transformers 5."""
+        return f"{self.layer_name(layer)}{self.fused_block or self.block}."
+
+    def fused_name(self, layer: int) -> str:
+        """Returns the name of the module of all experts in transformers 5."""
+        return f"{self.fused_block_name(layer)}experts"
+
+    def stored(self, name: str, layer: int, names: Container[str]) -> tuple[str, Tensor]:
+        """Returns the block and the tensors that hold a parameter of a layer, of those with these names."""
+        written = self.block_name(layer), self.tensors[name]
+        for block in (self.block_name(layer), self.fused_block_name(layer)):
+            for tensor in (self.tensors[name], self.fused.get(name, self.tensors[name])):
+                if block + tensor.names[0].replace("{e}", "0") in names:
+                    return block, tensor
+        return written

@@ -1,0 +1,136 @@
+"""Reads the settings of a whole model, as families share them, into the arguments of `jgg.models.ModelConfig`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jgg.core.arguments import as_int, check
+from jgg.hf.expert_settings import ACTIVATIONS
+from jgg.hf.rotary import read_rotary
+from jgg.hf.settings import LARGEST, Settings
+
+# keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
+# wrote into config.json
+_NAMES = """
+    _attn_implementation _commit_hash _name_or_path architectures attention_dropout attn_implementation auto_map
+    bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token id2label
+    initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
+    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
+    quantization_config return_dict router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
+    use_cache
+
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+"""
+_WITHOUT_EFFECT = set(_NAMES.split())
+# host memory has a number for each layer, and for each pair of features of a head
+_MOST_LAYERS, _MOST_HEAD_FEATURES = 10_000, 65_536
+
+
+def read_model(settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of `jgg.models.ModelConfig` that every family has."""
+    num_layers = settings.int("num_hidden_layers", most=_MOST_LAYERS)
+    epsilon, init_scale = settings.number("rms_norm_eps"), settings.number("initializer_range")
+    check(epsilon >= 0, f"rms_norm_eps must be 0 or more, got {epsilon}.")
+    check(init_scale >= 0, f"initializer_range must be 0 or more, got {init_scale}.")
+    _check_unused(settings)
+    return {
+        "vocabulary": settings.int("vocab_size"),
+        "features": settings.int("hidden_size"),
+        "num_layers": num_layers,
+        "num_further_layers": settings.int("num_nextn_predict_layers", 0),
+        "windows": (None,) * num_layers,
+        "norm_epsilon": epsilon,
+        "is_tied": settings.flag("tie_word_embeddings"),
+        "init_scale": init_scale,
+    }
+
+
+def read_attention(settings: Settings, **others: Any) -> dict[str, Any]:
+    """Returns the arguments of attention with grouped queries and rotary embeddings, with others that a family has."""
+    heads = settings.int("num_attention_heads")
+    kv_heads = heads if settings.get("num_key_value_heads") is None else settings.int("num_key_value_heads")
+    check(heads % kv_heads == 0, f"num_key_value_heads must divide num_attention_heads, {heads}, got {kv_heads}.")
+    head_features = _head_features(settings)
+    frequencies, scale = read_rotary(settings, head_features)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_features": head_features,
+        "attention_scale": head_features**-0.5,
+        "rotary_frequencies": frequencies,
+        "rotary_scale": scale,
+    } | others
+
+
+def _head_features(settings: Settings) -> int:
+    if settings.get("head_dim") is not None:
+        return settings.int("head_dim", most=_MOST_HEAD_FEATURES)
+    features, heads = settings.int("hidden_size"), settings.int("num_attention_heads")
+    own, most = features // heads, _MOST_HEAD_FEATURES
+    check(
+        own, f"num_attention_heads must be at most hidden_size, {features}, where head_dim is not given, got {heads}."
+    )
+    check(own <= most, f"hidden_size must be at most {most} for each of num_attention_heads, {heads}, got {features}.")
+    return own
+
+
+def _check_unused(settings: Settings) -> None:
+    """Raises where a setting is wrong that not all models use, or that none does but its users read."""
+    for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
+        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+            settings.int(key)
+    for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
+        if settings.given.get(key) is not None:
+            as_int(key, settings.given[key])
+    stops = settings.get("eos_token_id")  # of the vocabulary or not
+    for token in stops if isinstance(stops, list) else [] if stops is None else [stops]:
+        token = as_int("eos_token_id", token, 0, "null, an int of at least 0, or a list of them")
+        check(token <= LARGEST, f"eos_token_id must be at most {LARGEST}, got {token}.")
+
+
+def read_biases(settings: Settings) -> dict[str, Any]:
+    """Returns whether the projections of attention have biases, where one key says so of all of them."""
+    return {"use_qkv_bias": settings.flag("attention_bias"), "use_out_bias": settings.flag("attention_bias")}
+
+
+def read_windows(settings: Settings, is_used: bool = True) -> dict[str, Any]:
+    """Returns the window of each layer, if they have the same one."""
+    window = settings.get("sliding_window")
+    if window is None or not is_used:
+        return {}
+    return {"windows": (settings.int("sliding_window"),) * settings.int("num_hidden_layers")}
+
+
+def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
+    """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
+    num_layers = settings.int("num_hidden_layers")
+    has_experts = num_dense_layers < num_layers
+    what = f"{num_dense_layers} dense layers of {num_layers}"
+    check(has_experts, f"The last layer must have experts, got {what} by {key} and num_hidden_layers.")
+    if not num_dense_layers:
+        return {}
+    return {
+        "num_dense_layers": num_dense_layers,
+        "dense_features": settings.int("intermediate_size"),
+        "dense_activation": ACTIVATIONS[settings.get("hidden_act")],
+    }
+
+
+def check_keys(config: Mapping[str, Any], settings: Settings) -> None:
+    """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
+    model_type, given = settings.model_type, settings.given
+    unknown = {key: given[key] for key in settings.unknown if key not in _WITHOUT_EFFECT}
+    if given is not config:
+        own = given.get("model_type")
+        check(own == model_type, f"text_config must have 'model_type' {model_type!r}, got {own!r}.")
+        others = config.keys() - _WITHOUT_EFFECT - {"text_config"}
+        unknown |= {key: config[key] for key in sorted(others) if config[key] is not None}
+    check(
+        not unknown,
+        f"config of model_type {model_type!r} must have only keys that jgg.models knows, or null there, got "
+        f"{', '.join(f'{key!r}: {value!r}' for key, value in unknown.items())}.",
+    )

@@ -1,0 +1,142 @@
+"""Reads the settings of rotary position embeddings, in the words of transformers 4 and 5."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jgg.core.arguments import as_finite, as_flag, check, check_instance
+from jgg.hf.settings import Settings
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ...], float]:
+    """The radians per position of each pair of rotated features, and the factor of the rotated features.
+
+    transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys beside it.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        check_instance(name, settings.get(name) or {}, Mapping, "null or an object")
+    where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    part = settings.get(where) or {}
+    given = {key: value for key, value in part.items() if value is not None}
+    theta = _theta(given.pop("rope_theta", settings.get("rope_theta")))
+    if settings.get("rope_theta") is not None:
+        _theta(settings.get("rope_theta"))  # checks it though it may have no effect
+    # older configs have "type", and transformers writes both
+    kind, other = given.pop("rope_type", None), given.pop("type", "default")
+    kind = other if kind is None else kind
+    partial = given.pop("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    rotated = _rotated(settings, partial, head_features)
+    frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
+    if kind == "yarn":
+        context, longest = _context(settings, given), settings.int("max_position_embeddings")
+        if "factor" in part:
+            given.setdefault("factor", longest / context)
+        frequencies, scale = _yarn(frequencies, theta, rotated, context, given)
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, _context(settings, given), given)
+    elif kind == "linear":
+        frequencies = _slowed(frequencies, _factor(kind, given), 1.0)
+    else:
+        check(kind == "default", f"rope_type must be 'default', 'linear', 'llama3' or 'yarn', got {kind!r}.")
+    check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
+    is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
+    check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
+    return tuple(map(float, frequencies)), scale
+
+
+def _theta(value: Any) -> float:
+    theta = as_finite("rope_theta", value)
+    check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
+    return theta
+
+
+def _context(settings: Settings, given: dict[str, Any]) -> float:
+    """How many positions a model had before its frequencies were slowed down; takes the key out of `given`."""
+    key = "original_max_position_embeddings"
+    found = given.pop(key, settings.int("max_position_embeddings"))
+    own = settings.get(key)
+    return _as_positive(key, found if own is None else own)
+
+
+def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
+    """How many features of a head are rotated; if they are odd, one more is."""
+    factor = 1.0 if factor is None else as_finite("partial_rotary_factor", factor)
+    is_partial = settings.defaults["partial_rotary_factor"] is not None
+    whole = f"partial_rotary_factor must be 1, as {settings.model_type} rotates all features, got {factor}."
+    check(is_partial or factor == 1, whole)
+    rotated = int(head_features * factor)
+    fits = rotated > 0 and rotated + rotated % 2 <= head_features
+    check(fits, f"partial_rotary_factor must leave pairs among the {head_features} features of head_dim, got {factor}.")
+    return rotated
+
+
+def _yarn(
+    frequencies: np.ndarray, theta: float, rotated: int, context: float, given: dict[str, Any]
+) -> tuple[np.ndarray, float]:
+    """Slows down low frequencies by `factor`, keeps high ones, and goes linearly from one to the other between.
+
+    Takes its keys out of `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
+    """
+    factor = _factor("yarn", given)
+    fast, slow = (_as_positive(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+    check(fast >= slow, f"beta_fast must be at least beta_slow, {slow}, got {fast}.")
+    check(rotated % 2 == 0, f"partial_rotary_factor must leave an even number of features for YaRN, got {rotated}.")
+    # the index of the pair that turns so often over the context
+    first, last = (
+        rotated * (math.log(context) - math.log(turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
+    )
+    if as_flag("truncate", given.pop("truncate", True)):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    width = last - first if last != first else 1e-3
+    slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
+    return _slowed(frequencies, factor, slowed), _yarn_scale(factor, given)
+
+
+def _llama3(frequencies: np.ndarray, context: float, given: dict[str, Any]) -> np.ndarray:
+    """Slows down by `factor` what turns less than `low_freq_factor` times over the context, and keeps what turns often.
+
+    Takes its keys out of `given`. Source: `apply_scaling` in the code of Llama 3.1.
+    """
+    factor = _factor("llama3", given)
+    low, high = (_as_positive(key, _required("llama3", given, key)) for key in ("low_freq_factor", "high_freq_factor"))
+    check(high > low, f"high_freq_factor must be more than low_freq_factor, {low}, got {high}.")
+    turns = context * frequencies / (2 * math.pi)
+    return _slowed(frequencies, factor, np.clip((high - turns) / (high - low), 0, 1))
+
+
+def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) -> np.ndarray:
+    """Frequencies of which a part, from 0 to 1, is divided by a factor."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return frequencies * (1 - part) + frequencies / factor * part
+
+
+def _factor(kind: str, given: dict[str, Any]) -> float:
+    return _as_positive("factor", _required(kind, given, "factor"))
+
+
+def _required(kind: str, given: dict[str, Any], key: str) -> Any:
+    """Takes a key out of `given`, where this kind of rotary embedding has no default for it."""
+    check(key in given, f"rope_parameters of rope_type {kind!r} must have {key!r}, got {given}.")
+    return given.pop(key)
+
+
+def _yarn_scale(factor: float, given: dict[str, Any]) -> float:
+    """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
+    mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
+    check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
+    own, other = (0.1 * scale * math.log(max(factor, 1)) + 1 for scale in (mscale, of_all))
+    plain = 0.1 * math.log(max(factor, 1)) + 1
+    return _as_positive("attention_factor", given.pop("attention_factor", own / other if mscale and of_all else plain))
+
+
+def _as_positive(key: str, value: Any) -> float:
+    """The value of a rotary setting, a number that must be more than 0."""
+    number = as_finite(key, value)
+    check(number > 0, f"{key} must be more than 0, got {number}.")
+    check(number <= _LARGEST, f"{key} must be finite in float32, got {number}.")
+    return number

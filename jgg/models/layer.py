@@ -1,0 +1,97 @@
+"""`Layer`: one layer of a decoder, and the kinds of mixers that it may have."""
+
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+import jgg.nnx
+from jgg.models.attention import Attention, Place
+from jgg.models.config import ModelConfig
+from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, norm, set_params
+
+# what remat="names" keeps for the backward pass: other code of jgg names all but the last
+SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
+
+
+class Mixer(Protocol):
+    """The part of a layer in which tokens of a sequence see each other. A cache keeps what decoding needs of them."""
+
+    options: Options
+
+    def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None: ...
+
+    def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
+        """Maps x [B, S, H] to the same shape; with a cache, also returns it with what the tokens add to it."""
+        ...
+
+    @staticmethod
+    def empty_cache(config: ModelConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Any:
+        """The cache of stacked layers before the first token: arrays [layers, B, ...]."""
+        ...
+
+
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
+
+
+class Layer(nnx.Module):
+    """One layer: a mixer such as attention, then experts or a dense MLP, each of normalized x and added to x.
+
+    The mixer is the attribute that has its name in MIXERS.
+    """
+
+    attention_norm: nnx.Param[jax.Array]
+    mlp_norm: nnx.Param[jax.Array]
+
+    def __init__(self, config: ModelConfig, options: Options, mixer: str, is_dense: bool, rngs: nnx.Rngs) -> None:
+        self.config, self.mixer = config, mixer
+        norms = {"attention_norm": (config.features,), "mlp_norm": (config.features,)}
+        set_params(self, norms, config.init_scale, options, rngs)
+        setattr(self, mixer, MIXERS[mixer](config, options, rngs))
+        if is_dense:
+            self.mlp = Mlp(config, options, rngs)
+        else:
+            self.moe = _experts(config, options, rngs)
+
+    def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
+        """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
+        config, decodes = self.config, cache is not None and x.shape[1] == 1
+        mixer: Mixer = getattr(self, self.mixer)
+        mixed, cache = mixer(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
+        x = checkpoint_name(x + mixed * config.residual_scale, "attention")
+        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
+        if hasattr(self, "moe"):
+            # a decoded token takes the time of reading the weights, which FP8 products would not shorten
+            y = self.moe._compute(normalized, None, place.mask, None if decodes else self.moe.quantization)
+        else:
+            y = self.mlp(normalized)
+        return x + y * config.residual_scale, cache
+
+    def merge_adapters(self) -> None:
+        """Merges each LoRA adapter into its matrix."""
+        for module in (getattr(self, name) for name in (self.mixer, "mlp") if hasattr(self, name)):
+            merge_adapters(module, module.options.lora)
+        if hasattr(self, "moe"):
+            self.moe.merge_adapters()
+
+
+def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
+    init = nnx.initializers.normal(config.init_scale)
+    adapters: dict[str, Any] = {}
+    lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
+    if lora.rank is not None:
+        adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
+    return jgg.nnx.MoE(
+        **vars(config.moe) | adapters,
+        dtype=options.dtype,
+        param_dtype=options.param_dtype,
+        lora_param_dtype=options.lora_param_dtype,
+        kernel_init=init,
+        router_init=init,
+        quantization=options.quantization,
+        implementation=options.implementation,
+        sharding=options.sharding,
+        rngs=rngs,
+    )

@@ -1,0 +1,98 @@
+"""A family whose layers mix tokens in two ways: one entry of FAMILIES and one of MIXERS make it a whole model."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg.hf
+import jgg.models
+from jgg.hf.families import FAMILIES
+from jgg.hf.tensors import matrix
+from jgg.models.layer import MIXERS
+from jgg.models.parts import set_params
+from tests.support.models import config_of, logits_of
+
+STATE = 6
+
+
+class State(NamedTuple):
+    """The sums of stacked layers, [layers, B, STATE]."""
+
+    sums: jax.Array
+
+
+class Decay(nnx.Module):
+    """A sum of past tokens in which each counts half of the one that follows it."""
+
+    def __init__(self, config, options, rngs):
+        self.options = options
+        shapes = {"w_in": (config.features, STATE), "w_out": (STATE, config.features)}
+        set_params(self, shapes, 0.3, options, rngs)
+
+    @staticmethod
+    def empty_cache(config, layers, batch, positions, dtype):
+        return State(jnp.zeros((layers, batch, STATE), dtype))
+
+    def __call__(self, x, place, cache):
+        first = jnp.zeros((x.shape[0], STATE), x.dtype) if cache is None else cache.sums[place.layer]
+
+        def step(before, new):
+            return (after := 0.5 * before + new), after
+
+        last, sums = jax.lax.scan(step, first, jnp.moveaxis(x @ self.w_in[...], 1, 0))
+        y = jnp.moveaxis(sums, 0, 1) @ self.w_out[...]
+        return y, None if cache is None else State(cache.sums.at[place.layer].set(last))
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """GLM-4.5 with a decay in the first and the last of its layers, which are dense, sparse and sparse."""
+    glm = FAMILIES["glm4_moe"]
+    kinds = {"decay": "decay", "full_attention": "attention"}
+    family = dataclasses.replace(
+        glm,
+        defaults={**glm.defaults, "layer_types": None},
+        model=lambda settings: {**glm.model(settings), "mixers": tuple(kinds[t] for t in settings.get("layer_types"))},
+        layer={**glm.layer, "decay.w_in": matrix("decay.in.weight"), "decay.w_out": matrix("decay.out.weight")},
+    )
+    monkeypatch.setitem(FAMILIES, "decaying", family)
+    monkeypatch.setitem(MIXERS, "decay", Decay)
+    config = config_of("glm4_moe") | {"model_type": "decaying", "layer_types": ["decay", "full_attention", "decay"]}
+    return jgg.models.Decoder(jgg.models.model_config(config), dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+TOKENS = np.random.default_rng(0).integers(64, size=(2, 9))
+
+
+def test_the_plan_has_a_stack_for_layers_side_by_side_that_are_alike(model):
+    plan = [(stack.name, stack.mixer, list(stack.numbers)) for stack in model.config.plan]
+    assert plan == [("dense_layers", "decay", [0]), ("layers", "attention", [1]), ("layers_2", "decay", [2])]
+    _, sown = jax.eval_shape(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS), model)
+    assert sown["topk_indices"][0].shape == (2, 2, 9, 2)  # of two layers with experts
+
+
+def test_each_mixer_decodes_with_its_own_cache(model):
+    logits, caches = logits_of(model, TOKENS), model.empty_caches(2, 9)
+    assert [type(cache).__name__ for cache in caches] == ["State", "Cache", "State"]
+    step = jax.jit(lambda model, *arguments: model.run_layers(*arguments))
+    x, caches = step(model, TOKENS[:, :6], jnp.arange(6)[None], caches)
+    parts = [x]
+    for position in range(6, 9):
+        x, caches = step(model, TOKENS[:, position : position + 1], jnp.full((2, 1), position), caches)
+        parts.append(x)
+    np.testing.assert_allclose(model.logits(jnp.concatenate(parts, axis=1)), logits, rtol=0, atol=1e-5)
+    other = logits_of(model, np.concatenate([TOKENS[:, :1] ^ 1, TOKENS[:, 1:]], axis=1))
+    assert np.abs(other - logits)[:, -1].max() > 1e-3  # the last token sees the first
+
+
+def test_its_folder_has_the_names_of_the_family(model, tmp_path):
+    jgg.models.save(model, tmp_path / "saved")
+    names = [name for name in jgg.hf.Checkpoint(tmp_path / "saved") if ".decay." in name]
+    assert sorted(names) == [f"model.layers.{layer}.decay.{name}.weight" for layer in (0, 2) for name in ("in", "out")]
+    again = jgg.models.load(tmp_path / "saved", dtype=jnp.float32)
+    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(model, TOKENS))
