@@ -16,8 +16,8 @@ from jgg.launching.choice import How, Launcher
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import activation_launches as launches
-from jgg.products.activation_launches import Activated, ActivationGradients, can_launch
+from jgg.products.launches import activations as launches
+from jgg.products.launches.activations import Activated, ActivationGradients, can_launch
 from jgg.products.quantize import QUANTIZE_ROWS, ROW_BLOCK, Quantize
 
 _EACH = "t" + WHOLE  # the letters of rows that do not depend on each other, so that they may be split

@@ -14,7 +14,7 @@ from jgg.launching.launch import Launch, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import column_parts
+from jgg.products.launches import column_parts
 
 
 class Combine(NamedTuple):

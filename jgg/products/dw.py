@@ -16,9 +16,9 @@ from jgg.launching.launch import PRECISIONS, Launch, bounded_rows, dy_by_tma, fl
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import column_parts, hopper
 from jgg.products.combine import combine, expert_order
-from jgg.products.pieces import Pieces
+from jgg.products.launches import column_parts, hopper
+from jgg.products.launches.pieces import Pieces
 from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import outer_dot
@@ -27,7 +27,7 @@ from jgg.products.plain.multilinear import outer_dot
 class Dw(NamedTuple):
     """The arrays as `grouped_gemm_dw` takes them, and bounds, the rows of each group.
 
-    With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two pieces (see `products.pieces`).
+    With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two pieces (see `launches.pieces`).
     """
 
     x: jax.Array

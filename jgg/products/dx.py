@@ -18,20 +18,20 @@ from jgg.launching.launch import dy_by_tma, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import hopper, row_tiles
 from jgg.products.combine import combine, gather, sum_by_token, token_order
+from jgg.products.launches import hopper, row_tiles
+from jgg.products.launches.pieces import Pieces
+from jgg.products.launches.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.pieces import Pieces
 from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
-from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 
 
 class Dx(NamedTuple):
     """The arrays as `grouped_gemm_dx` takes them, bounds, the rows of each group, and x if row sums are wanted.
 
-    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two pieces (see `products.pieces`).
+    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two pieces (see `launches.pieces`).
     """
 
     dy: jax.Array

@@ -22,14 +22,14 @@ from jgg.launching.launch import flat, x_by_tma
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import hopper, hopper_quantized, row_tiles
 from jgg.products.combine import expert_order, gather, sum_by_token, token_order
+from jgg.products.launches import hopper, hopper_quantized, row_tiles
+from jgg.products.launches.pieces import Pieces
+from jgg.products.launches.row_tiles import WHOLE_PRODUCT, Part
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.pieces import Pieces
 from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
-from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 
 _FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
 _MOST_STAGES = 8

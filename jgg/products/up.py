@@ -13,11 +13,12 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK, Format
 from jgg.launching.choice import How, Launcher
 from jgg.primitives.product import Product, array_type
-from jgg.products import forward, hopper, hopper_quantized
+from jgg.products import forward
 from jgg.products.activate import ACTIVATE, Activate, Activated, activated_types
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.hopper import Hidden
-from jgg.products.pieces import Pieces
+from jgg.products.launches import hopper, hopper_quantized
+from jgg.products.launches.hopper import Hidden
+from jgg.products.launches.pieces import Pieces
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 
 

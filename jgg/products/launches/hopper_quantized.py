@@ -14,11 +14,9 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
 from jgg.primitives.product import array_type
 from jgg.products.activate import activated_types
-from jgg.products.activation_launches import Activated, activation_constants, named, written
-from jgg.products.hopper import Hidden
-from jgg.products.low_rank import LowRankTerm
-from jgg.products.quantize import quantizing_constants
-from jgg.products.row_tiles import (
+from jgg.products.launches.activations import Activated, activation_constants, named, written
+from jgg.products.launches.hopper import Hidden
+from jgg.products.launches.row_tiles import (
     CTAS,
     TILE_ROWS,
     WHOLE_PRODUCT,
@@ -27,6 +25,8 @@ from jgg.products.row_tiles import (
     hopper_constants,
     row_operands,
 )
+from jgg.products.low_rank import LowRankTerm
+from jgg.products.quantize import quantizing_constants
 
 _KERNEL_NAMES = {"hidden_values": "hidden", "kept_values": "kept"}
 _TILE_COLUMNS = 256  # columns of a CTA's output tile

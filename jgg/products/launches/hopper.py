@@ -13,10 +13,9 @@ from jgg.core.quantized import Format
 from jgg.core.schedule import GroupBounds, largest_first, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows, halves, matrices, matrix
-from jgg.products.activation_launches import activation_constants
-from jgg.products.low_rank import LowRankTerm
-from jgg.products.pieces import Pieces
-from jgg.products.row_tiles import (
+from jgg.products.launches.activations import activation_constants
+from jgg.products.launches.pieces import Pieces
+from jgg.products.launches.row_tiles import (
     TILE_ROWS,
     WHOLE_PRODUCT,
     Part,
@@ -25,6 +24,7 @@ from jgg.products.row_tiles import (
     ring_constants,
     row_operands,
 )
+from jgg.products.low_rank import LowRankTerm
 
 
 class Hidden(NamedTuple):
