@@ -122,6 +122,11 @@ class GroupedGemmProblem:
         return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk")
 
     @property
+    def dequantized(self) -> Self:
+        """The same problem with x and w in the dtype of y."""
+        return dataclasses.replace(self, dtype=self.out_dtype)
+
+    @property
     def rows_are_aligned(self) -> bool:
         """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
         return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))

@@ -12,6 +12,7 @@ batch axis, [B, ...].
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, group_of_rows
-from jgg.launching.choice import How
 
 
 def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:
@@ -142,8 +142,10 @@ class Batch:
         return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
-def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> Any:
-    """The results of one product of B * E groups and all rows.
+def more_groups[Results](
+    compute: Callable[..., Results], batch: Batch, operands: Any, batched: Any, large: tuple[str, ...]
+) -> Results:
+    """The results of one product of B * E groups and all rows; `compute` takes operands and a problem.
 
     Rows of no group may lie between the groups of two problems; kernels do not touch them.
 
@@ -155,15 +157,15 @@ def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple
     if getattr(operands, "bias", None) is not None:
         merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))
     merged |= {"bounds": batch.offset_bounds(), "gather_indices": batch.positions_in_groups()}
-    return product(how, type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
+    return compute(type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
 
 
-def more_rows(product, how: How, operands, batched, **parameters) -> Any:
+def more_rows[Results](compute: Callable[[Any], Results], operands: Any, batched: Any) -> Results | None:
     """The results of one product of all problems' rows, if no row depends on another; None where it cannot be one."""
     size, num_rows = operands[0].shape[:2]
     if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
         return None
-    results = product(how, type(operands)(*map(flat, operands)), **parameters)
+    results = compute(type(operands)(*map(flat, operands)))
     return jax.tree.map(lambda result: result.reshape(size, num_rows, *result.shape[1:]), results)
 
 

@@ -1,5 +1,6 @@
 """The gradient of a bias: dbias[e] = sum of topk_weights[i] * dy[i] over the rows i of each expert e."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
 
 def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem):
     batch = vmap.Batch.of(problem, operands, batched, "dy")
-    return batch and batch.split(vmap.more_groups(DBIAS, how, batch, operands, batched, ("dy",)))
+    return batch and batch.split(vmap.more_groups(functools.partial(DBIAS, how), batch, operands, batched, ("dy",)))
 
 
 def _letters(operands: Dbias, problem: GroupedGemmProblem):

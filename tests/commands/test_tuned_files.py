@@ -52,8 +52,8 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
         FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem)
         assert launches[-1].constants["BAND"] == expected
         tuned_files.merge(own_file, entry(problem))
-    given = Launcher(call, HOPPER, jgg.KernelConfigForward(band=5))
-    FORWARD.launch(given, Forward(x, w, bounds), problem=problem)
+    given = jgg.KernelConfigForward(band=5)
+    FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem, config=given)
     assert launches[-1].constants["BAND"] == 5
 
 
