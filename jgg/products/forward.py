@@ -121,7 +121,7 @@ def _launch(
 
 
 def _several(how: How, operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
-    """Computes what several devices do not split as it is: quantized operands and a term of low rank apart."""
+    """Computes on several devices: quantized operands are dequantized first, a term of low rank is computed apart."""
     if operands.low_rank is not None:
         return _add_term(functools.partial(FORWARD, how), operands, problem)
     if not problem.is_quantized:

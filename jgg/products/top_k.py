@@ -21,14 +21,14 @@ class TopK(NamedTuple):
     scores: jax.Array
 
 
-def _plain(operands, topk):
+def _plain(operands: TopK, topk: int) -> jax.Array:
     (scores,) = operands
     # lax.top_k has the total order: -0.0 below 0.0, and a NaN at one end or the other by its sign
     scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
     return jax.lax.top_k(scores, topk)[1]
 
 
-def _launch(launcher: Launcher, operands: TopK, topk: int):
+def _launch(launcher: Launcher, operands: TopK, topk: int) -> jax.Array:
     (scores,) = operands
     if scores.shape[1] > MAX_EXPERTS:
         return _plain(operands, topk)

@@ -77,8 +77,9 @@ def _config_for_reading(
 ) -> KernelConfigForward | None:
     """A configuration whose kernel converts quantized weights as it reads them; None to dequantize them first.
 
-    The kernel converts them where groups have few rows, so that the product takes the time in which weights are read;
-    otherwise each row tile would convert them. Its steps have no more features than a scale has.
+    The kernel converts w where groups have few rows, since the product then takes the time of reading w. With more rows
+    it would convert w again for each row tile. Where it does, it takes steps of at most as many features as share a
+    scale.
     """
     config = choose_config(KernelConfigForward, problem, target, config)
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
