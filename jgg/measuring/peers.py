@@ -99,7 +99,7 @@ def _ragged_dot(variant, function, op, problem, arrays):
 
 def _bfloat16(op, problem, arrays):
     """Prepares jgg's own product in bfloat16 of the dequantized operands, which bfloat16 can hold exactly."""
-    plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
+    plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"), is_quantized=False)
     floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}
     return [JaxProduct(product(op, plain, None), arrays | floats, plain.flops, plain.bytes_accessed(op))]
 

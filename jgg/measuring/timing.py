@@ -144,7 +144,11 @@ class Reference:
 def _reference_programs(op, problem):
     """The product compiled in float32 and in the problem's dtype."""
     in_float32 = dataclasses.replace(
-        problem, dtype=jnp.dtype("float32"), out_dtype=jnp.dtype("float32"), precision=jax.lax.Precision.HIGHEST
+        problem,
+        dtype=jnp.dtype("float32"),
+        out_dtype=jnp.dtype("float32"),
+        precision=jax.lax.Precision.HIGHEST,
+        is_quantized=False,
     )
     own, exact = (product(op, each, "xla") for each in (problem, in_float32))
 

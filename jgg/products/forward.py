@@ -137,7 +137,12 @@ def _add_term(compute: Callable[..., jax.Array], operands: Forward, problem: Gro
     in_float32 = dataclasses.replace(problem, out_dtype=jnp.dtype(jnp.float32))
     y = compute(operands._replace(low_rank=None), problem=in_float32)
     of_term = dataclasses.replace(
-        in_float32, dtype=low_rank.rows.dtype, in_features=low_rank.rank, permute_x=False, has_bias=False
+        in_float32,
+        dtype=low_rank.rows.dtype,
+        in_features=low_rank.rank,
+        permute_x=False,
+        has_bias=False,
+        is_quantized=False,
     )
     term = operands._replace(x=low_rank.rows, w=low_rank.matrices, bias=None, low_rank=None)
     return (y + compute(term, problem=of_term)).astype(problem.out_dtype)
