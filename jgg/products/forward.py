@@ -52,8 +52,8 @@ class Forward(NamedTuple):
 def _plain(operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
     operands = _with_dense_weights(operands, problem)
     if problem.is_dense:
-        assert isinstance(operands.x, jax.Array) and isinstance(operands.w, jax.Array)
-        return dense.forward(problem, operands.x, operands.w, operands.low_rank, operands.bias)
+        arrays: tuple[Any, Any] = operands.x, operands.w
+        return dense.forward(problem, *arrays, operands.low_rank, operands.bias)
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
     return plain.grouped_gemm(problem, *operands)
