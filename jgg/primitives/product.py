@@ -31,7 +31,7 @@ class Call(NamedTuple):
       config: the configuration of the kernels that the caller asks for, or None.
     """
 
-    structure: jax.tree_util.PyTreeDef
+    structure: Any
     parameters: tuple[tuple[str, Hashable], ...]
     how: How
     config: Hashable
