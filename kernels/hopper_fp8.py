@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_blocks import WARPGROUP_ROWS, Ring, Work, make_ring, scale_rows, skip_tile
-from .hopper_fp8_results import BLOCK, Activated, Quantized, Stored
+from .hopper_fp8_results import BLOCK, Quantized, Stored, StoredHidden
 from .hopper_loads import load_blocks
 from .hopper_results import TILE_ROWS, make_result
 
@@ -318,7 +318,7 @@ def hopper_fp8_kernel(
         of_kept = of_hidden
         if KEEPS:
             of_kept = Quantized(make_result(kept, False), kept_scales, COLUMNS, LARGEST, POWER_OF_2)
-        results = Activated(of_hidden, of_kept, KEEPS, GATED, CURVE, LIMIT, ALPHA)
+        results = StoredHidden(of_hidden, of_kept, KEEPS, GATED, CURVE, LIMIT, ALPHA)
     else:
         results = Stored(make_result(y, False))
     gl.warp_specialize(

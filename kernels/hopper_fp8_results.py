@@ -72,7 +72,7 @@ class Stored:
 
 
 @gluon.aggregate
-class Activated:
+class StoredHidden:
     """Stores the hidden features of tiles of the pre-activation and, if it KEEPS them, the tiles themselves.
 
     Attributes:

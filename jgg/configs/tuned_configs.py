@@ -8,7 +8,7 @@ from typing import Any
 
 from jgg.configs import tuned_files
 from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDX
+from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.configs.requirements import can_run, why_not
 from jgg.configs.tuned_files import Entry
 from jgg.core.gpu_target import Target
@@ -17,20 +17,20 @@ from jgg.core.problem import GroupedGemmProblem
 _logger = logging.getLogger("jgg")
 
 
-def choose_config(
-    kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target, given: KernelConfig | None = None
-) -> KernelConfig:
+def choose_config[Kind: (KernelConfigForward, KernelConfigDX, KernelConfigDW)](
+    kind: type[Kind], problem: GroupedGemmProblem, target: Target, given: Kind | None = None
+) -> Kind:
     """The configuration given, else the nearest tuned one that can run, else the heuristic's.
 
     The heuristic also replaces a given configuration whose kernel cannot run here. Files are read at trace time.
     """
+    chosen: Any = given
     if given is None:
-        return _tuned_config(kind, problem, target) or heuristic_config(kind, problem, target)
-    reason = None if given.kernel == "plain" else why_not(given.kernel, kind, problem, target)
-    if reason is None:
-        return given
-    _logger.info("The %s kernel is not used for this %s: %s", given.kernel, kind.op, reason)
-    return heuristic_config(kind, problem, target)
+        chosen = _tuned_config(kind, problem, target) or heuristic_config(kind, problem, target)
+    elif given.kernel != "plain" and (reason := why_not(given.kernel, kind, problem, target)) is not None:
+        _logger.info("The %s kernel is not used for this %s: %s", given.kernel, kind.op, reason)
+        chosen = heuristic_config(kind, problem, target)
+    return chosen
 
 
 def _tuned_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig | None:

@@ -76,6 +76,7 @@ class Entry:
         problem = dict(entry["problem"])
         problem |= {name: jnp.dtype(problem[name]) for name in ("dtype", "out_dtype")}
         problem["dw_dtype"] = problem.get("dw_dtype") and jnp.dtype(problem["dw_dtype"])
+        problem.setdefault("is_quantized", problem["dtype"] == QUANTIZED_DTYPE)  # which older files lack
         problem["precision"] = jax.lax.Precision[problem["precision"]]
         known = {
             "dtype": (*DTYPES, QUANTIZED_DTYPE),

@@ -16,3 +16,9 @@ def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | Any:
         return None
     added = tuple(axes - jax.typeof(array).manual_axis_type.varying)
     return jax.lax.pcast(array, added, to="varying") if added else array
+
+
+def alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, each marked as varying over the axes over which any of them varies."""
+    axes = varying_axes(*arrays)
+    return [vary_over(axes, array) for array in arrays]

@@ -39,7 +39,7 @@ class GroupedGemmProblem:
       in_features: K.
       out_features: N.
       topk: k, rows of each token in token order.
-      dtype: the dtype of x, w and dy; QUANTIZED_DTYPE if x and w are quantized.
+      dtype: the dtype of x, w and dy; QUANTIZED_DTYPE if `is_quantized`.
       out_dtype: the dtype of y.
       w_layout: "enk" for w [E, N, K], "ekn" for w [E, K, N].
       permute_x: x is [T, K] in token order.
@@ -52,6 +52,7 @@ class GroupedGemmProblem:
       expected_rows: about how many of the M rows will belong to a group, used to choose kernels; None for all.
       dw_dtype: the dtype of dW; None for `dtype`.
       is_dense: there is one group, and every row belongs to it, so that plain JAX need not look at bounds.
+      is_quantized: x and w are in FP8, with scales for blocks of BLOCK features.
     """
 
     num_rows: int
@@ -72,6 +73,7 @@ class GroupedGemmProblem:
     expected_rows: int | None = None
     dw_dtype: Any = None
     is_dense: bool = False
+    is_quantized: bool = False
 
     @property
     def rows_of_groups(self) -> int:
@@ -112,14 +114,14 @@ class GroupedGemmProblem:
         return any(map(jax.export.is_symbolic_dim, sizes))
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether x and w are in FP8, with scales."""
-        return self.dtype.itemsize == 1
-
-    @property
     def quantized(self) -> Self:
         """The same problem with x and w quantized; w is then [E, N, K], so that the reduced axis is its last."""
-        return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk")
+        return dataclasses.replace(self, dtype=QUANTIZED_DTYPE, w_layout="enk", is_quantized=True)
+
+    @property
+    def dequantized(self) -> Self:
+        """The same problem with x and w in the dtype of y."""
+        return dataclasses.replace(self, dtype=self.out_dtype, is_quantized=False)
 
     @property
     def rows_are_aligned(self) -> bool:
@@ -230,6 +232,7 @@ def check_problem(
         precision=as_precision(precision),
         num_tokens=num_tokens,
         dw_dtype=None if dw_dtype is None else as_dtype("preferred_element_type", dw_dtype, DTYPES),
+        is_quantized=isinstance(x, QuantizedArray),
     )
 
 

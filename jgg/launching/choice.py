@@ -26,12 +26,10 @@ class How(NamedTuple):
     Attributes:
       implementation: one of NAMES or None.
       target: the GPU that "triton" is for.
-      config: the configuration of the product's kernels; with None one is chosen.
     """
 
     implementation: str | None
     target: Target
-    config: Any = None
 
 
 class Launcher(NamedTuple):
@@ -40,19 +38,17 @@ class Launcher(NamedTuple):
     Attributes:
       run: (kernel, Launch) -> the outputs by name.
       target: the GPU that launches are chosen for.
-      config: the configuration of the product's kernels; with None one is chosen.
     """
 
     run: Callable[[Any, Launch], dict[str, jax.Array]]
     target: Target
-    config: Any = None
 
     @classmethod
     def of(cls, how: How) -> "Launcher":
         """The launcher for the implementation "triton" or "interpret" that `how` names."""
         if how.implementation == "interpret":
-            return cls(interpret.call, interpret.TARGET, how.config)
-        return cls(functools.partial(triton.call, how.target.compute_capability), how.target, how.config)
+            return cls(interpret.call, interpret.TARGET)
+        return cls(functools.partial(triton.call, how.target.compute_capability), how.target)
 
 
 def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:

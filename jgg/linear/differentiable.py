@@ -143,7 +143,7 @@ def compute_dx(
     """Computes the gradient of x by DX alone."""
     bounds = group_bounds(group_sizes, linear.problem.num_rows)
     operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
-    return DX(linear.how._replace(config=linear.configs.dx), operands, problem=linear.problem).dx
+    return DX(linear.how, operands, linear.configs.dx, problem=linear.problem).dx
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -158,4 +158,4 @@ def compute_dw(
     """Computes the gradient of w by DW alone."""
     bounds = group_bounds(group_sizes, linear.problem.num_rows)
     operands = Dw(x, dy, bounds, as_indices(gather_indices), topk_weights)
-    return DW(linear.how._replace(config=linear.configs.dw), operands, problem=linear.problem)
+    return DW(linear.how, operands, linear.configs.dw, problem=linear.problem)

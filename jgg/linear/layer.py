@@ -305,7 +305,7 @@ def _compute[Results](
     """Computes a product of the layer, in plain JAX if the layer is plain."""
     if linear.is_plain:
         return product.plain(operands, problem=problem)
-    return product(linear.how._replace(config=config), operands, problem=problem)
+    return product(linear.how, operands, config, problem=problem)
 
 
 def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None) -> Forward:

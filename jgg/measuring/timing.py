@@ -93,7 +93,7 @@ def product(op: str, problem: GroupedGemmProblem, implementation: str | None, co
             return grouped_gemm_forward(arrays["x"], arrays["w"], group_sizes=sizes, **shared, **y_options, **options)
         if op == "dx" and problem.has_topk_weights:  # as in training, with the gradient of topk_weights
             dx_operands = Dx(arrays["dy"], arrays["w"], group_bounds(sizes, problem.num_rows), arrays["x"], **shared)
-            return DX(How(implementation, current_target(), config), dx_operands, problem=problem).dx
+            return DX(How(implementation, current_target()), dx_operands, config, problem=problem).dx
         if op == "dx":
             return grouped_gemm_dx(arrays["dy"], arrays["w"], group_sizes=sizes, **shared, **options)
         return grouped_gemm_dw(arrays["x"], arrays["dy"], group_sizes=sizes, **shared, **options)
@@ -142,7 +142,11 @@ class Reference:
 def _reference_programs(op, problem):
     """The product compiled in float32 and in the problem's dtype."""
     in_float32 = dataclasses.replace(
-        problem, dtype=jnp.dtype("float32"), out_dtype=jnp.dtype("float32"), precision=jax.lax.Precision.HIGHEST
+        problem,
+        dtype=jnp.dtype("float32"),
+        out_dtype=jnp.dtype("float32"),
+        precision=jax.lax.Precision.HIGHEST,
+        is_quantized=False,
     )
     own, exact = (product(op, each, "xla") for each in (problem, in_float32))
 

@@ -95,13 +95,14 @@ def gemm(
         out_features=out_features,
         topk=topk,
         dtype=dtype,
-        out_dtype=dtype if dtype.itemsize > 1 else jnp.dtype("bfloat16"),
+        out_dtype=jnp.dtype("bfloat16") if dtype == E4M3 else dtype,
         w_layout=w_layout,
         permute_x=permute_x,
         permute_y=permute_y,
         has_topk_weights=weighted,
         has_bias=biased,
         precision=as_precision(precision),
+        is_quantized=dtype == E4M3,
     )
 
 

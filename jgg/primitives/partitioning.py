@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jgg.core.manual_axes import alike
 from jgg.core.quantized import is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.primitives.primitive import define_primitive
@@ -64,7 +66,7 @@ class Letters(NamedTuple):
     results: tuple[str, ...]
     summed: tuple[str, ...]
 
-    def axes(self, operands: NamedTuple, localize: Callable, by_callback: bool = False) -> Axes:
+    def axes(self, operands: Any, localize: Callable[..., dict[str, Any]], by_callback: bool = False) -> Axes:
         """The Axes of the arrays in `operands`; an operand named bias is taken to be added to a product."""
         letters: list[str] = []
         added = None
@@ -75,7 +77,7 @@ class Letters(NamedTuple):
         return Axes(tuple(letters), self.results, self.summed, localize, added, by_callback)
 
 
-def _letters_of(part, letters) -> list[str]:
+def _letters_of(part: Any, letters: str | None) -> list[str]:
     """The letters of each array of an operand."""
     if part is None:
         return []
@@ -90,15 +92,15 @@ def _letters_of(part, letters) -> list[str]:
 
 def define_partitioned(
     name: str,
-    out_types: Callable,
-    compute: Callable,
+    out_types: Callable[..., Sequence[Any]],
+    compute: Callable[..., Sequence[jax.Array]],
     axes_of: Callable[..., Axes | None],
     *,
-    jvp: Callable,
-    transpose: Callable | None = None,
-    merge_batch: Callable | None = None,
-    several: Callable | None = None,
-):
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+    merge_batch: Callable[..., Sequence[jax.Array] | None] | None = None,
+    several: Callable[..., Sequence[jax.Array]] | None = None,
+) -> tuple[Primitive, Callable[..., list[jax.Array]]]:
     """A primitive for one device, and a function that binds it or, outside shard_map, one for any number of devices.
 
         bind --- inside shard_map ----------------------------------> {name}_on_device
@@ -112,59 +114,62 @@ def define_partitioned(
       axes_of: (*operands, **parameters) -> Axes, or None for operands that several devices compute by `several`.
       several: (*operands, **parameters) -> results, by primitives that have Axes.
     """
-    on_device, bind_on_device = define_primitive(
+    on_device = define_primitive(
         f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
     )
 
-    def compute_anywhere(*operands, **params):
+    def compute_anywhere(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
         axes = axes_of(*operands, **params)
         if axes is None:
             assert several is not None
             return several(*operands, **params)
         if axes.by_callback:
-            return bind_on_device(*_refuse_or_pass(axes, operands), **params)
+            return on_device.bind(*_refuse_or_pass(axes, operands), **params)
         count = len(out_types(*operands, **params))
         axes = axes._replace(results=axes.results[:count], summed=axes.summed[:count])
-        return _partitioned(bind_on_device, params, axes)(*operands)
+        return _partitioned(on_device.bind, params, axes)(*operands)
 
-    def without_needs_devices(rule):
-        return lambda *args, needs_devices, **params: rule(*args, **params)
-
-    anywhere, bind_anywhere = define_primitive(
+    anywhere = define_primitive(
         name,
-        without_needs_devices(out_types),
-        without_needs_devices(compute_anywhere),
-        jvp=without_needs_devices(jvp),
-        transpose=transpose and without_needs_devices(transpose),
-        merge_batch=merge_batch and without_needs_devices(merge_batch),
+        _without_needs_devices(out_types),
+        _without_needs_devices(compute_anywhere),
+        jvp=_without_needs_devices(jvp),
+        transpose=transpose and _without_needs_devices(transpose),
+        merge_batch=merge_batch and _without_needs_devices(merge_batch),
     )
 
-    def lower(context, *operands, **params):
+    def lower(context: Any, *operands: Any, **params: Any) -> Any:
         is_alone = getattr(context.module_context.axis_context, "num_devices", 1) == 1
-        needs_no_axes = is_alone and without_needs_devices(axes_of)(*context.avals_in, **params) is None
-        compute = bind_on_device if needs_no_axes else compute_anywhere
-        return mlir.lower_fun(without_needs_devices(compute), multiple_results=True)(context, *operands, **params)
+        needs_no_axes = is_alone and _without_needs_devices(axes_of)(*context.avals_in, **params) is None
+        compute = on_device.bind if needs_no_axes else compute_anywhere
+        return mlir.lower_fun(_without_needs_devices(compute), multiple_results=True)(context, *operands, **params)
 
     if several is not None:
         mlir.register_lowering(anywhere, lower)
 
-    def bind(*operands, **params):
+    def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+        arrays = alike(*operands)
         if jax.sharding.get_abstract_mesh().manual_axes:
             # inside shard_map each device computes with its own arrays; such a program may be lowered without devices
-            return bind_on_device(*operands, **params)
-        for operand in operands:
+            return on_device.bind(*arrays, **params)
+        for operand in arrays:
             spec = jax.typeof(operand).sharding.spec
             if any(names is not None for names in spec):
                 raise ValueError(
                     f"An array {list(operand.shape)} is split over Explicit axes of the mesh, as {spec}. {WAY_OUT}"
                 )
-        return bind_anywhere(*operands, needs_devices=_needs_devices(), **params)
+        return anywhere.bind(*arrays, needs_devices=_needs_devices(), **params)
 
     return on_device, bind
 
 
+def _without_needs_devices(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of {name}_on_device as a rule of {name}, which has one parameter more."""
+    return lambda *args, needs_devices, **params: rule(*args, **params)
+
+
 @functools.cache
-def _needs_devices():
+def _needs_devices() -> Any:
     """A program that uses custom_partitioning; as a parameter of a primitive it makes JAX lower that for its devices.
 
     The primitive's lowering uses custom_partitioning too, but JAX decides before it lowers, by the parameters alone.
@@ -173,7 +178,7 @@ def _needs_devices():
     return jax.make_jaxpr(identity)(jnp.float32(0))
 
 
-def _partitioned(bind, params, axes):
+def _partitioned(bind: Callable[..., Any], params: dict[str, Any], axes: Axes) -> Callable[..., Any]:
     """A function of operands by which each device computes bind(*operands, **parameters) for its own part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
@@ -181,29 +186,36 @@ def _partitioned(bind, params, axes):
     return call
 
 
-def _refuse_or_pass(axes, operands):
+def _refuse_or_pass(axes: Axes, operands: Sequence[jax.Array]) -> Any:
     """The operands unchanged; raises ValueError if they are split in a way that is refused."""
     axes = Axes(axes.operands, axes.operands, ("",) * len(operands), lambda params, devices: params)
     return _partitioned(lambda *operands: operands, {}, axes)(*operands)
 
 
-def _sharding_rule(axes):
+def _sharding_rule(axes: Axes) -> str:
     """Shardy's rule for spreading shardings: axes with the same letter are split alike, axes of rows independently."""
     count = itertools.count()
 
-    def side(arrays):
+    def side(arrays: Sequence[str]) -> str:
         return ", ".join(" ".join(f"r{next(count)}" if c in (ROWS, WHOLE) else c for c in array) for array in arrays)
 
     return f"{side(axes.operands)} -> {side(axes.results)}"
 
 
-def _partition(bind, params, axes, mesh, operands, results):
+def _partition(
+    bind: Callable[..., Any],
+    params: dict[str, Any],
+    axes: Axes,
+    mesh: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """The mesh, one device's computation, and the shardings of results and operands, as custom_partitioning wants."""
     split = split_letters(axes, *([Split.of(array, mesh) for array in arrays] for arrays in (operands, results)))
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
     local = axes.localize(params, devices)
 
-    def on_device(*operands):
+    def on_device(*operands: jax.Array) -> tuple[jax.Array, ...]:
         arrays = list(operands)
         if axes.added is not None:
             array, letters = arrays[axes.added], axes.operands[axes.added]
@@ -214,20 +226,20 @@ def _partition(bind, params, axes, mesh, operands, results):
         over = [tuple(name for letter in summed for name in split.get(letter, ())) for summed in axes.summed]
         return tuple(map(jax.lax.psum, outputs, over))
 
-    def shardings(arrays):
+    def shardings(arrays: Sequence[str]) -> tuple[Any, ...]:
         return tuple(jax.NamedSharding(mesh, jax.P(*(split.get(c) for c in letters))) for letters in arrays)
 
     return mesh, _without_explicit_axes(on_device), shardings(axes.results), shardings(axes.operands)
 
 
-def _without_explicit_axes(function):
+def _without_explicit_axes(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, traced as if the mesh in context had no Explicit axes.
 
     With Explicit axes, types say how arrays are split, and JAX would lower that to annotations that nothing reads in
     the computation of one device.
     """
 
-    def run(*arrays):
+    def run(*arrays: jax.Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.explicit_axes:
             return function(*arrays)

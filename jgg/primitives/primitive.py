@@ -1,26 +1,27 @@
 """Makes JAX primitives; under `vmap` a primitive runs once for all elements or for one element after the other."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike
 
 
 def define_primitive(
     name: str,
-    out_types: Callable,
-    compute: Callable,
+    out_types: Callable[..., Sequence[Any]],
+    compute: Callable[..., Sequence[jax.Array]],
     *,
-    jvp: Callable,
-    transpose: Callable | None = None,
-    merge_batch: Callable | None = None,
-):
-    """A primitive with several results, and the function that binds it.
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+    merge_batch: Callable[..., Sequence[jax.Array] | None] | None = None,
+) -> Primitive:
+    """A primitive with several results, which is bound to arrays that vary over the same mesh axes.
 
     Args:
       name: the name that a jaxpr shows.
@@ -34,27 +35,24 @@ def define_primitive(
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def bind(*operands, **params):
-        axes = varying_axes(*operands)
-        return primitive.bind(*(vary_over(axes, operand) for operand in operands), **params)
-
-    def types(*avals, **params):
+    def types(*avals: Any, **params: Any) -> list[Any]:
         return [_type_like(avals[0], result) for result in out_types(*avals, **params)]
 
-    def batch(operands, axes, **params):
+    def batch(operands: Sequence[jax.Array], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
         batched = [axis is not None for axis in axes]
         operands = [jnp.moveaxis(a, axis, 0) if b else a for a, axis, b in zip(operands, axes, batched, strict=True)]
         outputs = _on_each_device(functools.partial(batch_on_device, batched, **params), operands, batched)
         return outputs, [0] * len(outputs)
 
-    def batch_on_device(batched, *operands, **params):
+    def batch_on_device(batched: Sequence[bool], *operands: jax.Array, **params: Any) -> Any:
         outputs = merge_batch(operands, batched, **params) if merge_batch else None
         return loop(operands, batched, **params) if outputs is None else outputs
 
-    def loop(operands, batched, **params):
-        def one(slices):
-            slices = iter(slices)
-            return bind(*(next(slices) if b else a for a, b in zip(operands, batched, strict=True)), **params)
+    def loop(operands: Sequence[jax.Array], batched: Sequence[bool], **params: Any) -> Any:
+        def one(slices: Sequence[jax.Array]) -> Any:
+            rest = iter(slices)
+            arrays = alike(*(next(rest) if b else a for a, b in zip(operands, batched, strict=True)))
+            return primitive.bind(*arrays, **params)
 
         # an operand without a batch axis, such as weights, is shared and not copied
         return jax.lax.map(one, [a for a, b in zip(operands, batched, strict=True) if b])
@@ -66,10 +64,10 @@ def define_primitive(
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
-    return primitive, bind
+    return primitive
 
 
-def _on_each_device(function, operands, batched):
+def _on_each_device(function: Callable[..., Any], operands: Sequence[jax.Array], batched: Sequence[bool]) -> Any:
     """The results of function(*operands); if explicit mesh axes split the batch, each device computes its own part."""
     splits = {jax.typeof(a).sharding.spec[0] for a, b in zip(operands, batched, strict=True) if b} - {None}
     if not splits:
@@ -84,7 +82,7 @@ def _on_each_device(function, operands, batched):
     )(*operands)
 
 
-def _type_like(aval, result):
+def _type_like(aval: Any, result: Any) -> Any:
     """An array type of the result's shape and dtype that varies over the mesh axes that `aval` varies over."""
     sharding = aval.sharding.update(spec=jax.P(*[None] * len(result.shape)))
     return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)

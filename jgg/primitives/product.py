@@ -14,12 +14,32 @@ from jgg.launching import choice
 from jgg.launching.choice import How, Launcher
 from jgg.launching.compile_ahead import AheadCompiler, Noted
 from jgg.launching.interpret import INTERPRETER_LOCK
-from jgg.primitives.partitioning import Letters, define_partitioned
+from jgg.primitives.partitioning import Axes, Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
     """The type of a resulting array, as it stands in a product's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Call(NamedTuple):
+    """One call of a product, without its arrays; hashable, the parameter of its primitive.
+
+    Attributes:
+      structure: the tree of the operands.
+      parameters: the product's parameters.
+      config: the configuration of the kernels that the caller asks for, or None.
+    """
+
+    structure: Any
+    parameters: tuple[tuple[str, Hashable], ...]
+    how: How
+    config: Hashable
+
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """The parameters of a function that chooses kernels."""
+        return dict(self.parameters) | ({} if self.config is None else {"config": self.config})
 
 
 class Product[Results]:
@@ -37,12 +57,12 @@ class Product[Results]:
       operands: the NamedTuple, whose docstring says what they are.
       result_types: (operands, **parameters) -> the results, an `array_type` in place of each array.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
-      launch: (launcher, operands, **parameters) -> results, by kernels.
+      launch: (launcher, operands, **parameters) -> results, by kernels. Where the caller may ask for a configuration of
+        the kernels, `launch` and `merge_batch` have a parameter `config` too, left out where none is asked for.
       letters: (operands, **parameters) -> Letters, which say how it is split over devices, or None if several devices
         compute these operands by `several`; without this function they always do.
       merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
         None where that would copy an operand; without it, `vmap` is a loop.
-      config_type: the type of the kernels' configuration, or None for kernels that have none.
       several: (how, operands, **parameters) -> results, computed by products that can be split over several devices.
     """
 
@@ -58,10 +78,9 @@ class Product[Results]:
         launch: Callable[..., Results],
         letters: Callable[..., Letters | None] | None = None,
         merge_batch: Callable[..., Results | None] | None = None,
-        config_type: type | None = None,
         several: Callable[..., Results] | None = None,
-    ):
-        self.name, self.operands, self.config_type = name, operands, config_type
+    ) -> None:
+        self.name, self.operands = name, operands
         self.result_types, self.plain, self.launch = result_types, plain, launch
         self.letters = letters
         on_device, self._bind = define_partitioned(
@@ -77,32 +96,31 @@ class Product[Results]:
         lower = mlir.lower_fun(self._for_cuda, multiple_results=True)
         mlir.register_lowering(on_device, functools.partial(self._lower_beside_others, lower), platform="cuda")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self.name
 
-    def __call__(self, how: How, operands: NamedTuple, **parameters) -> Results:
-        """The results, as `result_types` says."""
+    def __call__(self, how: How, operands: NamedTuple, config: Hashable = None, **parameters: Hashable) -> Results:
+        """The results, as `result_types` says; `config` is what kernels are asked to use, None to choose."""
         leaves, structure = jax.tree.flatten(operands)
         results: Any = jax.tree.structure(self.result_types(operands, **parameters))
         sizes = [size for leaf in leaves for size in leaf.shape]
         if 0 in sizes or any(map(jax.export.is_symbolic_dim, sizes)) or choice.is_plain_jax(how.implementation):
             how = how._replace(implementation="xla")
-        arrays = self._bind(*leaves, how=how, structure=structure, parameters=tuple(parameters.items()))
-        return results.unflatten(arrays)
+        return results.unflatten(self._bind(*leaves, call=Call(structure, tuple(parameters.items()), how, config)))
 
-    def _note_and_type(self, *leaves, how, **params):
+    def _note_and_type(self, *leaves: Any, call: Call) -> list[Any]:
         """The types of the results, for tracing. Notes the operation, which vmap and grad no longer change by then."""
-        if how.implementation in (None, "triton") and known_target() is not None:
+        if call.how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
-            self.ahead.note(self._noted(is_local, leaves, how=how, **params))
-        return self._result_types(*leaves, **params)
+            self.ahead.note(self._noted(is_local, leaves, call))
+        return self._result_types(leaves, call)
 
-    def _result_types(self, *leaves, structure, parameters, **_):
-        return jax.tree.leaves(self.result_types(structure.unflatten(leaves), **dict(parameters)))
+    def _result_types(self, leaves: Sequence[Any], call: Call) -> list[Any]:
+        return jax.tree.leaves(self.result_types(call.structure.unflatten(leaves), **dict(call.parameters)))
 
-    def _compute(self, *leaves, own, how, structure, parameters):
-        operands, parameters = structure.unflatten(leaves), dict(parameters)
-        implementation = how.implementation or own
+    def _compute(self, *leaves: jax.Array, own: str, call: Call) -> list[jax.Array]:
+        operands, parameters = call.structure.unflatten(leaves), dict(call.parameters)
+        implementation = call.how.implementation or own
         if implementation == "triton" and own != "triton":
             raise NotImplementedError(
                 "implementation='triton' is for CUDA, and this program is compiled for another platform."
@@ -111,68 +129,73 @@ class Product[Results]:
             if implementation == "xla":
                 results = self.plain(operands, **parameters)
             else:
-                launcher = Launcher.of(how._replace(implementation=implementation))
-                results = self.launch(launcher, operands, **parameters)
+                launcher = Launcher.of(call.how._replace(implementation=implementation))
+                results = self.launch(launcher, operands, **call.of_kernels)
         return jax.tree.leaves(results)
 
-    def _label(self, operand, problem=None, **_):
+    def _label(self, operand: jax.Array, problem: Any = None, **_: Any) -> str:
         """The name that a profiler shows."""
         sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
         return f"jgg.{self.name}[{sizes}]"
 
-    def _axes(self, *leaves, structure, parameters, how):
-        operands = structure.unflatten(leaves)
-        letters = self.letters and self.letters(operands, **dict(parameters))
-        return letters and letters.axes(operands, _of_a_device, by_callback=how.implementation == "interpret")
+    def _axes(self, *leaves: Any, call: Call) -> Axes | None:
+        operands = call.structure.unflatten(leaves)
+        letters = self.letters and self.letters(operands, **dict(call.parameters))
+        return letters and letters.axes(operands, _of_a_device, by_callback=call.how.implementation == "interpret")
 
-    def _merge_batch(self, merge_batch, leaves, batched, *, how, structure, parameters):
-        results = merge_batch(how, structure.unflatten(leaves), structure.unflatten(batched), **dict(parameters))
+    def _merge_batch(
+        self, merge_batch: Callable[..., Any], leaves: Sequence[Any], batched: Sequence[bool], *, call: Call
+    ) -> list[jax.Array] | None:
+        operands = (call.structure.unflatten(each) for each in (leaves, batched))
+        results = merge_batch(call.how, *operands, **call.of_kernels)
         return None if results is None else jax.tree.leaves(results)
 
-    def _by_several(self, several, *leaves, how, structure, parameters):
-        return jax.tree.leaves(several(how, structure.unflatten(leaves), **dict(parameters)))
+    def _by_several(self, several: Callable[..., Any], *leaves: jax.Array, call: Call) -> list[jax.Array]:
+        return jax.tree.leaves(several(call.how, call.structure.unflatten(leaves), **dict(call.parameters)))
 
-    def _differentiate(self, leaves, tangents, **params):
+    def _differentiate(
+        self, leaves: Sequence[Any], tangents: Sequence[Any], *, call: Call
+    ) -> tuple[list[jax.Array], list[Any]]:
         """The results, and their tangents, which are computed in plain JAX.
 
         Raises: NotImplementedError: some tangents would be in FP8, which rounds them to zero.
         """
         varied = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-        arrays = [*self._result_types(*leaves, **params), *(leaves[index] for index in varied)]
+        arrays = [*self._result_types(leaves, call), *(leaves[index] for index in varied)]
         if any(array.dtype.itemsize == 1 for array in arrays):
             raise NotImplementedError(NO_DERIVATIVES)
 
-        def plain(*some):
+        def plain(*some: jax.Array) -> list[jax.Array]:
             operands = list(leaves)
             for index, operand in zip(varied, some, strict=True):
                 operands[index] = operand
-            return jax.tree.leaves(self.plain(params["structure"].unflatten(operands), **dict(params["parameters"])))
+            return jax.tree.leaves(self.plain(call.structure.unflatten(operands), **dict(call.parameters)))
 
         _, tangents_out = jax.jvp(plain, tuple(leaves[i] for i in varied), tuple(tangents[i] for i in varied))
-        return self._bind(*leaves, **params), tangents_out
+        return self._bind(*leaves, call=call), tangents_out
 
-    def _noted(self, is_local, operands, **params):
-        own: dict[str, Hashable] = {**params, "product": self}
-        return Noted.of(is_local, operands, own)
+    def _noted(self, is_local: bool, operands: Sequence[Any], call: Call) -> Noted:
+        return Noted.of(is_local, operands, {"product": self, "call": call})
 
-    def _lower_beside_others(self, lower, context, *args, **params):
+    def _lower_beside_others(self, lower: Callable[..., Any], context: Any, *args: Any, call: Call) -> Any:
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
-        self.ahead.compile_others(self._noted(is_local, context.avals_in, **params), _lower_noted)
+        self.ahead.compile_others(self._noted(is_local, context.avals_in, call), _lower_noted)
         with INTERPRETER_LOCK.compiles():
-            return lower(context, *args, **params)
+            return lower(context, *args, call=call)
 
 
-def _of_a_device(params, devices):
+def _of_a_device(params: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:
     """The parameters for one device's part of the features and experts."""
-    parameters = dict(params["parameters"])
+    call: Call = params["call"]
+    parameters: dict[str, Any] = dict(call.parameters)
     if "problem" in parameters:
         parameters["problem"] = parameters["problem"].of_a_device(devices)
-    return params | {"parameters": tuple(parameters.items())}
+    return {"call": call._replace(parameters=tuple(parameters.items()))}
 
 
-def _lower_noted(noted):
-    params = dict(noted.params)
-    product = params.pop("product")
+def _lower_noted(noted: Noted) -> None:
+    params: dict[str, Any] = dict(noted.params)
+    product: Product[Any] = params.pop("product")
     operands = [jax.ShapeDtypeStruct(*shape) for shape in noted.shapes]
     with INTERPRETER_LOCK.compiles():
         compute = functools.partial(product._for_cuda, **params)

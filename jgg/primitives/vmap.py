@@ -12,6 +12,7 @@ batch axis, [B, ...].
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, group_of_rows
-from jgg.launching.choice import How
 
 
 def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:
@@ -48,7 +48,7 @@ class Batch:
     group: jax.Array
 
     @classmethod
-    def of(cls, problem: GroupedGemmProblem, operands, batched, *rows: str) -> "Batch | None":
+    def of(cls, problem: GroupedGemmProblem, operands: Any, batched: Any, *rows: str) -> "Batch | None":
         """The batch of a product's operands; None if one product for all would be too large or copy one of `rows`."""
         size = batch_size(operands, batched)
         if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
@@ -69,11 +69,11 @@ class Batch:
         )
 
     @property
-    def in_group(self):
+    def in_group(self) -> jax.Array:
         """Whether a row belongs to a group, bool [B * M]."""
         return self.group < self.problem.num_experts
 
-    def all_rows(self):
+    def all_rows(self) -> GroupedGemmProblem:
         """A problem like `problem` with the rows of all B problems."""
         rows, expected = self.problem.num_rows, self.problem.expected_rows
         return dataclasses.replace(
@@ -81,17 +81,17 @@ class Batch:
         )
 
     @property
-    def rows(self):
+    def rows(self) -> jax.Array:
         """The numbers of all rows, int32 [B * M]."""
         return jnp.arange(self.size * self.problem.num_rows, dtype=jnp.int32)
 
-    def offset_bounds(self):
+    def offset_bounds(self) -> GroupBounds:
         """The bounds of all B * E groups within all rows."""
         first_row = jnp.arange(self.size, dtype=jnp.int32)[:, None] * self.problem.num_rows
         starts, ends, _ = self.bounds
         return GroupBounds(*(a.reshape(-1) for a in (starts + first_row, ends + first_row, ends - starts)))
 
-    def merged_order(self):
+    def merged_order(self) -> tuple[GroupBounds, jax.Array, jax.Array]:
         """An order of all rows in which the rows of a group are contiguous, whatever problem they are from.
 
         Returns: (GroupBounds of the E groups, the place of each row in that order, the row at each place).
@@ -109,18 +109,25 @@ class Batch:
         place = jnp.where(self.in_group, place, outside)
         return bounds, place, jnp.zeros_like(place).at[place].set(self.rows, unique_indices=True)
 
-    def positions_in_groups(self):
+    def positions_in_groups(self) -> jax.Array | Any:
         """The `positions`, with -1 also for rows of no group; or None."""
         return None if self.positions is None else jnp.where(self.in_group, self.positions, -1)
 
-    def row_weights(self):
+    def row_weights(self) -> jax.Array | None:
         """topk_weights of each row, rather than of its position; [B * M] or None."""
         if self.topk_weights is None or self.positions is None:
             return self.topk_weights
         at = jnp.where(self.positions < 0, len(self.positions), self.positions)
         return self.topk_weights.at[at].get(mode="fill", fill_value=0)
 
-    def read_in_order(self, reads_permuted, writes_permuted, row_at, rows, gather):
+    def read_in_order(
+        self,
+        reads_permuted: bool,
+        writes_permuted: bool,
+        row_at: jax.Array,
+        rows: jax.Array,
+        gather: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array, bool]:
         """Rows for one product that reads and writes them through the same indices.
 
         A product that is permuted on both sides or on neither takes the rows as they lie. For any other, the rows are
@@ -137,13 +144,15 @@ class Batch:
         in_place = reads_permuted == writes_permuted
         return rows if in_place else gather(rows, read[row_at]), write[row_at], in_place
 
-    def split(self, results):
+    def split[Results](self, results: Results) -> Results:
         """The results of one product for all problems, split into the problems' own: [B, ...]."""
         return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
-def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple[str, ...]) -> Any:
-    """The results of one product of B * E groups and all rows.
+def more_groups[Results](
+    compute: Callable[..., Results], batch: Batch, operands: Any, batched: Any, large: tuple[str, ...]
+) -> Results:
+    """The results of one product of B * E groups and all rows; `compute` takes operands and a problem.
 
     Rows of no group may lie between the groups of two problems; kernels do not touch them.
 
@@ -155,24 +164,24 @@ def more_groups(product, how: How, batch: Batch, operands, batched, large: tuple
     if getattr(operands, "bias", None) is not None:
         merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))
     merged |= {"bounds": batch.offset_bounds(), "gather_indices": batch.positions_in_groups()}
-    return product(how, type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
+    return compute(type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
 
 
-def more_rows(product, how: How, operands, batched, **parameters) -> Any:
+def more_rows[Results](compute: Callable[[Any], Results], operands: Any, batched: Any) -> Results | None:
     """The results of one product of all problems' rows, if no row depends on another; None where it cannot be one."""
     size, num_rows = operands[0].shape[:2]
     if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
         return None
-    results = product(how, type(operands)(*map(flat, operands)), **parameters)
+    results = compute(type(operands)(*map(flat, operands)))
     return jax.tree.map(lambda result: result.reshape(size, num_rows, *result.shape[1:]), results)
 
 
-def for_each(arrays, batched, size):
+def for_each(arrays: Any, batched: Any, size: int) -> Any:
     """Arrays as [B, ...]; arrays that the problems share are repeated, so this is only for small ones."""
     return jax.tree.map(lambda a, b: a if b else jnp.broadcast_to(a[None], (size, *a.shape)), arrays, batched)
 
 
-def offset(indices, count):
+def offset(indices: jax.Array, count: int) -> jax.Array:
     """Indices [B, any] into `count` elements each, as one array of indices into B * `count`; -1 if out of range."""
     first = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None] * count
     return jnp.where((indices >= 0) & (indices < count), indices + first, -1).reshape(-1)
@@ -183,6 +192,6 @@ def flat(array: jax.Array | None) -> jax.Array | Any:
     return None if array is None else array.reshape(-1, *array.shape[2:])
 
 
-def where_rows(condition, array):
+def where_rows(condition: jax.Array, array: jax.Array) -> jax.Array:
     """The array with zeros in the rows for which the condition does not hold."""
     return jnp.where(condition.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros((), array.dtype))

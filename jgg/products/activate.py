@@ -5,7 +5,7 @@ Their results are stored in the dtype of the arrays that they read or, if a Form
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,40 +16,26 @@ from jgg.launching.choice import How, Launcher
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import activation_launches as launches
-from jgg.products.activation_launches import Activated, ActivationGradients, can_launch
+from jgg.products.launches import activations as launches
+from jgg.products.launches.activations import (
+    Activate,
+    ActivateBackward,
+    Activated,
+    ActivationGradients,
+    Hidden,
+    activated_types,
+)
 from jgg.products.quantize import QUANTIZE_ROWS, ROW_BLOCK, Quantize
 
 _EACH = "t" + WHOLE  # the letters of rows that do not depend on each other, so that they may be split
 
 
-class Activate(NamedTuple):
-    """The pre-activation, [M, 2 * I], or [M, I] for an activation that is not gated."""
-
-    pre_activation: jax.Array
+def _activate_types(operands: Activate, **parameters: Any) -> Activated:
+    return activated_types(operands.pre_activation, Hidden(**parameters))
 
 
-def activated_types(
-    pre_activation: jax.Array, activation: Activation, stored_as: Format | None, keeps: bool
-) -> Activated:
-    """The types of ACTIVATE's results; `pre_activation` is an array or an array's type."""
-    num_rows, width = pre_activation.shape
-    halves = 2 if activation.is_gated else 1
-    columns = width // halves
-    if stored_as is None:
-        return Activated(array_type((num_rows, columns), pre_activation.dtype))
-    kept = quantized_types((num_rows, halves, columns), ROW_BLOCK, stored_as) if keeps else None
-    return Activated(quantized_types((num_rows, columns), ROW_BLOCK, stored_as), kept)
-
-
-def _activate_types(operands: Activate, activation, interleaved, stored_as=None, keeps=False):
-    return activated_types(operands.pre_activation, activation, stored_as, keeps)
-
-
-def _activate_plainly(
-    operands: Activate, activation: Activation, interleaved: bool, stored_as: Format | None = None, keeps: bool = False
-):
-    (pre,) = operands
+def _activate_plainly(operands: Activate, **parameters: Any) -> Activated:
+    (pre,), (activation, interleaved, keeps, stored_as) = operands, Hidden(**parameters)
     hidden = activation(pre, interleaved)
     if stored_as is None:
         return Activated(hidden.astype(pre.dtype))
@@ -62,23 +48,18 @@ def _activate_plainly(
     return Activated(quantize(hidden, ROW_BLOCK, stored_as), quantize(gate_and_up, ROW_BLOCK, stored_as))
 
 
-def _launch_activate(
-    launcher: Launcher,
-    operands: Activate,
-    activation: Activation,
-    interleaved: bool,
-    stored_as: Format | None = None,
-    keeps: bool = False,
-):
-    if not can_launch(launcher, activation, stored_as):
-        return _activate_plainly(operands, activation, interleaved, stored_as, keeps)
-    (pre,) = operands
-    outputs = activated_types(pre, activation, stored_as, keeps)
-    return launches.activate(launcher, pre, outputs, activation, interleaved, stored_as)
+def _launch_activate(launcher: Launcher, operands: Activate, **parameters: Any) -> Activated:
+    hidden = Hidden(**parameters)
+    if not launches.can_launch(launcher, hidden):
+        return _activate_plainly(operands, **parameters)
+    return launches.activate(launcher, operands, hidden)
 
 
-def _merge_activate(how: How, operands: Activate, batched: Activate, stored_as=None, **parameters):
-    return vmap.more_rows(ACTIVATE, how, operands, batched, **parameters) if stored_as is None else None
+def _merge_activate(
+    how: How, operands: Activate, batched: Activate, stored_as: Format | None = None, **parameters: Any
+) -> Activated | None:
+    compute = functools.partial(ACTIVATE, how, **parameters)
+    return vmap.more_rows(compute, operands, batched) if stored_as is None else None
 
 
 ACTIVATE: Product[Activated] = Product(
@@ -100,24 +81,7 @@ whether it `keeps` the pre-activation: with a Format, the quantized pre-activati
 """
 
 
-class ActivateBackward(NamedTuple):
-    """The operands of the activation's derivative; the gradient of hidden is weights[:, None] * z.
-
-    Attributes:
-      pre_activation: as ACTIVATE takes it, or quantized as ACTIVATE keeps it.
-      z: [M, I]; in the dtype of pre_activation unless that is quantized.
-      weights: float32 [M].
-      in_group: bool [M], whether a row belongs to a group. In rows of no group row_sums are 0, and the other results
-        mean nothing. None with a quantized pre_activation, which is zero in those rows.
-    """
-
-    pre_activation: Any
-    z: jax.Array
-    weights: jax.Array
-    in_group: Any = None
-
-
-def _backward_types(operands: ActivateBackward, stored_as: Format | None = None, **_):
+def _backward_types(operands: ActivateBackward, stored_as: Format | None = None, **_: Any) -> ActivationGradients:
     pre, z = operands.pre_activation, operands.z
     d_pre = array_type((z.shape[0], math.prod(pre.shape[1:])), z.dtype)
     quantized = None if stored_as is None else quantized_types(d_pre.shape, ROW_BLOCK, stored_as)
@@ -130,7 +94,7 @@ def _backward_plainly(
     interleaved: bool,
     scale_hidden: bool,
     stored_as: Format | None = None,
-):
+) -> ActivationGradients:
     pre, z, weights, in_group = operands
     dtype, z = z.dtype, z.astype(jnp.float32)
     if isinstance(pre, QuantizedArray):  # with gate before up
@@ -158,30 +122,31 @@ def _launch_backward(
     interleaved: bool,
     scale_hidden: bool,
     stored_as: Format | None = None,
-):
-    if not can_launch(launcher, activation, stored_as):
+) -> ActivationGradients:
+    hidden = Hidden(activation, interleaved, stored_as=stored_as)
+    if not launches.can_launch(launcher, hidden):
         return _backward_plainly(operands, activation, interleaved, scale_hidden, stored_as)
-    pre, z, weights, in_group = operands
-    options = activation, interleaved, scale_hidden
     if stored_as is None:
-        return launches.differentiate(launcher, pre, z, weights, in_group, *options)
+        return launches.differentiate(launcher, operands, hidden, scale_hidden)
     outputs = _backward_types(operands, stored_as)
-    results = launches.differentiate_and_quantize(launcher, pre, z, weights, outputs, *options, stored_as)
+    results = launches.differentiate_and_quantize(launcher, operands, outputs, hidden, scale_hidden)
     if results.quantized is None:
         d_pre = Quantize(results.d_pre_activation)
         return results._replace(quantized=QUANTIZE_ROWS.launch(launcher, d_pre, stored_as=stored_as))
     return results
 
 
-def _merge_backward(how: How, operands: ActivateBackward, batched: ActivateBackward, stored_as=None, **parameters):
+def _merge_backward(
+    how: How, operands: ActivateBackward, batched: ActivateBackward, stored_as: Format | None = None, **parameters: Any
+) -> ActivationGradients | None:
     if stored_as is not None:
         return None
     in_group = vmap.for_each(operands.in_group, batched.in_group, vmap.batch_size(operands, batched))
     operands, batched = operands._replace(in_group=in_group), batched._replace(in_group=True)
-    return vmap.more_rows(ACTIVATE_BACKWARD, how, operands, batched, **parameters)
+    return vmap.more_rows(functools.partial(ACTIVATE_BACKWARD, how, **parameters), operands, batched)
 
 
-def _backward_letters(operands: ActivateBackward, stored_as: Format | None = None, **_):
+def _backward_letters(operands: ActivateBackward, stored_as: Format | None = None, **_: Any) -> Letters | None:
     if stored_as is not None:
         return None
     letters = {"pre_activation": _EACH, "z": _EACH, "weights": "t", "in_group": "t"}

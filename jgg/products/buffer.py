@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.primitives.product import Product, array_type
 
@@ -18,7 +19,7 @@ class Buffer(NamedTuple):
     needed_for: jax.Array
 
 
-def _plain(operands: Buffer, shape, dtype):
+def _plain(operands: Buffer, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 

@@ -1,20 +1,20 @@
 """Rows in another order, or added up by token."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import power_of_2
-from jgg.core.problem import MAX_ROWS
-from jgg.core.schedule import between_groups, guarded, inverse_permutation
+from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
+from jgg.core.schedule import GroupBounds, between_groups, guarded, inverse_permutation
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import column_parts
 
 
 class Combine(NamedTuple):
@@ -32,11 +32,11 @@ class Combine(NamedTuple):
     scales: jax.Array | None = None
 
 
-def _result_types(operands, topk):
+def _result_types(operands: Combine, topk: int) -> jax.Array:
     return array_type((operands.positions.shape[0] // topk, operands.rows.shape[1]), operands.rows.dtype)
 
 
-def _plain(operands, topk):
+def _plain(operands: Combine, topk: int) -> jax.Array:
     rows, positions, scales = operands
     terms = rows.at[guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
     if scales is not None:
@@ -45,11 +45,7 @@ def _plain(operands, topk):
     return jnp.sum(terms, axis=1).astype(rows.dtype)
 
 
-def _launch(launcher, operands, topk):
-    return combine(launcher, operands.rows, operands.positions, topk, operands.scales)
-
-
-def _merge_batch(how: How, operands, batched, topk):
+def _merge_batch(how: How, operands: Combine, batched: Combine, topk: int) -> jax.Array | None:
     rows, positions, scales = operands
     size = vmap.batch_size(operands, batched)
     positions = vmap.for_each(positions, batched.positions, size)
@@ -62,53 +58,35 @@ def _merge_batch(how: How, operands, batched, topk):
     return y.reshape(size, -1, y.shape[1])
 
 
-COMBINE: Product[jax.Array] = Product(
-    "combine",
-    Combine,
-    result_types=_result_types,
-    plain=_plain,
-    launch=_launch,
-    letters=lambda operands, topk: Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",)),
-    merge_batch=_merge_batch,
-)
-"""The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows. The parameter is topk."""
+class Place(NamedTuple):
+    """Where COMBINE's kernel writes its sums.
 
+    Attributes:
+      y: an array to write into; None for a new one, whose other columns are not written.
+      first_column: the column of y at which the sums begin.
+      num_columns: the number of columns of y.
+    """
 
-def gather(how: How, topk: int):
-    """A function (rows, positions) -> the rows at positions // topk, gathered by a kernel."""
-
-    def gathered(rows, positions):
-        return COMBINE(how._replace(config=None), Combine(rows, positions // topk), topk=1)
-
-    return gathered
+    y: jax.Array | None
+    first_column: int
+    num_columns: int
 
 
 def combine(
-    launcher: Launcher,
-    rows,
-    positions,
-    topk: int,
-    scales=None,
-    *,
-    columns: range | None = None,
-    y=None,
-    first_column: int = 0,
-    y_columns=None,
+    launcher: Launcher, operands: Combine, topk: int, place: Place | None = None, columns: range | None = None
 ) -> jax.Array:
     """Launches COMBINE's kernel.
 
     Args:
-      columns: the columns of `rows` that are added up; by default all N.
-      y: an array to write the sums into, from `first_column` on; None for a new array.
-      y_columns: the number of columns of the new array, by default as many as are added up. Its other columns are not
-        written.
+      place: by default a new array of as many columns as are added up.
+      columns: the columns of the rows that are added up; by default all N.
     """
     from jgg.kernels.combine import combine_kernel
 
+    rows, positions, scales = operands
     num_tokens, columns = len(positions) // topk, range(rows.shape[1]) if columns is None else columns
-    if y is None:
-        y = jax.ShapeDtypeStruct((num_tokens, y_columns or len(columns)), rows.dtype)
-    # a thread asks for about eight pieces of 16 bytes at once, whatever topk is
+    y, first_column, num_columns = place or Place(None, 0, len(columns))
+    # a thread makes about eight loads of 16 bytes at once, whatever topk is
     block_rows = max(2, 16 // power_of_2(topk, least=1))
     block_columns = min(256 if topk == 1 else 512, power_of_2(len(columns)))
     launch = Launch(
@@ -121,11 +99,11 @@ def combine(
             "first_of_rows": columns.start,
             "first_of_y": first_column,
         },
-        outputs={"y": y},
+        outputs={"y": jax.ShapeDtypeStruct((num_tokens, num_columns), rows.dtype) if y is None else y},
         constants={
             "COLUMNS": len(columns),
             "ROWS_COLUMNS": rows.shape[1],
-            "Y_COLUMNS": y.shape[1],
+            "Y_COLUMNS": num_columns,
             "TOPK": topk,
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,
@@ -137,38 +115,54 @@ def combine(
     return launcher.run(combine_kernel, launch)["y"]
 
 
+COMBINE: Product[jax.Array] = Product(
+    "combine",
+    Combine,
+    result_types=_result_types,
+    plain=_plain,
+    launch=combine,
+    letters=lambda operands, topk: Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",)),
+    merge_batch=_merge_batch,
+)
+"""The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows. The parameter is topk."""
+
+
+def gather(how: How, topk: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function (rows, positions) -> the rows at positions // topk, gathered by a kernel."""
+
+    def gathered(rows: jax.Array, positions: jax.Array) -> jax.Array:
+        return COMBINE(how, Combine(rows, positions // topk), topk=1)
+
+    return gathered
+
+
 def expert_order(
-    launcher: Launcher, x: jax.Array, gather_indices, topk: int, columns: range | None = None
+    launcher: Launcher, x: jax.Array, gather_indices: jax.Array | None, topk: int, columns: range | None = None
 ) -> jax.Array:
     """Gathers tokens x [T, K], or a range of their columns, as rows in expert order, by a kernel."""
-    return combine(launcher, x, gather_indices // topk, 1, columns=columns)
+    assert gather_indices is not None  # a problem that permutes has some
+    return combine(launcher, Combine(x, gather_indices // topk), 1, columns=columns)
 
 
 def token_order(
-    launcher: Launcher, rows: jax.Array, gather_indices, topk: int = 1, num_positions: int | None = None
+    launcher: Launcher,
+    rows: jax.Array,
+    gather_indices: jax.Array | None,
+    topk: int = 1,
+    num_positions: int | None = None,
 ) -> jax.Array:
     """Brings rows [M, N] from expert order to token order by a kernel, adding up the topk rows of each token."""
-    return combine(launcher, rows, inverse_permutation(gather_indices, num_positions), topk)
+    assert gather_indices is not None
+    return combine(launcher, Combine(rows, inverse_permutation(gather_indices, num_positions)), topk)
 
 
-def sum_by_token(launcher: Launcher, problem, multiply, rows, num_columns, bounds, gather_indices, scales=None):
-    """Multiplies rows and adds up the product by token, one range of columns after the other: [T, num_columns].
+def positions_of_tokens(
+    problem: GroupedGemmProblem, bounds: GroupBounds, gather_indices: jax.Array | None
+) -> jax.Array:
+    """The positions with which COMBINE adds up rows of a problem by token, [T * topk].
 
     Rows before the first group and past the last add nothing, whatever their scales are.
-
-    Args:
-      multiply: (rows, columns) -> the product's columns in that range, [M, len(columns)].
     """
+    assert gather_indices is not None
     named = jnp.where(between_groups(bounds, len(gather_indices)), gather_indices, -1)
-    positions = inverse_permutation(named, problem.num_positions)
-    scales = flat(scales)
-
-    def add_up(rows, columns, y):
-        products = multiply(rows, columns)
-        return combine(
-            launcher, products, positions, problem.topk, scales, y=y, first_column=columns.start, y_columns=num_columns
-        )
-
-    return column_parts.one_after_the_other(
-        rows, num_columns, column_parts.summed_width(launcher.target, problem, num_columns), add_up
-    )
+    return inverse_permutation(named, problem.num_positions)

@@ -1,5 +1,6 @@
 """The gradient of a bias: dbias[e] = sum of topk_weights[i] * dy[i] over the rows i of each expert e."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Dbias(NamedTuple):
     topk_weights: jax.Array | None = None
 
 
-def _plain(operands: Dbias, problem: GroupedGemmProblem):
+def _plain(operands: Dbias, problem: GroupedGemmProblem) -> jax.Array:
     dy, bounds, gather_indices, topk_weights = operands
     rows = Rows(dy, plain.y_rows(problem, gather_indices))
     scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
@@ -37,7 +38,7 @@ def _plain(operands: Dbias, problem: GroupedGemmProblem):
     return outer_dot(row_blocks.ones(rows), rows, bounds, **options)[:, 0]
 
 
-def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
+def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem) -> jax.Array:
     from jgg.kernels.group_sums import group_sums_kernel
 
     rows, bounds, gather_indices, topk_weights = operands
@@ -62,12 +63,16 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem):
     return launcher.run(group_sums_kernel, launch)["sums"]
 
 
-def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem):
+def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem) -> jax.Array | None:
     batch = vmap.Batch.of(problem, operands, batched, "dy")
-    return batch and batch.split(vmap.more_groups(DBIAS, how, batch, operands, batched, ("dy",)))
+    return (
+        None
+        if batch is None
+        else batch.split(vmap.more_groups(functools.partial(DBIAS, how), batch, operands, batched, ("dy",)))
+    )
 
 
-def _letters(operands: Dbias, problem: GroupedGemmProblem):
+def _letters(operands: Dbias, problem: GroupedGemmProblem) -> Letters:
     return Letters({"dy": ".n", "gather_indices": ".", "topk_weights": None}, ("en",), ("",))
 
 

@@ -2,36 +2,35 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigDX
-from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, between_groups
+from jgg.core.schedule import GroupBounds, Rows
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import dy_by_tma, flat
+from jgg.launching.launch import flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import hopper, row_tiles
-from jgg.products.combine import combine, gather, sum_by_token, token_order
+from jgg.products.combine import Combine, Place, combine, gather, positions_of_tokens, token_order
+from jgg.products.launches import column_parts, every_gpu, hopper
+from jgg.products.launches.operands import RowProduct
+from jgg.products.launches.pieces import Pieces
+from jgg.products.launches.plans import plan_dx
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.pieces import Pieces
 from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
-from jgg.products.row_tiles import WHOLE_PRODUCT, Part
 
 
 class Dx(NamedTuple):
     """The arrays as `grouped_gemm_dx` takes them, bounds, the rows of each group, and x if row sums are wanted.
 
-    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two pieces (see `products.pieces`).
+    With 16-bit w and x, dy may have another dtype; the kernels then multiply dy as two pieces (see `launches.pieces`).
     """
 
     dy: jax.Array
@@ -55,12 +54,12 @@ class DxResults(NamedTuple):
     row_sums: jax.Array | None = None
 
 
-def _result_types(operands: Dx, problem: GroupedGemmProblem):
+def _result_types(operands: Dx, problem: GroupedGemmProblem) -> DxResults:
     row_sums = None if operands.x is None else array_type((problem.num_rows,), jnp.float32)
     return DxResults(array_type(problem.x_shape, problem.dtype), row_sums)
 
 
-def _plain(operands: Dx, problem: GroupedGemmProblem):
+def _plain(operands: Dx, problem: GroupedGemmProblem) -> DxResults:
     dy, w, bounds, x, gather_indices, topk_weights, low_rank = operands
     if problem.is_dense:
         return DxResults(dense.dx(problem, dy, w, low_rank))
@@ -79,95 +78,63 @@ def _plain(operands: Dx, problem: GroupedGemmProblem):
     return DxResults(dx, functools.reduce(jnp.add, sums))
 
 
-def _launch(launcher: Launcher, operands: Dx, problem: GroupedGemmProblem):
-    """Launches dX; for tokens without row sums one range of columns after the other, each range added up by token."""
-    dy, x, bounds, gather_indices = operands.dy, operands.x, operands.bounds, operands.gather_indices
-    if operands.low_rank is not None and dy.dtype != problem.dtype:  # kernels would scale the term as they scale dy
-        return _add_term(functools.partial(_launch, launcher._replace(config=None)), operands, problem)
-    launcher = launcher._replace(config=choose_config(KernelConfigDX, problem, launcher.target, launcher.config))
-    if problem.permute_y and not launcher.config.fuse_gather:
-        dy = combine(launcher, dy, gather_indices, 1)
-        problem = dataclasses.replace(problem, permute_y=False)
-    pieces = Pieces.of(dy, problem.dtype)
-
-    def multiply(rows, columns):
-        part_of_product = dataclasses.replace(problem, in_features=len(columns))
-        own_pieces, part = pieces._replace(rows=rows), Part(columns.start, zeroes=False)
-        return _multiply_rows(launcher, own_pieces, operands, part_of_product, part).dx
-
-    if problem.permute_x and x is None:
-        dx = sum_by_token(launcher, problem, multiply, pieces.rows, problem.in_features, bounds, gather_indices)
-        return DxResults(dx)
-    dx, row_sums = _multiply_rows(launcher, pieces, operands, problem)
-    if problem.permute_x:
-        dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
-    return DxResults(dx, row_sums)
-
-
-def _multiply_rows(
-    launcher: Launcher, pieces: Pieces, operands: Dx, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT
+def _launch(
+    launcher: Launcher, operands: Dx, problem: GroupedGemmProblem, config: KernelConfigDX | None = None
 ) -> DxResults:
-    """Computes dx [M, K] from the pieces of dy, and row sums; `problem` and `part` may describe a range of columns."""
-    _, w, bounds, x, gather_indices, topk_weights, low_rank = operands
-    config, target = launcher.config, launcher.target
-    if config.kernel == "hopper":
-        dx = hopper.multiply_rows(
-            launcher,
-            problem,
-            pieces,
-            w,
-            bounds,
-            gather_indices,
-            gathers=problem.permute_y,
-            part=part,
-            low_rank=low_rank,
-        )["y"]
-        return DxResults(dx)
-    from jgg.kernels.dx import dx_kernel
-
-    outputs = {"dx": jax.ShapeDtypeStruct((problem.num_rows, problem.in_features), problem.dtype)}
-    if x is not None:
-        column_tiles = math.ceil(problem.in_features / config.block_k)
-        outputs["row_sums"] = jax.ShapeDtypeStruct((column_tiles, problem.num_rows), jnp.float32)
-    own = {
-        "num_pieces": pieces.num_pieces,
-        "scale": pieces.scale,
-        "x": x,
-        "topk_weights": flat(topk_weights),
-        "gather_indices": gather_indices,
-        **({} if x is not None else {"row_sums": None}),
-    }
-    rows = row_tiles.Rows("dy", pieces.rows, config.use_tma_load_dy and dy_by_tma(target, problem))
-    results = row_tiles.multiply(
-        launcher,
-        dx_kernel,
-        problem,
-        part,
-        rows,
-        w,
-        bounds,
-        own,
-        outputs,
-        low_rank=low_rank,
-        GATHER_DY=problem.permute_y,
-        GATHER_X=problem.permute_x,
+    dy, gather_indices = operands.dy, operands.gather_indices
+    if operands.low_rank is not None and dy.dtype != problem.dtype:  # kernels would scale the term as they scale dy
+        return _add_term(functools.partial(_launch, launcher), operands, problem)
+    plan = plan_dx(problem, launcher.target, sums_rows=operands.x is not None, config=config)
+    if plan.copies_dy:
+        assert gather_indices is not None
+        dy = combine(launcher, Combine(dy, gather_indices), topk=1)
+    product = RowProduct(
+        plan.problem,
+        plan.config,
+        Pieces.of(dy, problem.dtype),
+        operands.w,
+        operands.bounds,
+        gather_indices,
+        flat(operands.topk_weights),
+        low_rank=operands.low_rank,
     )
-    if x is None:
-        return DxResults(results["dx"])
-    # the kernel leaves the sums of rows outside every group unwritten
-    row_sums = jnp.where(between_groups(bounds, problem.num_rows), results["row_sums"], 0)
-    return DxResults(results["dx"], jnp.sum(row_sums, axis=0))
+    dx: Any = None
+    if plan.part_columns is None:
+        dx, row_sums = _multiply(launcher, product, operands.x)
+        if plan.adds_up:
+            dx = token_order(launcher, dx, gather_indices, problem.topk, problem.num_positions)
+        return DxResults(dx, row_sums)
+    positions = positions_of_tokens(problem, operands.bounds, gather_indices)
+    for columns in column_parts.ranges(problem.in_features, plan.part_columns):
+        product, dx = product.after(dx)
+        part = Combine(_multiply(launcher, product.of_columns(columns))[0], positions)
+        dx = combine(launcher, part, problem.topk, Place(dx, columns.start, problem.in_features))
+    return DxResults(dx)
 
 
-def _merge_batch(how: How, operands: Dx, batched: Dx, problem: GroupedGemmProblem):
+def _multiply(
+    launcher: Launcher, product: RowProduct, x: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes dx [M, K] in expert order and, with x, row sums."""
+    if product.config.kernel == "hopper":
+        return hopper.multiply(launcher, product), None
+    return every_gpu.multiply_dx(launcher, product, x)
+
+
+def _merge_batch(
+    how: How, operands: Dx, batched: Dx, problem: GroupedGemmProblem, config: KernelConfigDX | None = None
+) -> DxResults | None:
+    compute = functools.partial(DX, how, config=config)
     batch = vmap.Batch.of(problem, operands, batched, "x", "dy")
     if batch is None or operands.low_rank is not None:
         return None
-    return (_more_groups if batched.w else _more_rows)(how, batch, operands, batched)
+    if batched.w:
+        return _more_groups(compute, batch, operands, batched)
+    return _more_rows(compute, how, batch, operands)
 
 
-def _more_groups(how, batch, operands, batched):
-    dx, row_sums = vmap.more_groups(DX, how, batch, operands, batched, ("dy", "w", "x"))
+def _more_groups(compute: Callable[..., DxResults], batch: vmap.Batch, operands: Dx, batched: Dx) -> DxResults:
+    dx, row_sums = vmap.more_groups(compute, batch, operands, batched, ("dy", "w", "x"))
     # with permute_x the rows of each token are added up; indices of -1 leave out rows of no group
     if not batch.problem.permute_x:
         dx = vmap.where_rows(batch.in_group, dx)
@@ -176,7 +143,7 @@ def _more_groups(how, batch, operands, batched):
     return batch.split(DxResults(dx, row_sums))
 
 
-def _more_rows(how, batch, operands, batched):
+def _more_rows(compute: Callable[..., DxResults], how: How, batch: vmap.Batch, operands: Dx) -> DxResults:
     problem = batch.problem
     bounds, place, row_at = batch.merged_order()
     dy, write, in_place = batch.read_in_order(
@@ -186,30 +153,29 @@ def _more_rows(how, batch, operands, batched):
     all_rows = dataclasses.replace(batch.all_rows(), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if problem.permute_x else batch.row_weights()
     merged = Dx(dy, operands.w, bounds, vmap.flat(operands.x), write, weights)
-    dx, row_sums = DX(how, merged, problem=all_rows)
+    dx, row_sums = compute(merged, problem=all_rows)
     return batch.split(DxResults(dx, None if row_sums is None else row_sums[place]))
 
 
-def _several(how: How, operands: Dx, problem: GroupedGemmProblem):
+def _several(how: How, operands: Dx, problem: GroupedGemmProblem) -> DxResults:
     """Computes dX apart from its term of low rank, since devices would each add the term."""
-    compute = lambda operands, problem: DX(how._replace(config=None), operands, problem=problem)  # noqa: E731
-    return _add_term(compute, operands, problem)
+    return _add_term(functools.partial(DX, how), operands, problem)
 
 
-def _add_term(compute: Callable[[Dx, GroupedGemmProblem], DxResults], operands: Dx, problem: GroupedGemmProblem):
+def _add_term(compute: Callable[..., DxResults], operands: Dx, problem: GroupedGemmProblem) -> DxResults:
     """Computes dX and its term of low rank one after the other, and adds them."""
     low_rank = operands.low_rank
     assert low_rank is not None
-    dx, row_sums = compute(operands._replace(low_rank=None), problem)
+    dx, row_sums = compute(operands._replace(low_rank=None), problem=problem)
     of_term = dataclasses.replace(problem, out_features=low_rank.rank, permute_y=False)
     term = operands._replace(dy=low_rank.rows, w=low_rank.matrices, low_rank=None)
-    of_term_dx, of_term_sums = compute(term, of_term)
+    of_term_dx, of_term_sums = compute(term, problem=of_term)
     if row_sums is not None and of_term_sums is not None:
         row_sums += of_term_sums
     return DxResults(dx + of_term_dx, row_sums)
 
 
-def _letters(operands: Dx, problem: GroupedGemmProblem):
+def _letters(operands: Dx, problem: GroupedGemmProblem) -> Letters | None:
     if operands.low_rank is not None:
         return None
     rows = {"dy": ".n", "w": problem.w_layout, "x": ".k", "gather_indices": ".", "topk_weights": None}
@@ -225,6 +191,5 @@ DX: Product[DxResults] = Product(
     letters=_letters,
     several=_several,
     merge_batch=_merge_batch,
-    config_type=KernelConfigDX,
 )
 """The gradient of x and the row sums, as DxResults; the parameter is the problem."""

@@ -10,30 +10,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
-from jgg.configs.tuned_configs import choose_config
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.quantized import BLOCK, QuantizedArray, ToQuantize, block_of, is_quantized, values_and_scales
+from jgg.core.quantized import QuantizedArray, ToQuantize, block_of, is_quantized
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import flat, x_by_tma
+from jgg.launching.launch import flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products import hopper, hopper_quantized, row_tiles
-from jgg.products.combine import expert_order, gather, sum_by_token, token_order
+from jgg.products.combine import Combine, Place, combine, expert_order, gather, positions_of_tokens, token_order
+from jgg.products.launches import column_parts, every_gpu, hopper, hopper_quantized
+from jgg.products.launches.operands import RowProduct
+from jgg.products.launches.pieces import Pieces
+from jgg.products.launches.plans import ForwardPlan, plan_forward
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.pieces import Pieces
 from jgg.products.plain import dense
 from jgg.products.plain import grouped_gemm as plain
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
-from jgg.products.row_tiles import WHOLE_PRODUCT, Part
-
-_FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
-_MOST_STAGES = 8
-_LEAST_STEP = 32  # features that share a scale, at least
 
 
 class Forward(NamedTuple):
@@ -53,208 +49,144 @@ class Forward(NamedTuple):
     low_rank: LowRankTerm | None = None
 
 
-def _plain(operands: Forward, problem: GroupedGemmProblem):
+def _plain(operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
     operands = _with_dense_weights(operands, problem)
     if problem.is_dense:
-        return dense.forward(problem, operands.x, operands.w, operands.low_rank, operands.bias)
+        arrays: tuple[Any, Any] = operands.x, operands.w
+        return dense.forward(problem, *arrays, operands.low_rank, operands.bias)
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
     return plain.grouped_gemm(problem, *operands)
 
 
-def _dequantized(operands: Forward, problem: GroupedGemmProblem, dtype: Any) -> tuple[Forward, GroupedGemmProblem]:
-    """Quantized operands dequantized to a dtype, and the problem with that dtype."""
-    operands = operands._replace(x=operands.x.dequantize(dtype), w=operands.w.dequantize(dtype))
-    return operands, dataclasses.replace(problem, dtype=jnp.dtype(dtype))
-
-
 def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:
     """The operands, with w dequantized if it is quantized and x is not."""
-    is_alone = is_quantized(operands.w) and not problem.is_quantized
-    return operands._replace(w=operands.w.dequantize(problem.dtype)) if is_alone else operands
+    return operands if problem.is_quantized else operands._replace(w=_dense(operands.w, problem.dtype))
 
 
-def with_readable_weights(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
-) -> tuple[Launcher, Forward]:
-    """The operands, with w dequantized if it is quantized and x is not, unless the kernel converts it as it reads.
-
-    The kernel converts w where groups have few rows, since the product then takes the time of reading w. With more rows
-    it would convert w again for each row tile. Where it does, the launcher's configuration has steps of at most as many
-    features as share a scale.
-    """
-    if not is_quantized(operands.w) or problem.is_quantized:
-        return launcher, operands
-    config = choose_config(KernelConfigForward, problem, launcher.target, launcher.config)
-    scaled_features = block_of(operands.w)[1 if problem.w_layout == "enk" else 0]
-    is_read = config.kernel == "plain" and launcher.target.compute_capability >= FP8_COMPUTE_CAPABILITY
-    is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= _FEW_ROWS * problem.num_experts
-    if not is_read:
-        return launcher, _with_dense_weights(operands, problem)
-    block_k = min(config.block_k, scaled_features)
-    stages = min(_MOST_STAGES, config.num_stages * config.block_k // block_k)  # as many features on their way
-    config = dataclasses.replace(config, block_k=block_k, num_stages=stages)
-    return launcher._replace(config=config), operands
+def _dense(array: jax.Array | QuantizedArray | ToQuantize, dtype: DTypeLike) -> jax.Array:
+    """An operand, dequantized if it is quantized."""
+    return array.dequantize(dtype) if isinstance(array, QuantizedArray | ToQuantize) else array
 
 
-def _launch(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem):
-    """Launches the product; with combine_y one range of columns after the other, each range added up by token."""
-    launcher, operands = with_readable_weights(launcher, operands, problem)
-    if problem.is_quantized and why_not_quantized(problem, launcher.target) is not None:
-        operands, problem = _dequantized(operands, problem, problem.out_dtype)
-        launcher = launcher._replace(config=None)
-    elif problem.is_quantized:
-        quantize_weights = functools.partial(QUANTIZE_WEIGHTS.launch, launcher)
-        operands = operands._replace(w=with_quantized(operands.w, quantize_weights))
-    product = problem
-    if problem.combine_y:
-        product = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
-    launcher, x, product = choose(launcher, operands, product)
-    if not problem.combine_y:
-        return _multiply_rows(launcher, operands._replace(x=x), product)
-    _, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
-    read_at = gather_indices if product.permute_x else None
-
-    def multiply(x, columns):
-        part_of_product = dataclasses.replace(product, out_features=len(columns))
-        own_bias = None if bias is None else bias[:, columns.start : columns.stop]
-        own = Forward(x, w, bounds, read_at, None, own_bias, low_rank)
-        return _multiply_rows(launcher, own, part_of_product, Part(columns.start, zeroes=False))
-
-    return sum_by_token(launcher, problem, multiply, x, problem.out_features, bounds, gather_indices, topk_weights)
+def w_block_of(operands: Forward, problem: GroupedGemmProblem) -> tuple[int, int] | None:
+    """The `w_block` that `plan_forward` takes."""
+    if problem.is_quantized or not isinstance(operands.w, QuantizedArray):
+        return None
+    return block_of(operands.w)
 
 
-def choose(
-    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem
-) -> tuple[Launcher, Any, GroupedGemmProblem]:
-    """Chooses a configuration; if its kernel does not gather, copies x to expert order.
-
-    Returns: (the launcher with the configuration, x, the problem of that x).
-    """
-    x = operands.x
-    launcher = launcher._replace(config=choose_config(KernelConfigForward, problem, launcher.target, launcher.config))
-    if problem.permute_x and not launcher.config.fuse_gather:
-        x = jax.tree.map(lambda part: expert_order(launcher, part, operands.gather_indices, problem.topk), x)
-        problem = dataclasses.replace(problem, permute_x=False)
-    return launcher, x, problem
-
-
-def _multiply_rows(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part = WHOLE_PRODUCT):
-    """Computes y [M, N]; `problem` and `part` may describe a range of a product's columns."""
-    config = launcher.config
-    scatter_after = problem.permute_y and (config.kernel == "hopper" or not config.fuse_scatter)
-    if scatter_after:
-        problem = dataclasses.replace(problem, permute_y=False)
-    operands = operands._replace(topk_weights=flat(operands.topk_weights))
-    if config.kernel != "hopper":
-        y = _multiply_on_every_gpu(launcher, operands, problem, part)
-    elif problem.is_quantized:
-        y = hopper_quantized.multiply_rows(launcher, problem, *operands, part=part)
-    else:
-        x, w, bounds, gather_indices, topk_weights, bias, low_rank = operands
-        y = hopper.multiply_rows(
-            launcher,
-            problem,
-            Pieces(x),
-            w,
-            bounds,
-            gather_indices,
-            topk_weights,
-            bias,
-            gathers=problem.permute_x,
-            part=part,
-            low_rank=low_rank,
-        )["y"]
-    return token_order(launcher, y, operands.gather_indices) if scatter_after else y
-
-
-def _multiply_on_every_gpu(launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, part: Part):
-    """Computes y by `forward_kernel`, which runs on every GPU."""
-    from jgg.kernels.forward import forward_kernel
-
-    (x, x_scales), (w, w_scales) = map(values_and_scales, operands[:2])
-    _, _, bounds, gather_indices, topk_weights, bias, low_rank = operands
-    config, target = launcher.config, launcher.target
-    if problem.is_quantized and config.block_k != BLOCK:
-        raise ValueError(f"block_k of {config.op} must be {BLOCK} in FP8, got {config.block_k}.")
-    own = {
-        "x_scales": x_scales,
-        "w_scales": w_scales,
-        "bias": bias,
-        "topk_weights": topk_weights,
-        "gather_indices": gather_indices,
-    }
-    scaled = (0, 0) if w_scales is None else block_of(operands.w)
-    scaled_columns, scaled_reduced = scaled if problem.w_layout == "enk" else scaled[::-1]
-    rows = row_tiles.Rows("x", x, config.use_tma_load_x and x_by_tma(target, problem))
-    outputs = {"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)}
-    return row_tiles.multiply(
-        launcher,
-        forward_kernel,
-        problem,
-        part,
-        rows,
+def prepared(launcher: Launcher, plan: ForwardPlan, operands: Forward) -> RowProduct:
+    """What the multiplying kernel computes, after the steps of the plan that come before it."""
+    x, w = operands.x, operands.w
+    if plan.dequantizes:
+        x, w = _dense(x, plan.problem.dtype), _dense(w, plan.problem.dtype)
+    elif isinstance(w, ToQuantize):
+        w = with_quantized(w, functools.partial(QUANTIZE_WEIGHTS.launch, launcher))
+    if plan.copies_x:
+        x = jax.tree.map(lambda part: expert_order(launcher, part, operands.gather_indices, plan.problem.topk), x)
+    is_summed = plan.part_columns is not None  # rows are then scaled as they are added up
+    return RowProduct(
+        plan.problem,
+        plan.config,
+        x if isinstance(x, QuantizedArray) else Pieces(x),
         w,
-        bounds,
-        own,
-        outputs,
-        low_rank=low_rank,
-        GATHER=problem.permute_x,
-        SCATTER=problem.permute_y,
-        SCALED_REDUCED=scaled_reduced,
-        SCALED_COLUMNS=scaled_columns,
-    )["y"]
+        operands.bounds,
+        None if is_summed and not plan.problem.permute_x else operands.gather_indices,
+        None if is_summed else flat(operands.topk_weights),
+        operands.bias,
+        operands.low_rank,
+    )
 
 
-def _several(how: How, operands: Forward, problem: GroupedGemmProblem):
+def _launch(
+    launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, config: KernelConfigForward | None = None
+) -> jax.Array:
+    plan = plan_forward(problem, launcher.target, config, w_block_of(operands, problem))
+    product = prepared(launcher, plan, operands)
+    multiply = every_gpu.multiply_forward
+    if plan.config.kernel == "hopper":
+        multiply = hopper_quantized.multiply if plan.problem.is_quantized else hopper.multiply
+    gather_indices = operands.gather_indices
+    y: Any = None
+    if plan.part_columns is None:
+        y = multiply(launcher, product)
+        return token_order(launcher, y, gather_indices) if plan.reorders_y else y
+    positions, scales = positions_of_tokens(problem, operands.bounds, gather_indices), flat(operands.topk_weights)
+    for columns in column_parts.ranges(problem.out_features, plan.part_columns):
+        product, y = product.after(y)
+        part = Combine(multiply(launcher, product.of_columns(columns)), positions, scales)
+        y = combine(launcher, part, problem.topk, Place(y, columns.start, problem.out_features))
+    return y
+
+
+def _several(how: How, operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
     """Computes on several devices: quantized operands are dequantized first, a term of low rank is computed apart."""
     if operands.low_rank is not None:
-        compute = lambda operands, problem: FORWARD(how._replace(config=None), operands, problem=problem)  # noqa: E731
-        return _add_term(compute, operands, problem)
+        return _add_term(functools.partial(FORWARD, how), operands, problem)
     if not problem.is_quantized:
-        return FORWARD(how._replace(config=None), _with_dense_weights(operands, problem), problem=problem)
-    operands, problem = _dequantized(operands, problem, problem.out_dtype)
-    return FORWARD(how._replace(config=None), operands, problem=problem)
+        return FORWARD(how, _with_dense_weights(operands, problem), problem=problem)
+    operands = operands._replace(x=_dense(operands.x, problem.out_dtype), w=_dense(operands.w, problem.out_dtype))
+    return FORWARD(how, operands, problem=problem.dequantized)
 
 
-def _add_term(compute: Callable[[Forward, GroupedGemmProblem], jax.Array], operands: Forward, problem):
+def _add_term(compute: Callable[..., jax.Array], operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
     """Computes a product and its term of low rank one after the other, and adds them in float32."""
     low_rank = operands.low_rank
     assert low_rank is not None
     in_float32 = dataclasses.replace(problem, out_dtype=jnp.dtype(jnp.float32))
-    y = compute(operands._replace(low_rank=None), in_float32)
+    y = compute(operands._replace(low_rank=None), problem=in_float32)
     of_term = dataclasses.replace(
-        in_float32, dtype=low_rank.rows.dtype, in_features=low_rank.rank, permute_x=False, has_bias=False
+        in_float32,
+        dtype=low_rank.rows.dtype,
+        in_features=low_rank.rank,
+        permute_x=False,
+        has_bias=False,
+        is_quantized=False,
     )
     term = operands._replace(x=low_rank.rows, w=low_rank.matrices, bias=None, low_rank=None)
-    return (y + compute(term, of_term)).astype(problem.out_dtype)
+    return (y + compute(term, problem=of_term)).astype(problem.out_dtype)
 
 
-def merge_shared_weights(product: Product, how: How, operands: Forward, batched: Forward, **parameters):
-    """Computes a quantized product under `vmap` in a loop; weights that all elements share are quantized once, first.
+def merge_shared_weights[Results](
+    compute: Callable[[Forward], Results], how: How, operands: Forward, batched: Forward
+) -> Results | None:
+    """Computes a quantized product under `vmap` in a loop; weights that all elements share are quantized once before.
 
     Returns None for other weights.
     """
-    if not isinstance(operands.w, ToQuantize) or batched.w.array:
+    w_batched: Any = batched.w
+    if not isinstance(operands.w, ToQuantize) or w_batched.array:
         return None
     operands = operands._replace(w=with_quantized(operands.w, functools.partial(QUANTIZE_WEIGHTS, how)))
-    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched._replace(w=None))
-    return jax.vmap(lambda operands: product(how, operands, **parameters), in_axes=(axes,))(operands)
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)._replace(w=None)
+    return jax.vmap(compute, in_axes=(axes,))(operands)
 
 
-def _merge_batch(how: How, operands: Forward, batched: Forward, problem: GroupedGemmProblem):
+def _merge_batch(
+    how: How,
+    operands: Forward,
+    batched: Forward,
+    problem: GroupedGemmProblem,
+    config: KernelConfigForward | None = None,
+) -> jax.Array | None:
+    compute = functools.partial(FORWARD, how, config=config)
     if problem.is_quantized:
-        return merge_shared_weights(FORWARD, how, operands, batched, problem=problem)
+        return merge_shared_weights(functools.partial(compute, problem=problem), how, operands, batched)
     if is_quantized(operands.w):
         return None
     batch = vmap.Batch.of(problem, operands, batched, "x")
     if batch is None or (batched.bias and not batched.w) or operands.low_rank is not None:
         return None
-    return (_more_groups if batched.w else _more_rows)(how, batch, operands, batched)
+    if batched.w:
+        return _more_groups(compute, batch, operands, batched)
+    return _more_rows(compute, how, batch, operands)
 
 
-def _more_groups(how, batch, operands, batched):
-    y = vmap.more_groups(FORWARD, how, batch, operands, batched, ("x", "w"))
+def _more_groups(
+    compute: Callable[..., jax.Array], batch: vmap.Batch, operands: Forward, batched: Forward
+) -> jax.Array:
+    y = vmap.more_groups(compute, batch, operands, batched, ("x", "w"))
     if batch.problem.combine_y:
         return batch.split(y)
     written = batch.in_group
@@ -265,11 +197,12 @@ def _more_groups(how, batch, operands, batched):
     return batch.split(vmap.where_rows(written, y))
 
 
-def _more_rows(how, batch, operands, batched):
+def _more_rows(compute: Callable[..., jax.Array], how: How, batch: vmap.Batch, operands: Forward) -> jax.Array:
     problem = batch.problem
     bounds, _, row_at = batch.merged_order()
     writes_permuted = problem.permute_y or problem.combine_y
     topk = problem.topk if problem.permute_x else 1
+    assert isinstance(operands.x, jax.Array)
     rows = vmap.flat(operands.x)
     x, write, in_place = batch.read_in_order(problem.permute_x, writes_permuted, row_at, rows, gather(how, topk))
     all_rows = dataclasses.replace(
@@ -279,10 +212,10 @@ def _more_rows(how, batch, operands, batched):
         permute_y=not problem.combine_y,
     )
     weights = batch.topk_weights if writes_permuted else batch.row_weights()
-    return batch.split(FORWARD(how, Forward(x, operands.w, bounds, write, weights, operands.bias), problem=all_rows))
+    return batch.split(compute(Forward(x, operands.w, bounds, write, weights, operands.bias), problem=all_rows))
 
 
-def _letters(operands: Forward, problem: GroupedGemmProblem):
+def _letters(operands: Forward, problem: GroupedGemmProblem) -> Letters | None:
     if problem.is_quantized or is_quantized(operands.w) or operands.low_rank is not None:
         return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
@@ -298,6 +231,5 @@ FORWARD: Product[jax.Array] = Product(
     letters=_letters,
     several=_several,
     merge_batch=_merge_batch,
-    config_type=KernelConfigForward,
 )
 """y of `problem.y_shape`; the parameter is the problem."""

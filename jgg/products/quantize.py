@@ -44,15 +44,16 @@ def quantizing_constants(stored_as: Format) -> dict[str, float | bool]:
     return {"LARGEST": float(jnp.finfo(stored_as.dtype).max), "POWER_OF_2": stored_as.power_of_2_scales}
 
 
-def _row_types(operands: Quantize, stored_as: Format):
-    return quantized_types(operands.array.shape, ROW_BLOCK, stored_as)
+def _row_types(operands: Quantize, stored_as: Format) -> QuantizedArray:
+    types: QuantizedArray = quantized_types(operands.array.shape, ROW_BLOCK, stored_as)
+    return types
 
 
-def _rows_plainly(operands: Quantize, stored_as: Format):
+def _rows_plainly(operands: Quantize, stored_as: Format) -> QuantizedArray:
     return quantize(operands.array, ROW_BLOCK, stored_as)
 
 
-def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format):
+def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format) -> QuantizedArray:
     if not can_quantize(launcher):
         return _rows_plainly(operands, stored_as)
     from jgg.kernels.quantize import quantize_rows_kernel
@@ -61,7 +62,7 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format):
     num_rows, columns = x.shape
     block_columns = min(1024, power_of_2(columns, least=BLOCK))
     block_rows = 2048 // block_columns
-    outputs = _row_types(operands, stored_as)
+    outputs: Any = _row_types(operands, stored_as)
     launch = Launch(
         operands={"x": x, "num_rows": num_rows},
         outputs={"values": outputs.values, "scales": outputs.scales},
@@ -110,27 +111,29 @@ class QuantizedMatrices(NamedTuple):
         return WeightForms(straight, transposed)
 
 
-def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
+def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool) -> QuantizedMatrices:
     w = operands.array
     types = quantized_types(w.shape, WEIGHT_BLOCK, stored_as)
     transposed = array_type((*w.shape[:-2], w.shape[-1], w.shape[-2]), stored_as.dtype)
     return QuantizedMatrices(types.values if keeps else None, types.scales, transposed if transposes else None)
 
 
-def _weights_plainly(operands: Quantize, **options):
+def _weights_plainly(operands: Quantize, **options: Any) -> QuantizedMatrices:
     """Quantizes one matrix after the other, so that temporaries are only as large as one matrix."""
     types = _weight_types(operands, **options)
     bits = jax.lax.map(lambda w: jax.tree.map(as_bits, _weights_at_once(Quantize(w), **options)), operands.array)
     return jax.tree.map(lambda array, type: from_bits(array, type.dtype), bits, types)
 
 
-def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
+def _weights_at_once(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool) -> QuantizedMatrices:
     """Quantizes all matrices together; if devices have some of the matrices each, a loop would make them gather all."""
     values, scales = jax.tree.leaves(quantize(operands.array, WEIGHT_BLOCK, stored_as))
     return QuantizedMatrices(values if keeps else None, scales, values.mT if transposes else None)
 
 
-def _launch_weights(launcher: Launcher, operands: Quantize, stored_as: Format, keeps: bool, transposes: bool):
+def _launch_weights(
+    launcher: Launcher, operands: Quantize, stored_as: Format, keeps: bool, transposes: bool
+) -> QuantizedMatrices:
     if not can_quantize(launcher):
         return _weights_at_once(operands, stored_as, keeps, transposes)
     from jgg.kernels.quantize import quantize_weights_kernel

@@ -36,18 +36,18 @@ class Sorted(NamedTuple):
     gather_indices: jax.Array
 
 
-def _result_types(operands, num_experts):
+def _result_types(operands: Sort, num_experts: int) -> Sorted:
     return Sorted(array_type((num_experts,), jnp.int32), array_type(operands.experts.shape, jnp.int32))
 
 
-def _plain(operands, num_experts):
+def _plain(operands: Sort, num_experts: int) -> Sorted:
     (experts,) = operands
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     gather_indices = jnp.argsort(experts, stable=True).astype(jnp.int32)
     return Sorted(jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop"), gather_indices)
 
 
-def _launch(launcher: Launcher, operands: Sort, num_experts: int):
+def _launch(launcher: Launcher, operands: Sort, num_experts: int) -> Sorted:
     (experts,) = operands
     if not 0 < num_experts <= MAX_EXPERTS:
         return _plain(operands, num_experts)

@@ -1,5 +1,6 @@
 """The experts with the highest scores of each token."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import Launcher
+from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import MAX_EXPERTS, Launch
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
@@ -20,14 +21,14 @@ class TopK(NamedTuple):
     scores: jax.Array
 
 
-def _plain(operands, topk):
+def _plain(operands: TopK, topk: int) -> jax.Array:
     (scores,) = operands
     # lax.top_k has the total order: -0.0 below 0.0, and a NaN at one end or the other by its sign
     scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
     return jax.lax.top_k(scores, topk)[1]
 
 
-def _launch(launcher: Launcher, operands: TopK, topk: int):
+def _launch(launcher: Launcher, operands: TopK, topk: int) -> jax.Array:
     (scores,) = operands
     if scores.shape[1] > MAX_EXPERTS:
         return _plain(operands, topk)
@@ -46,6 +47,10 @@ def _launch(launcher: Launcher, operands: TopK, topk: int):
     return launcher.run(top_k_kernel, launch)["indices"]
 
 
+def _merge_batch(how: How, operands: TopK, batched: TopK, topk: int) -> jax.Array | None:
+    return vmap.more_rows(functools.partial(TOP_K, how, topk=topk), operands, batched)
+
+
 TOP_K: Product[jax.Array] = Product(
     "top_k",
     TopK,
@@ -53,6 +58,6 @@ TOP_K: Product[jax.Array] = Product(
     plain=_plain,
     launch=_launch,
     letters=lambda operands, topk: Letters({"scores": "t" + WHOLE}, ("t" + WHOLE,), ("",)),
-    merge_batch=lambda *args, **parameters: vmap.more_rows(TOP_K, *args, **parameters),
+    merge_batch=_merge_batch,
 )
 """The columns of the highest scores, int32 [rows, topk], highest score first and of equal ones the lower column."""

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.core.arguments import as_array, as_precision, check_floats, check_rank
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.launching.choice import check_implementation
-from jgg.products.pieces import two_pieces
+from jgg.products.launches.pieces import two_pieces
 
 
 def router_logits(

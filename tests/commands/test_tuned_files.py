@@ -52,8 +52,8 @@ def test_the_kernel_gets_the_tuned_configuration(own_file):
         FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem)
         assert launches[-1].constants["BAND"] == expected
         tuned_files.merge(own_file, entry(problem))
-    given = Launcher(call, HOPPER, jgg.KernelConfigForward(band=5))
-    FORWARD.launch(given, Forward(x, w, bounds), problem=problem)
+    given = jgg.KernelConfigForward(band=5)
+    FORWARD.launch(Launcher(call, HOPPER), Forward(x, w, bounds), problem=problem, config=given)
     assert launches[-1].constants["BAND"] == 5
 
 
@@ -224,6 +224,17 @@ def test_a_file_without_names_of_kernels_is_read(own_file, kernel):
     tuned_files.merge(own_file, entry(device="NVIDIA H100"))
     assert tuned_files.parse(own_file)[0] == measured
     assert "warp_specialized" not in own_file.read_text()
+
+
+def test_a_file_that_does_not_say_what_is_quantized_is_read(own_file):
+    """In older files the dtype alone says so."""
+    measured = entry(gemm(**SIZES, dtype="fp8"), jgg.KernelConfigForward(block_k=128))
+    content = measured.as_json()
+    del content["problem"]["is_quantized"]
+    own_file.parent.mkdir()
+    own_file.write_text(json.dumps({"format": 1, "entries": [content]}))
+    assert tuned_files.parse(own_file) == (measured,)
+    assert measured.problem.is_quantized
 
 
 def test_merge_replaces_only_the_same_product_on_the_same_device(own_file):

@@ -49,10 +49,10 @@ def compute(arrays, activation, implementation, w_layout="enk", gathers=True, co
     if implementation == "triton":
         config = config or choose_config(KernelConfigForward, problem, current_target())
         config = dataclasses.replace(config, fuse_gather=gathers)
-    how = How(implementation, current_target(), config)
+    how = How(implementation, current_target())
     bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
     of_up = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"], bias=arrays["bias"])
-    return UP(how, of_up, problem=problem, activation=activation, **parameters)
+    return UP(how, of_up, config, problem=problem, activation=activation, **parameters)
 
 
 def assert_equal(got, want, tolerance):

@@ -10,8 +10,8 @@ import pytest
 import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, Launcher
-from jgg.products import column_parts
 from jgg.products.combine import expert_order
+from jgg.products.launches import column_parts
 from tests.support.marks import KERNELS
 from tests.support.moe_oracle import DATA, make
 from tests.support.moe_runs import run

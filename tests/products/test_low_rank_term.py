@@ -56,13 +56,15 @@ def assert_right(case, dtype, implementation, rank, configs=()):
     def compute(arrays, dy, sizes, indices, low, low_dx):
         bounds = group_bounds(sizes, problem.num_rows)
         y = FORWARD(
-            how._replace(config=configs.get("kernel_config_fwd")),
+            how,
             Forward(arrays["x"], arrays["w"], bounds, indices, arrays["topk_weights"], arrays["bias"], low),
+            configs.get("kernel_config_fwd"),
             problem=problem,
         )
         dx = DX(
-            how._replace(config=configs.get("kernel_config_bwd_dx")),
+            how,
             Dx(dy, arrays["w"], bounds, None, indices, arrays["topk_weights"], low_dx),
+            configs.get("kernel_config_bwd_dx"),
             problem=problem,
         )
         return y, dx.dx

@@ -16,7 +16,7 @@ from jgg.core import files, versions
 from jgg.core.gpu_target import Target
 from jgg.measuring.timing import relative_error
 from jgg.measuring.workloads import gemm
-from jgg.products import hopper as warp_specialized
+from jgg.products.launches import hopper as warp_specialized
 from tests.support.cases import CASES, OPTIONS
 from tests.support.comparison import assert_right, passes_of_grouped_gemm
 from tests.support.specialized import ARGUMENTS, LARGE_CASES, columns_of, specialized_configs

@@ -23,7 +23,7 @@ from jgg.core.gpu_target import current_target
 from jgg.launching import jax_triton_fixes
 from jgg.measuring.workloads import gemm, load_layers, operands
 from jgg.primitives.product import Product
-from jgg.products import dw, dx, forward
+from jgg.products.launches import plans
 from tests.programs.lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
 DTYPES = [("bfloat16", None), ("bfloat16", None), ("float16", "high")]
@@ -89,7 +89,7 @@ def print_kernels():
         most = None if kernel in SMALL_KERNELS else product["most"]
         print(json.dumps(product | {"kernel": kernel, "shared_memory": needed, "most": most}), flush=True)
 
-    forward.choose_config = dx.choose_config = dw.choose_config = choose
+    plans.choose_config = choose
     jax_triton_fixes.check_fits = note
     # what is compiled is of the product that was chosen for last
     Product.ahead.num_threads = 0

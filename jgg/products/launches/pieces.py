@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class Pieces(NamedTuple):
@@ -21,7 +22,7 @@ class Pieces(NamedTuple):
     scale: jax.Array | None = None
 
     @classmethod
-    def of(cls, array: jax.Array, dtype) -> "Pieces":
+    def of(cls, array: jax.Array, dtype: DTypeLike) -> "Pieces":
         """An array [M, N] as two pieces of a 16-bit dtype, with 17 bits of each value for bfloat16 and 23 for float16.
 
         For float16, values are scaled so that its range ends at the largest finite value. An array that already has the
@@ -39,7 +40,7 @@ class Pieces(NamedTuple):
         return cls(jnp.concatenate([first, second]), num_pieces, scale)
 
 
-def two_pieces(array: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+def two_pieces(array: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """A float32 array as the sum of two 16-bit arrays; the second is zero where the value is infinite or NaN."""
     info = jnp.finfo(dtype)
     # not by converting to the dtype and back, which XLA may leave out

@@ -1,7 +1,6 @@
 """Computes with arrays of M rows one range of columns after the other, since whole they would take much memory."""
 
 import math
-from collections.abc import Callable
 
 import jax
 
@@ -14,23 +13,18 @@ STEP = 256  # a part begins at a multiple of this, the width of the widest tiles
 _MIN_WIDTH = 512
 _MIN_TILES = 10  # tiles of 128 rows and 256 columns
 
-Compute = Callable[[jax.Array, range, jax.Array | None], jax.Array]
+
+def ranges(num_columns: int, width: int) -> list[range]:
+    """The parts of the columns, in order; each but the last has `width` columns."""
+    return [range(first, min(first + width, num_columns)) for first in range(0, num_columns, width)]
 
 
-def one_after_the_other(rows: jax.Array, num_columns: int, width: int, compute: Compute) -> jax.Array:
-    """Computes the parts one after the other and returns the result of all.
+def after[Operands, Result](operands: Operands, result: Result) -> tuple[Operands, Result]:
+    """The operands of a part and the result so far, which is None before the first part.
 
-    Args:
-      rows: the array that each part is computed from.
-      width: the number of columns of a part.
-      compute: (rows, columns, result) -> the result with that range of columns filled in; `result` is None at first.
+    The barrier keeps XLA from beginning all parts before it ends the first.
     """
-    result = compute(rows, range(min(width, num_columns)), None)
-    for first in range(width, num_columns, width):
-        # without the barrier XLA might begin all parts before it ends the first
-        rows, result = jax.lax.optimization_barrier((rows, result))
-        result = compute(rows, range(first, min(first + width, num_columns)), result)
-    return result
+    return (operands, result) if result is None else jax.lax.optimization_barrier((operands, result))
 
 
 def summed_width(target: Target, problem: GroupedGemmProblem, num_columns: int) -> int:
@@ -52,5 +46,5 @@ def copied_width(problem: GroupedGemmProblem) -> int:
     return _whole_steps(max(_MIN_WIDTH, problem.out_features // 2))
 
 
-def _whole_steps(columns):
+def _whole_steps(columns: int) -> int:
     return math.ceil(columns / STEP) * STEP

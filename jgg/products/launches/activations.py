@@ -1,4 +1,4 @@
-"""Launches the kernels of an activation and of its derivative; their results are in a float dtype or quantized."""
+"""The operands and results of ACTIVATE and ACTIVATE_BACKWARD, and the launches of their kernels."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,10 +8,36 @@ import jax.numpy as jnp
 
 from jgg.activations import Activation
 from jgg.configs.kernel_configs import power_of_2
-from jgg.core.quantized import BLOCK, Format, QuantizedArray
+from jgg.core.quantized import BLOCK, Format, QuantizedArray, quantized_types
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
-from jgg.products.quantize import can_quantize, quantizing_constants
+from jgg.products.quantize import ROW_BLOCK, can_quantize, quantizing_constants
+
+
+class Hidden(NamedTuple):
+    """How hidden features are made of a pre-activation, and how they are stored.
+
+    Attributes:
+      interleaved: whether gate and up alternate in the columns of the pre-activation.
+      keeps: whether the pre-activation is a result too.
+      stored_as: how results are quantized; None for results in a float dtype.
+    """
+
+    activation: Activation
+    interleaved: bool
+    keeps: bool = False
+    stored_as: Format | None = None
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the columns of gate are one half of the pre-activation and those of up the other."""
+        return self.activation.is_gated and not self.interleaved
+
+
+class Activate(NamedTuple):
+    """The pre-activation, [M, 2 * I], or [M, I] for an activation that is not gated."""
+
+    pre_activation: jax.Array
 
 
 class Activated(NamedTuple):
@@ -25,6 +51,23 @@ class Activated(NamedTuple):
 
     hidden: jax.Array | QuantizedArray
     kept: jax.Array | QuantizedArray | None = None
+
+
+class ActivateBackward(NamedTuple):
+    """The operands of the activation's derivative; the gradient of hidden is weights[:, None] * z.
+
+    Attributes:
+      pre_activation: as ACTIVATE takes it, or quantized as ACTIVATE keeps it.
+      z: [M, I]; in the dtype of pre_activation unless that is quantized.
+      weights: float32 [M].
+      in_group: bool [M], whether a row belongs to a group. In rows of no group row_sums are 0, and the other results
+        mean nothing. None with a quantized pre_activation, which is zero in those rows.
+    """
+
+    pre_activation: Any
+    z: jax.Array
+    weights: jax.Array
+    in_group: Any = None
 
 
 class ActivationGradients(NamedTuple):
@@ -48,29 +91,34 @@ class ActivationGradients(NamedTuple):
         return self.d_pre_activation if self.quantized is None else self.quantized
 
 
-def can_launch(launcher: Launcher, activation: Activation, stored_as: Format | None) -> bool:
-    """Whether kernels can compute an activation and store it in the format or, for None, unquantized."""
-    return activation.curve is not None and (stored_as is None or can_quantize(launcher))
+def activated_types(pre_activation: Any, hidden: Hidden) -> Activated:
+    """The types of ACTIVATE's results; `pre_activation` is an array or the type of one."""
+    num_rows, width = pre_activation.shape
+    halves = 2 if hidden.activation.is_gated else 1
+    columns, stored_as = width // halves, hidden.stored_as
+    if stored_as is None:
+        of_hidden: Any = jax.ShapeDtypeStruct((num_rows, columns), pre_activation.dtype)
+        return Activated(of_hidden)
+    kept = quantized_types((num_rows, halves, columns), ROW_BLOCK, stored_as) if hidden.keeps else None
+    return Activated(quantized_types((num_rows, columns), ROW_BLOCK, stored_as), kept)
 
 
-def activate(
-    launcher: Launcher,
-    pre: jax.Array,
-    outputs: Activated,
-    activation: Activation,
-    interleaved: bool,
-    stored_as: Format | None,
-) -> Activated:
-    """Computes ACTIVATE by its kernel; `outputs` gives the types of the results."""
+def can_launch(launcher: Launcher, hidden: Hidden) -> bool:
+    """Whether kernels can compute an activation and store its results."""
+    return hidden.activation.curve is not None and (hidden.stored_as is None or can_quantize(launcher))
+
+
+def activate(launcher: Launcher, operands: Activate, hidden: Hidden) -> Activated:
+    """Computes ACTIVATE by its kernel."""
     from jgg.kernels.activation import activate_kernel
     from jgg.kernels.activation_fp8 import activate_fp8_kernel
 
+    pre = operands.pre_activation
+    outputs = activated_types(pre, hidden)
     num_rows, columns = outputs.hidden.shape
-    constants = _constants(columns, activation, interleaved, stored_as)
-    stored = named(**outputs._asdict())
-    kernel, absent = activate_kernel, {}
-    if stored_as is not None:
-        kernel, absent = activate_fp8_kernel, dict.fromkeys({"kept_values", "kept_scales"} - stored.keys())
+    constants, stored = _constants(columns, hidden), named(**outputs._asdict())
+    is_quantized = hidden.stored_as is not None
+    absent = dict.fromkeys({"kept_values", "kept_scales"} - stored.keys()) if is_quantized else {}
     launch = Launch(
         operands={"pre": pre, "num_rows": num_rows, **absent},
         outputs=stored,
@@ -79,27 +127,25 @@ def activate(
         flops=8 * num_rows * columns,
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in (pre, *stored.values())),
     )
-    results = launcher.run(kernel, launch)
+    results = launcher.run(activate_fp8_kernel if is_quantized else activate_kernel, launch)
     return Activated(written(results, "hidden"), written(results, "kept"))
 
 
 def differentiate(
-    launcher: Launcher,
-    pre: jax.Array,
-    z: jax.Array,
-    weights: jax.Array,
-    in_group: jax.Array,
-    activation: Activation,
-    interleaved: bool,
-    scale_hidden: bool,
+    launcher: Launcher, operands: ActivateBackward, hidden: Hidden, scale_hidden: bool
 ) -> ActivationGradients:
     """The results of the backward pass, written over the pre-activation and z."""
     from jgg.kernels.activation import activate_backward_kernel
 
+    pre, z = operands.pre_activation, operands.z
     num_rows, columns = z.shape
-    constants = _constants(columns, activation, interleaved, None)
+    constants = _constants(columns, hidden)
     launch = Launch(
-        operands={"weights": weights, "in_group": in_group.astype(jnp.int8), "num_rows": num_rows},
+        operands={
+            "weights": operands.weights,
+            "in_group": operands.in_group.astype(jnp.int8),
+            "num_rows": num_rows,
+        },
         outputs={"pre": pre, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
@@ -111,29 +157,26 @@ def differentiate(
 
 
 def differentiate_and_quantize(
-    launcher: Launcher,
-    kept: QuantizedArray,
-    z: jax.Array,
-    weights: jax.Array,
-    outputs: ActivationGradients,
-    activation: Activation,
-    interleaved: bool,
-    scale_hidden: bool,
-    stored_as: Format,
+    launcher: Launcher, operands: ActivateBackward, outputs: ActivationGradients, hidden: Hidden, scale_hidden: bool
 ) -> ActivationGradients:
-    """The results of the backward pass, hidden written over z; `quantized` is None where the kernel cannot make it."""
+    """The results of the backward pass, hidden written over z; `quantized` is None where the kernel cannot make it.
+
+    Args:
+      outputs: the types of the results.
+    """
     from jgg.kernels.activation_fp8 import activate_backward_fp8_kernel
 
+    kept, z = operands.pre_activation, operands.z
     num_rows, columns = z.shape
-    constants = _constants(columns, activation, interleaved, stored_as)
+    constants = _constants(columns, hidden)
     # otherwise a block to quantize holds both gate and up, which the kernel does not have side by side
-    quantizes = not activation.is_gated or not (interleaved or columns % BLOCK)
+    quantizes = not hidden.activation.is_gated or not (hidden.interleaved or columns % BLOCK)
     d_pre, d = outputs.d_pre_activation, named(d=outputs.quantized)
     launch = Launch(
         operands={
             "kept_values": kept.values,
             "kept_scales": kept.scales,
-            "weights": weights,
+            "weights": operands.weights,
             "num_rows": num_rows,
             **({} if quantizes else dict.fromkeys(d)),
         },
@@ -165,25 +208,21 @@ def written(results: dict[str, jax.Array], name: str) -> Any:
     return results.get(name)
 
 
-def activation_constants(activation: Activation, interleaved: bool) -> dict[str, bool | str | float]:
+def activation_constants(activation: Activation) -> dict[str, bool | str | float]:
     """The constants that tell kernels which activation to compute; its curve must be one that they know."""
     assert activation.curve is not None
     curve, limit, alpha = activation.curve
-    return {
-        "GATED": activation.is_gated,
-        "INTERLEAVED": interleaved,
-        "CURVE": curve,
-        "LIMIT": limit,
-        "ALPHA": alpha,
-    }
+    return {"GATED": activation.is_gated, "CURVE": curve, "LIMIT": limit, "ALPHA": alpha}
 
 
-def _constants(columns: int, activation: Activation, interleaved: bool, stored_as: Format | None) -> dict[str, Any]:
+def _constants(columns: int, hidden: Hidden) -> dict[str, Any]:
     """The constants that all of these kernels are compiled for; with a Format also the constants of quantization."""
+    stored_as = hidden.stored_as
     block_columns = min(512, power_of_2(columns, least=16 if stored_as is None else BLOCK))
     return {
         "COLUMNS": columns,
-        **activation_constants(activation, interleaved),
+        "INTERLEAVED": hidden.interleaved,
+        **activation_constants(hidden.activation),
         **({} if stored_as is None else quantizing_constants(stored_as)),
         "BLOCK_ROWS": 1024 // block_columns,
         "BLOCK_COLUMNS": block_columns,

@@ -1,0 +1,191 @@
+"""The steps in which kernels compute a product, decided by pure functions before the first kernel is launched.
+
+The kernel that multiplies does not do everything that a problem asks for: other kernels bring rows into another order
+before it or after it, and large results that are only added up are computed one range of columns after the other.
+"""
+
+import dataclasses
+
+from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
+from jgg.configs.tuned_configs import choose_config
+from jgg.core.gpu_target import Target
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import BLOCK
+from jgg.products.launches import column_parts
+from jgg.products.launches.activations import Hidden
+
+_FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
+_MOST_STAGES = 8
+_LEAST_STEP = 32  # features that share a scale, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """The steps in which kernels compute y.
+
+    Attributes:
+      problem: what the multiplying kernel computes.
+      config: its configuration.
+      dequantizes: whether quantized operands are first dequantized, to the dtype of `problem`.
+      copies_x: whether x is first copied to expert order.
+      reorders_y: whether y is last brought to token order.
+      part_columns: how many columns are multiplied, and then added up by token, at a time; None if rows of y are not
+        added up.
+    """
+
+    problem: GroupedGemmProblem
+    config: KernelConfigForward
+    dequantizes: bool = False
+    copies_x: bool = False
+    reorders_y: bool = False
+    part_columns: int | None = None
+
+
+def plan_forward(
+    problem: GroupedGemmProblem,
+    target: Target,
+    config: KernelConfigForward | None = None,
+    w_block: tuple[int, int] | None = None,
+) -> ForwardPlan:
+    """Decides in which steps kernels compute y.
+
+    Args:
+      config: the configuration asked for; None to choose one.
+      w_block: the rows and columns of a block of w, if w is quantized and x is not.
+    """
+    dequantizes, part_columns = False, None
+    if w_block is not None:
+        reading = _config_for_reading(problem, target, config, w_block)
+        config, dequantizes = reading or config, reading is None
+    elif problem.is_quantized and why_not_quantized(problem, target) is not None:
+        problem, config, dequantizes = problem.dequantized, None, True
+    if problem.combine_y:
+        part_columns = column_parts.summed_width(target, problem, problem.out_features)
+        problem = dataclasses.replace(problem, combine_y=False, has_topk_weights=False)
+    config = choose_config(KernelConfigForward, problem, target, config)
+    copies_x = problem.permute_x and not config.fuse_gather
+    reorders_y = problem.permute_y and (config.kernel == "hopper" or not config.fuse_scatter)
+    problem = dataclasses.replace(
+        problem, permute_x=problem.permute_x and not copies_x, permute_y=problem.permute_y and not reorders_y
+    )
+    return ForwardPlan(problem, config, dequantizes, copies_x, reorders_y, part_columns)
+
+
+def _config_for_reading(
+    problem: GroupedGemmProblem, target: Target, config: KernelConfigForward | None, w_block: tuple[int, int]
+) -> KernelConfigForward | None:
+    """A configuration whose kernel converts quantized weights as it reads them; None to dequantize them first.
+
+    The kernel converts w where groups have few rows, since the product then takes the time of reading w. With more rows
+    it would convert w again for each row tile. Where it does, it takes steps of at most as many features as share a
+    scale.
+    """
+    config = choose_config(KernelConfigForward, problem, target, config)
+    scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
+    is_read = config.kernel == "plain" and target.compute_capability >= FP8_COMPUTE_CAPABILITY
+    is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= _FEW_ROWS * problem.num_experts
+    if not is_read:
+        return None
+    block_k = min(config.block_k, scaled_features)
+    stages = min(_MOST_STAGES, config.num_stages * config.block_k // block_k)  # as many features on their way
+    return dataclasses.replace(config, block_k=block_k, num_stages=stages)
+
+
+def plan_up(
+    problem: GroupedGemmProblem,
+    target: Target,
+    hidden: Hidden,
+    config: KernelConfigForward | None = None,
+    w_block: tuple[int, int] | None = None,
+) -> ForwardPlan | None:
+    """Decides in which steps one kernel computes y and its activation; None where two must.
+
+    Only the warp-specialized kernels can, and only where the warps that load do not spill registers.
+
+    Args:
+      config, w_block: as in `plan_forward`.
+    """
+    plan = plan_forward(problem, target, config, w_block)
+    if plan.config.kernel != "hopper" or hidden.activation.curve is None:
+        return None
+    if problem.is_quantized != (hidden.stored_as is not None):
+        return None  # the kernels quantize results if and only if the operands are quantized
+    is_gated = hidden.activation.is_gated
+    if not problem.is_quantized:
+        # gelu's error function and gathers in one kernel take too many registers
+        is_heavy = hidden.activation.curve[0] == "gelu" and plan.problem.permute_x
+        is_aligned = not is_gated or problem.out_features % 16 == 0  # rows of hidden are multiples of 16 bytes
+        return plan if is_aligned and not is_heavy else None
+    # The kernel must gather x, however many columns there are: without gathers it has so few registers that an
+    # activation spills. Gate and up of 128 hidden features must be two whole blocks of w's rows.
+    is_whole = problem.out_features % (2 * BLOCK if is_gated else BLOCK) == 0 and not (is_gated and hidden.interleaved)
+    if plan.dequantizes or not (problem.permute_x and is_whole):
+        return None
+    return dataclasses.replace(plan, problem=problem, copies_x=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class DxPlan:
+    """The steps in which kernels compute dx.
+
+    Attributes:
+      problem: what the multiplying kernel computes.
+      config: its configuration.
+      copies_dy: whether dy is first copied to expert order.
+      part_columns: how many columns are multiplied, and then added up by token, at a time; None if all are multiplied
+        at once.
+      adds_up: whether rows of dx are last added up by token, if all are multiplied at once.
+    """
+
+    problem: GroupedGemmProblem
+    config: KernelConfigDX
+    copies_dy: bool = False
+    part_columns: int | None = None
+    adds_up: bool = False
+
+
+def plan_dx(
+    problem: GroupedGemmProblem, target: Target, sums_rows: bool, config: KernelConfigDX | None = None
+) -> DxPlan:
+    """Decides in which steps kernels compute dx and, if it `sums_rows`, row sums; the kernel sums whole rows only."""
+    config = choose_config(KernelConfigDX, problem, target, config)
+    copies_dy = problem.permute_y and not config.fuse_gather
+    problem = dataclasses.replace(problem, permute_y=problem.permute_y and not copies_dy)
+    if not problem.permute_x or sums_rows:
+        return DxPlan(problem, config, copies_dy, adds_up=problem.permute_x)
+    return DxPlan(problem, config, copies_dy, column_parts.summed_width(target, problem, problem.in_features))
+
+
+@dataclasses.dataclass(frozen=True)
+class DwPlan:
+    """The steps in which kernels compute dw.
+
+    Attributes:
+      problem: what the multiplying kernel computes.
+      config: its configuration.
+      copies_x: whether x is first copied to expert order.
+      copies_dy: whether dy is first copied to expert order, scaled if there are weights.
+      part_features: how many features of x are copied, and then multiplied, at a time; None for all.
+    """
+
+    problem: GroupedGemmProblem
+    config: KernelConfigDW
+    copies_x: bool = False
+    copies_dy: bool = False
+    part_features: int | None = None
+
+
+def plan_dw(
+    problem: GroupedGemmProblem, target: Target, scales_dy: bool, config: KernelConfigDW | None = None
+) -> DwPlan:
+    """Decides in which steps kernels compute dw; `scales_dy` says whether rows of dy are scaled by weights."""
+    config = choose_config(KernelConfigDW, problem, target, config)
+    is_hopper = config.kernel == "hopper"
+    copies_x = problem.permute_x and not config.fuse_gather
+    gathers_x = problem.permute_x and not copies_x
+    gathers_dy = config.fuse_gather and not (is_hopper and gathers_x)  # that kernel gathers only one operand
+    copies_dy = scales_dy or (problem.permute_y and not gathers_dy)
+    problem = dataclasses.replace(problem, permute_x=gathers_x, permute_y=problem.permute_y and not copies_dy)
+    part_features = column_parts.copied_width(problem) if copies_x and is_hopper else None
+    return DwPlan(problem, config, copies_x, copies_dy, part_features)
