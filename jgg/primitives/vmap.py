@@ -60,7 +60,7 @@ class Batch:
             for name in ("bounds", "gather_indices", "topk_weights")
         )
         return cls(
-            problem,
+            dataclasses.replace(problem, is_dense=False),
             size,
             bounds,
             None if positions is None else offset(positions, problem.num_rows),
