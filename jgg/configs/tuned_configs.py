@@ -47,6 +47,8 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
     per expert may each differ by at most a factor of two, and its configuration must be able to run. An entry for the
     other layout of w serves too, as if it were half a doubling further away; dW's tiles are transposed with dw.
     """
+    if problem.is_dense:  # one group has far fewer tiles than the layers that were measured
+        return None
     for path in (tuned_files.user_file(), *tuned_files.shipped_files()):
         near = [
             entry
