@@ -104,7 +104,7 @@ def mesh_of_gpus(count, *names):
 def test_gradients_by_either_scheduler(name, hides_latency):
     """Uneven loads, a device without a row, one with all, and buffers that overflow, however XLA orders collectives."""
     mesh = mesh_of_gpus(2, "a", "b", "c")
-    options = {"xla_gpu_enable_latency_hiding_scheduler": hides_latency}
+    options = (("xla_gpu_enable_latency_hiding_scheduler", hides_latency),)
     for seed in range(3):
         assert_case_is_right(name, mesh, seed, options)
 
