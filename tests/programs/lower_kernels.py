@@ -265,7 +265,7 @@ def lower_fp8_product(compute_capability, out_dtype, options):
 
 def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
-    for num_experts in EXPERT_COUNTS:
+    for num_experts in EXPERT_COUNTS if takes_all else EXPERT_COUNTS[::3]:
         yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
     gated = [name for name, activation in ACTIVATIONS.items() if activation.is_gated]
     cases = [(name, True, 96, "bfloat16") for name in gated]
@@ -277,18 +277,15 @@ def layer_kernels(compute_capability, takes_all):
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     if compute_capability >= 89:
-        for case in (
-            ("swiglu", False, "float8_e4m3fn", 4096),
-            ("clamped_swiglu", True, "float8_e4m3fn", 256),
-        ):
+        cases = [("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)]
+        for case in cases if takes_all else cases[:1]:
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
         for case in (("float32", "plain"), ("float32", "everything")):
             yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
     if compute_capability == 90:
         cases = [("swiglu", False, "ekn", True), ("clamped_swiglu", True, "enk", False)]
-        if takes_all:
-            cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
-        for case in cases:
+        cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
+        for case in cases if takes_all else cases[:1]:
             yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
 
 
