@@ -120,6 +120,7 @@ def test_checkpoints_of_quantized_experts(tmp_path):
                 jax.tree.map(np.testing.assert_array_equal, nnx.state(again), stored)
 
 
+@pytest.mark.thorough
 def test_a_stack_of_layers_is_loaded_and_scanned():
     layers = [with_quantized_experts(make(seed)) for seed in range(3)]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.to_pure_dict(nnx.state(layer)) for layer in layers))
@@ -194,6 +195,7 @@ def test_errors_name_shapes_and_print_no_array():
         layer(X)
 
 
+@pytest.mark.thorough
 def test_frozen_layers_beside_trained_ones():
     """Layers of equal sizes share what JAX keeps of one; each gets its own gradients, in any order of programs."""
     layers = nnx.List([make(seed) for seed in range(3)])
@@ -213,7 +215,9 @@ def test_frozen_layers_beside_trained_ones():
         assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-4)
 
 
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=pytest.mark.thorough), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def test_frozen_experts_leave_no_dw_in_the_compiled_program(platform, keyed_by_names):
     """Neither if a filter leaves them out, nor if they are quantized; test_moe_backward.py has the recipe FP8."""
 
