@@ -62,14 +62,14 @@ def assert_in_place(state, sharding, is_state_of_optimizer=False):
 
 
 def check(name):
-    """Parameters, the loss, and a step of gradient descent, whose momenta are the gradients."""
+    """Parameters, the loss, and a step of AdamW: its first moments are all gradients, times 0.1."""
     family, axes, options = CASES[name]
     sharding = MoESharding(mesh(), **axes)
     create = functools.partial(jgg.models.Decoder, config(family), dtype=jnp.float32, **options)
     whole, model = create(rngs=nnx.Rngs(0)), create(rngs=nnx.Rngs(0), sharding=sharding)
     assert_in_place(nnx.state(model), sharding)
     assert_close(nnx.state(model), nnx.state(whole), 1e-5, f"{name}: parameters")
-    optimizers = [nnx.Optimizer(each, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param) for each in (whole, model)]
+    optimizers = [nnx.Optimizer(each, optax.adamw(1e-3, weight_decay=0.1), wrt=nnx.Param) for each in (whole, model)]
     want, got = (step(*each) for each in zip((whole, model), optimizers, strict=True))
     assert_close(got, want, 1e-4, f"{name}: loss")
     want, got = map(nnx.state, optimizers)
