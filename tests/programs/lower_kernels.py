@@ -277,8 +277,7 @@ def layer_kernels(compute_capability, takes_all):
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     if compute_capability >= 89:
-        cases = [("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)]
-        for case in cases if takes_all else cases[:1]:
+        for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
         for case in (("float32", "plain"), ("float32", "everything")):
             yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
@@ -293,9 +292,10 @@ def kind(name, launch, takes_all):
     """What decides how a kernel is compiled: of sizes, whether rows are aligned and a tile takes more than a step."""
     constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
     if name in HOPPER_KERNELS:  # which take six seconds to compile, and no more memory with a bias or weights
-        of_interest = ("RAGGED_M", "GATHERS", "ACTIVATES")
+        of_interest = ("RAGGED_M", "ACTIVATES")
         if takes_all:
-            of_interest += ("HAS_PIECES", "BLOCK_COLUMNS", "STAGES", "Y_IS_TRANSPOSED", "GATED", "INTERLEAVED", "CURVE")
+            of_interest += ("GATHERS", "HAS_PIECES", "BLOCK_COLUMNS", "STAGES", "Y_IS_TRANSPOSED")
+            of_interest += ("GATED", "INTERLEAVED", "CURVE")
         constants = {key: value for key, value in constants.items() if key in of_interest}
         sizes = {key: result.dtype.itemsize for key, result in launch.result_types.items()}
         return repr((name, constants, sizes, launch.operands["left"].dtype.name.removeprefix("b")))
