@@ -90,7 +90,9 @@ def test_case_of_shapes_interpreted(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(rarely_on("xla", FLOAT32), rarely_on(None, FLOAT32), on("interpret", FLOAT32), on("triton", HIGHEST))
+@parametrize(
+    rarely_on("xla", FLOAT32), rarely_on(None, FLOAT32), thoroughly_on("interpret", FLOAT32), on("triton", HIGHEST)
+)
 @named(CASES_IN_FLOAT32)
 def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)

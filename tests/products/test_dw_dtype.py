@@ -55,6 +55,7 @@ def test_case(case, implementation):
     assert_right(case, "bfloat16", implementation)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", FEW[1::4], ids=ids)
 def test_case_interpreted(case):

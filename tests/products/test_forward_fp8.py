@@ -87,6 +87,7 @@ def test_case(case, implementation):
     assert_right(case, implementation)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", [*CASES[2::12], *OPTIONS[3::16]], ids=lambda case: case.name)
 def test_case_interpreted(case):

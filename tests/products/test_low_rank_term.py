@@ -93,6 +93,7 @@ def test_case(case, implementation):
     assert_right(case, "float32", implementation, 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES[::8], ids=lambda case: case.name)
 def test_case_interpreted(case):

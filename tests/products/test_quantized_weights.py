@@ -58,7 +58,7 @@ def compute(problem, arrays, w, implementation, **more):
     ("name", "implementation"),
     [
         *((name, None) for name in list(CASES)[::3]),
-        *(pytest.param(name, "interpret", marks=pytest.mark.interpret) for name in CASES),
+        *(pytest.param(name, "interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]) for name in CASES),
     ],
 )
 def test_the_product_is_that_of_the_dequantized_weights(name, implementation):
