@@ -32,8 +32,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The thorough tests come first, since they take longest; a large one goes to a worker that has the memory."""
-    items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
+    """What takes longest comes first: thorough tests, and groups; a large one goes to a worker that has the memory."""
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("thorough", "xdist_group"))))
     for item in items:
         if large := item.get_closest_marker("large"):
             worker = workers.worker_of_large_test(*large.args)

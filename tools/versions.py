@@ -25,8 +25,9 @@ COMBINATIONS = {
 }
 REQUIRED = ("flatbuffers", "hypothesis", "pytest", "pytest-xdist")  # by the tests below
 SHOWN = ("jax", "triton", "jax-triton", "flax")
-QUICK = ["versions", "barrier", "compiling", "routing_kernels", "activation_kernels"]
-CORE = [*QUICK, "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls", "warp_specialization"]
+QUICK = ["versions", "barrier", "compiling", "activation_kernels"]
+CORE = [*QUICK, "routing_kernels", "contract", "vmap", "moe", "flax", "export", "profiling", "many_calls"]
+CORE += ["warp_specialization"]
 LOWERING = "tests/compiling/test_lowering.py::test_kernels_compile_and_fit"
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "

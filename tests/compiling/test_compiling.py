@@ -72,7 +72,7 @@ def products(of_each):
 
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [(PLAIN, "forward_kernel"), pytest.param(GLUON, "hopper_kernel", marks=[pytest.mark.thorough, needs_gluon])],
+    [(PLAIN, "forward_kernel"), pytest.param(GLUON, "hopper_kernel", marks=[pytest.mark.sweep, needs_gluon])],
 )
 def test_is_compiled_once(sizes, name, folder, compiled):
     first = program(sizes)

@@ -11,6 +11,7 @@ import pytest
 
 from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
 from tests.support.closeness import assert_close
+from tests.support.marks import thorough_but
 from tests.support.moe_oracle import DATA, FUNCTIONS, activate, clamped, make
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
@@ -93,15 +94,15 @@ COPIED = ACTIVATIONS | {
 }
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda whole: pickle.loads(pickle.dumps(whole))])
 @pytest.mark.parametrize("name", COPIED)
-def test_a_copy_is_equal_and_is_not_compiled_again(name, copied):
+def test_a_copy_is_equal_and_is_not_compiled_again(name):
     activation = COPIED[name]
     function = jax.jit(lambda activation, pre: activation(pre), static_argnums=0)
-    want, got = (function(one, jnp.ones((2, 6))) for one in (activation, copied(activation)))
-    assert copied(activation) == activation and copied(activation).curve == activation.curve
-    assert function._cache_size() == 1
-    np.testing.assert_array_equal(got, want)
+    want = function(activation, jnp.ones((2, 6)))
+    for copied in copy.copy(activation), copy.deepcopy(activation), pickle.loads(pickle.dumps(activation)):
+        assert copied == activation and copied.curve == activation.curve
+        np.testing.assert_array_equal(function(copied, jnp.ones((2, 6))), want)
+        assert function._cache_size() == 1
 
 
 def test_a_function_without_a_name_to_import_is_copied_and_not_pickled():
@@ -141,7 +142,9 @@ def test_an_activation_of_a_partial_with_an_array(is_gated):
         Activation("own", function, is_gated=is_gated)
 
 
-@pytest.mark.parametrize("name", [*ACTIVATIONS, "partial"])
+@pytest.mark.parametrize(
+    "name", thorough_but(("swiglu", "geglu", "ungated_gelu", "partial"), [*ACTIVATIONS, "partial"], pytest.mark.sweep)
+)
 def test_derivatives_under_shard_map_and_vmap(name):
     """First and second ones, under both transformations together."""
     exact_gelu = functools.partial(jax.nn.gelu, approximate=False)

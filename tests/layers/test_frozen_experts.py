@@ -18,9 +18,6 @@ from tests.support.closeness import assert_close, distance
 pytestmark = pytest.mark.xdist_group("flax")
 EXPERTS = ("w_down", "w_gate_up")
 SIZES = {"hidden_features": 136, "num_experts": 4, "topk": 2}
-RECIPES = pytest.mark.parametrize(
-    "recipe", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.thorough)], ids=["", "fp8"]
-)
 X = np.random.default_rng(0).normal(size=(3, 5, 144)).astype(np.float32)
 
 
@@ -61,7 +58,7 @@ def test_quantized_experts_stay_quantized_between_passes(recipe):
     assert all(leaf.dtype.itemsize == 1 for leaf in large), large
 
 
-@RECIPES
+@pytest.mark.parametrize("recipe", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.thorough)], ids=["", "fp8"])
 def test_quantized_experts(recipe):
     """The result, dx and the router's gradient are those of the numbers that are stored; experts have none."""
     layer = with_quantized_experts(make(quantization=recipe))
@@ -123,6 +120,7 @@ def test_checkpoints_of_quantized_experts(tmp_path):
                 jax.tree.map(np.testing.assert_array_equal, nnx.state(again), stored)
 
 
+@pytest.mark.thorough
 def test_a_stack_of_layers_is_loaded_and_scanned():
     layers = [with_quantized_experts(make(seed)) for seed in range(3)]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.to_pure_dict(nnx.state(layer)) for layer in layers))
@@ -197,6 +195,7 @@ def test_errors_name_shapes_and_print_no_array():
         layer(X)
 
 
+@pytest.mark.thorough
 def test_frozen_layers_beside_trained_ones():
     """Layers of equal sizes share what JAX keeps of one; each gets its own gradients, in any order of programs."""
     layers = nnx.List([make(seed) for seed in range(3)])
@@ -216,10 +215,11 @@ def test_frozen_layers_beside_trained_ones():
         assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-4)
 
 
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@RECIPES
-def test_frozen_experts_leave_no_dw_in_the_compiled_program(recipe, platform, keyed_by_names):
-    """Neither if a filter leaves them out, nor if they are in FP8."""
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=pytest.mark.thorough), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def test_frozen_experts_leave_no_dw_in_the_compiled_program(platform, keyed_by_names):
+    """Neither if a filter leaves them out, nor if they are quantized; test_moe_backward.py has the recipe FP8."""
 
     def kernels_of_dw(layer, trained):
         gradient = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, trained)))
@@ -229,7 +229,7 @@ def test_frozen_experts_leave_no_dw_in_the_compiled_program(recipe, platform, ke
 
     trained = nnx.All(nnx.Param, nnx.Not(nnx.Any(*map(nnx.PathContains, EXPERTS))))
     with jax.default_device(jax.devices(platform)[0]):
-        layer, x = make(quantization=recipe, dtype=jnp.bfloat16), jnp.asarray(X, jnp.bfloat16)
+        layer, x = make(dtype=jnp.bfloat16), jnp.asarray(X, jnp.bfloat16)
         assert len(kernels_of_dw(layer, nnx.Param)) == 2
         assert not kernels_of_dw(layer, trained)
         assert not kernels_of_dw(with_quantized_experts(layer), nnx.Param)

@@ -20,7 +20,7 @@ from tests.support.closeness import assert_close
 from tests.support.marks import PLAIN_JAX, TRITON, on, thorough_but
 from tests.support.routers import FAMILIES, SIGMOID, V3, random_logits, reference_sort, sigmoid, softmax
 
-QUICK = "mixtral", "qwen3", "olmoe", "deepseek-v2", "deepseek-v3", "llama4", "topk-softmax-groups", "no-token-groups"
+QUICK = "qwen3", "deepseek-v2", "deepseek-v3", "llama4", "topk-softmax-groups", "no-token-groups"
 STATIC = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "implementation")
 
 
@@ -73,7 +73,7 @@ def cotangents(num_tokens, topk):
 
 
 @on(PLAIN_JAX, None, TRITON)
-@pytest.mark.parametrize("case", thorough_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("case", thorough_but(QUICK, FAMILIES, pytest.mark.sweep))
 def test_given_choices_and_their_weights(case, implementation):
     family, options, num_tokens, num_experts, topk, more = case
     num_tokens = min(num_tokens, 20)
@@ -108,7 +108,7 @@ def test_given_choices_and_their_weights(case, implementation):
 
 
 @on(PLAIN_JAX, None, TRITON)
-@pytest.mark.parametrize("case", thorough_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("case", thorough_but(QUICK, FAMILIES, pytest.mark.sweep))
 def test_a_router_given_its_own_choices_or_none_routes_as_without(case, implementation):
     _, options, num_tokens, num_experts, topk, more = case
     arguments = random_logits(num_tokens, num_experts), topk, cotangents(num_tokens, topk)
@@ -198,7 +198,7 @@ def apply(layer, given, implementation=None):
 
 
 @on(PLAIN_JAX, None, TRITON)
-@pytest.mark.parametrize("options", thorough_but(("groups", "scaled input"), LAYERS))
+@pytest.mark.parametrize("options", thorough_but(("groups", "scaled input"), LAYERS, pytest.mark.sweep))
 def test_a_layer_that_replays_its_own_choices(options, implementation):
     layer = MoELayer(24, **(SIZES | options))
     own = apply(layer, None, implementation)
@@ -208,7 +208,7 @@ def test_a_layer_that_replays_its_own_choices(options, implementation):
     assert_equal(apply(layer, jnp.full_like(chosen, -1), implementation), own)
 
 
-@pytest.mark.parametrize("options", thorough_but(("groups", "scaled input"), LAYERS))
+@pytest.mark.parametrize("options", thorough_but(("groups", "scaled input"), LAYERS, pytest.mark.sweep))
 def test_a_layer_given_its_choices(options):
     """Against its parts one by one: the router given the choices, the experts, the shared experts, the losses."""
     layer = MoELayer(24, **(SIZES | options))

@@ -8,7 +8,7 @@ import pytest
 import jgg
 from tests.support import moe_oracle
 from tests.support.closeness import assert_close, distance
-from tests.support.marks import EVERYWHERE, TRITON, on
+from tests.support.marks import EVERYWHERE, TRITON, on, thorough_but
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 
@@ -57,7 +57,7 @@ def test_as_merged(w_layout, biased, rank, terms, activation, implementation):
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", thorough_but((17,), RANKS))
 def test_rank(rank, implementation):
     assert_as_merged("ekn", rank, implementation)
 
@@ -83,8 +83,14 @@ def assert_as_merged(w_layout, rank, implementation, activation="swiglu", **opti
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
+@pytest.mark.parametrize(
+    ("w_layout", "quantization"),
+    [
+        ("enk", jgg.Fp8()),
+        ("ekn", None),
+        *(pytest.param(*more, marks=pytest.mark.sweep) for more in (("enk", None), ("ekn", jgg.Fp8()))),
+    ],
+)
 def test_bfloat16_and_fp8_bases(w_layout, quantization, implementation):
     assert_near_float32(w_layout, 16, quantization, implementation)
 

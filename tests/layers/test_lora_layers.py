@@ -61,9 +61,9 @@ BFLOAT16 = {"param_dtype": jnp.bfloat16}
     ("options", "prepare"),
     [
         ({}, lambda layer: layer),
-        (BFLOAT16, lambda layer: layer),
+        pytest.param(BFLOAT16, lambda layer: layer, marks=pytest.mark.sweep),
         pytest.param(BFLOAT16 | {"lora_param_dtype": jnp.bfloat16}, lambda layer: layer, marks=pytest.mark.thorough),
-        ({"quantization": jgg.Fp8()}, quantize),
+        pytest.param({"quantization": jgg.Fp8()}, quantize, marks=pytest.mark.thorough),
     ],
     ids=["float32", "beside bfloat16", "bfloat16", "fp8"],
 )
@@ -89,12 +89,15 @@ def test_new_adapters_change_nothing(options, prepare):
     "options",
     [
         {},
-        {
-            "lora_targets": ("w_shared_gate_up", "w_router", "w_down"),
-            "lora_rank": (2, 3, 5),
-            "use_bias": True,
-            "shared_features": 12,
-        },
+        pytest.param(
+            {
+                "lora_targets": ("w_shared_gate_up", "w_router", "w_down"),
+                "lora_rank": (2, 3, 5),
+                "use_bias": True,
+                "shared_features": 12,
+            },
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["both", "down and shared"],
 )
@@ -156,6 +159,7 @@ def test_adapters_beside_experts_in_fp8(quantization):
     assert np.any(layer.w_down_lora_b[...])
 
 
+@pytest.mark.thorough
 def test_gradients_in_float32_beside_bfloat16():
     """Of adapters: from the float32 sums, in NNX and Linen."""
     layer, exact = make_trained(**BFLOAT16), make_trained()

@@ -9,6 +9,7 @@ import pytest
 
 import jgg
 from tests.support.closeness import distance, float64
+from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
 T, H, E = 64, 96, 10
@@ -114,8 +115,10 @@ def to_second_order(x, w, d_logits):
     return gradients(x, w, d_logits), jax.grad(loss, (0, 1, 2))(x, w, d_logits)
 
 
-@pytest.mark.parametrize("w_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("batched", ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"])
+@pytest.mark.parametrize("w_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "batched", thorough_but(["x", "w d_logits"], ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"])
+)
 def test_vmap_over_some_arguments(batched, w_dtype):
     """Checks logits, their gradients and the second derivatives, for tokens in bfloat16."""
     x, w, _, d_logits = arrays(w_dtype=w_dtype).values()

@@ -9,10 +9,9 @@ import pytest
 from jax.test_util import check_grads
 
 import jgg
-from tests.support.routers import random_logits, softmax
+from tests.support.routers import random_logits, route, softmax
 
 # compiled, as models call them, and quicker here than one operation at a time
-route = jax.jit(jgg.route, static_argnames=("topk", "score"))
 load_balancing_loss = jax.jit(jgg.load_balancing_loss, static_argnames="score")
 router_z_loss = jax.jit(jgg.router_z_loss)
 update_selection_bias = jax.jit(jgg.update_selection_bias)

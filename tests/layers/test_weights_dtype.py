@@ -47,9 +47,9 @@ def cast(arrays, dtype):
 @pytest.mark.parametrize(
     ("dtype", "w_dtype", "w_layout", "biased"),
     [
-        ("bfloat16", "float32", "enk", False),
+        pytest.param("bfloat16", "float32", "enk", False, marks=pytest.mark.thorough),
         ("bfloat16", "float32", "ekn", True),
-        ("float16", "bfloat16", "ekn", False),
+        pytest.param("float16", "bfloat16", "ekn", False, marks=pytest.mark.thorough),
         ("float32", "bfloat16", "enk", True),
     ],
 )
@@ -72,7 +72,7 @@ def test_as_if_cast(dtype, w_dtype, w_layout, biased, implementation):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("w_layout", thorough_but(["ekn"], ["enk", "ekn"]))
+@pytest.mark.parametrize("w_layout", thorough_but(["ekn"], ["enk", "ekn"], pytest.mark.sweep))
 def test_fp8_quantizes_what_was_given(w_layout, implementation):
     """FP8 of float32 weights is not FP8 of the same weights in bfloat16, and both passes multiply by the same."""
     arrays, indices = make(w_layout=w_layout)

@@ -78,30 +78,24 @@ def test_as_merged(case, implementation):
     )
 
 
-OTHER_CASES = [case for case in OF_CASES if case.name not in QUICK]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=pytest.mark.sweep if index % 6 else pytest.mark.thorough)
-        for index, case in enumerate(OTHER_CASES)
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", [case for case in OF_CASES if case.name not in QUICK], ids=lambda case: case.name)
 def test_as_merged_in_other_cases(case):
     """The term is as in the quick cases; what is beside it, test_contract.py tests in all of them."""
     assert_as_merged(case)
 
 
-@pytest.mark.parametrize("out_dtype", [None, "float32"])
 @pytest.mark.parametrize(
-    ("dtype", "implementation"),
+    ("dtype", "out_dtype", "implementation"),
     [
-        ("bfloat16", None),
-        ("float16", None),
-        pytest.param("float16", "interpret", marks=pytest.mark.interpret),
-        pytest.param("bfloat16", "triton", marks=pytest.mark.gpu),
-        pytest.param("float16", "triton", marks=pytest.mark.gpu),
+        ("bfloat16", None, None),
+        ("float16", "float32", None),
+        pytest.param("float16", None, "interpret", marks=pytest.mark.interpret),
+        *(
+            pytest.param(dtype, out_dtype, "triton", marks=pytest.mark.gpu)
+            for dtype in ("bfloat16", "float16")
+            for out_dtype in (None, "float32")
+        ),
     ],
 )
 def test_factors_in_float32(dtype, out_dtype, implementation):

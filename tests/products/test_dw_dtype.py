@@ -12,6 +12,7 @@ import jgg
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, make_data
 from tests.support.comparison import error_of, oracle_arguments, small_configs
+from tests.support.marks import PLAIN_JAX, on
 from tests.support.specialized import LARGE_CASES, specialized_configs
 
 FEW = [*CASES, *OPTIONS][::4]
@@ -48,14 +49,15 @@ def assert_right(case, dtype, implementation, configs=()):
     assert error < (1e-5 if data.topk_weights is None else 1e-2), error
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("case", FEW, ids=ids)
+@on(None, PLAIN_JAX)
+@pytest.mark.parametrize("case", FEW[::2], ids=ids)
 def test_case(case, implementation):
     assert_right(case, "bfloat16", implementation)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", FEW[::2], ids=ids)
+@pytest.mark.parametrize("case", FEW[1::4], ids=ids)
 def test_case_interpreted(case):
     assert_right(case, "float16", "interpret", small_configs())
 

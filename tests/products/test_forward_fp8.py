@@ -82,13 +82,14 @@ def assert_right(case, implementation, tolerance=1e-3, dtype="bfloat16", config=
 
 
 @on(None, PLAIN_JAX)
-@pytest.mark.parametrize("case", [*CASES[::5], *OPTIONS[::7], *LARGE_CASES[::6]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[::10], *OPTIONS[::14], *LARGE_CASES[::9]], ids=lambda case: case.name)
 def test_case(case, implementation):
     assert_right(case, implementation)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", [*CASES[2::6], *OPTIONS[3::8]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[2::12], *OPTIONS[3::16]], ids=lambda case: case.name)
 def test_case_interpreted(case):
     number, case = len(case.name), in_fp8(case)
     case = dataclasses.replace(case, out_dtype=("float32", "float16")[number % 2])

@@ -20,6 +20,7 @@ PRODUCTS = {
     # E, K, N, rows; each expert has some rows, the last one most
     "small": (5, 24, 40, 40),
     "deepseek-v3-up": (256, 7168, 4096, 640),
+    "many-rows": (3, 1040, 1040, 2**21 + 70),  # x, y and dy pass 2**31 elements
 }
 LAYERS = {
     # tokens, features, hidden, experts, topk
@@ -55,20 +56,26 @@ def assert_near(got, expected, tolerance=8e-3):
     assert np.max(error) <= tolerance * np.max(np.abs(expected))
 
 
+@pytest.mark.parametrize("permuted", [False, True], ids=["in-order", "permuted"])
 @pytest.mark.parametrize(("implementation", "experts", "in_features", "out_features", "rows"), [*on(PRODUCTS)])
-def test_products(implementation, experts, in_features, out_features, rows):
+def test_products(implementation, experts, in_features, out_features, rows, permuted):
+    """In expert order, or with the last rows first in token order."""
     keys = jax.random.split(jax.random.key(0), 3)
     w = normal(keys[0], (experts, out_features, in_features))
     x, dy = normal(keys[1], (rows, in_features)), normal(keys[2], (rows, out_features))
     last = rows - 2 * (experts - 1) - 3  # and 3 rows of no expert
     group_sizes = jnp.full(experts, 2, jnp.int32).at[-1].set(last)
-    options = {"implementation": implementation, "group_sizes": group_sizes}
+    options = {"implementation": implementation, "group_sizes": group_sizes, "gather_indices": None}
+    if permuted:
+        options |= {"gather_indices": jnp.arange(rows, dtype=jnp.int32)[::-1], "permute_x": True, "permute_y": True}
     y = jax.jit(functools.partial(jgg.grouped_gemm_forward, **options))(x, w)
-    dx = jax.jit(functools.partial(jgg.grouped_gemm_dx, gather_indices=None, **options))(dy, w)
-    assert not jnp.any(y[-3:]) and not jnp.any(dx[-3:])
+    dx = jax.jit(functools.partial(jgg.grouped_gemm_dx, **options))(dy, w)
+    of_no_expert = slice(0, 3) if permuted else slice(rows - 3, rows)
+    assert not jnp.any(y[of_no_expert]) and not jnp.any(dx[of_no_expert])
     dw = jax.jit(functools.partial(jgg.grouped_gemm_dw, **options))(x, dy)
-    for expert in (0, experts // 2, experts - 2, experts - 1):
-        own = slice(2 * expert, 2 * expert + (last if expert == experts - 1 else 2))
+    for expert in {0, experts // 2, experts - 2, experts - 1}:
+        first, count = 2 * expert, last if expert == experts - 1 else 2
+        own = slice(rows - first - count, rows - first) if permuted else slice(first, first + count)
         matrix, some_x, some_dy = float64(w[expert]), float64(x[own]), float64(dy[own])
         assert_near(y[own], some_x @ matrix.T)
         assert_near(dx[own], some_dy @ matrix)
@@ -104,32 +111,11 @@ def test_layer(implementation, tokens, features, hidden, experts, topk):
     present = np.unique(some)
     few = {name: float64(floats[name][-own:]) for name in ("x", "topk_weights")}
     few |= {name: np.stack([float64(floats[name][e]) for e in present]) for name in ("w_gate_up", "w_down")}
-    expected_y, expected = expected_swiglu(few, np.searchsorted(present, some), some_dy)
+    few |= {"b_gate_up": None, "b_down": None}
+    expected_y, expected = moe_oracle.expected(few, np.searchsorted(present, some), some_dy, "swiglu", False, "enk")
     assert_near(y[-own:], expected_y, 1e-2)
     for name in ("x", "topk_weights"):
         assert_near(gradients[name][-own:], expected[name], 2e-2)
     for name in ("w_gate_up", "w_down"):
-        assert_near(gradients[name][experts - 1], expected[name], 2e-2)
+        assert_near(gradients[name][experts - 1], expected[name][-1], 2e-2)  # which only these tokens chose
     assert all(bool(jnp.all(jnp.isfinite(g[0]))) for g in gradients.values())
-
-
-def expected_swiglu(floats, chosen, dy):
-    """y, and the gradients of x and topk_weights, of tokens; and of the last expert's weights."""
-    y, grads = np.zeros(floats["x"].shape), {name: np.zeros(floats[name].shape) for name in ("x", "topk_weights")}
-    grads |= {name: np.zeros(floats[name].shape[1:]) for name in ("w_gate_up", "w_down")}
-    for token, choices in enumerate(chosen):
-        for choice, e in enumerate(choices):
-            x, p, d = floats["x"][token], floats["topk_weights"][token, choice], dy[token]
-            up, down = floats["w_gate_up"][e], floats["w_down"][e]
-            a, b = np.split(up @ x, 2)
-            s = moe_oracle.sigmoid(a)
-            out = a * s * b
-            y[token] += p * (down @ out)
-            grads["topk_weights"][token, choice] = d @ (down @ out)
-            d_out = p * (down.T @ d)
-            d_pre = np.concatenate([d_out * b * (s + a * s * (1 - s)), d_out * a * s])
-            grads["x"][token] += up.T @ d_pre
-            if e == len(floats["w_down"]) - 1:
-                grads["w_gate_up"] += np.outer(d_pre, x)
-                grads["w_down"] += p * np.outer(d, out)
-    return y, grads

@@ -54,8 +54,13 @@ def compute(problem, arrays, w, implementation, **more):
     return FORWARD(how, Forward(arrays["x"], w, bounds, **own, **more), problem=problem)
 
 
-@on(None, PLAIN_JAX, pytest.param("interpret", marks=pytest.mark.interpret))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, None) for name in list(CASES)[::3]),
+        *(pytest.param(name, "interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]) for name in CASES),
+    ],
+)
 def test_the_product_is_that_of_the_dequantized_weights(name, implementation):
     problem, arrays, w = make(name)
     got = compute(problem, arrays, w, implementation)
@@ -118,6 +123,7 @@ def test_layers_give_what_dequantized_weights_give(implementation):
     w_gate_up, w_down = (quantize(normal(4, *shape), (32, 1), Format()) for shape in ((64, 96), (48, 64)))
     x, routing = normal(9, 64), jgg.route(normal(9, 4), 2)
 
+    @functools.partial(jax.jit, static_argnums=3)
     def run(x, w_gate_up, w_down, implementation):
         options = {"w_layout": "ekn", "implementation": implementation}
         return jax.value_and_grad(lambda x: jgg.moe_mlp(x, w_gate_up, w_down, routing, **options).sum())(x)

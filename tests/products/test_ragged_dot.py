@@ -118,13 +118,13 @@ def assert_right(case, dtypes, implementation):
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("case", thorough_but(QUICK, CASES))
+@pytest.mark.parametrize("case", thorough_but(QUICK, CASES, pytest.mark.sweep))
 def test_every_order_of_dimensions(case, implementation):
     assert_right(case, ("float32", "float32", None), implementation)
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("case", thorough_but(QUICK_DTYPES, CASES_OF_DTYPES))
+@pytest.mark.parametrize("case", thorough_but(QUICK_DTYPES, CASES_OF_DTYPES, pytest.mark.sweep))
 def test_dtypes(case, implementation):
     assert_right(*case, implementation)
 

@@ -54,6 +54,7 @@ def test_steps_of_dw(rows, changes, step):
     assert (config.kernel, config.block_m) == ("hopper", step)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(versions.unlike(versions.WARP_SPECIALIZED) is not None, reason="other versions")
 def test_one_row_is_compiled():
     """Triton turns an argument that is 1 into a constant; the kernel compiles with it too."""

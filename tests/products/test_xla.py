@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from tests.support.marks import thorough_but
+from tests.support.marks import PLAIN_JAX, on, thorough_but
 from tests.support.passes import forward_and_backward
 
 ROWS, IN, OUT, TOPK = 512, 64, 96, 2
@@ -63,9 +63,9 @@ def test_largest_array_sees_a_dense_operand():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("num_experts", [8, 128])
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.sweep), "bfloat16"])
 @pytest.mark.parametrize(("options", "w_layout"), [("plain", "enk"), ("everything", "ekn")])
-@pytest.mark.parametrize("implementation", ["xla", None])
+@on(PLAIN_JAX, None)
 def test_memory(implementation, options, w_layout, dtype, num_experts, backward):
     program = compiled(num_experts, dtype, OPTIONS[options], w_layout, backward, implementation)
     memory = program.memory_analysis()

@@ -265,7 +265,7 @@ def lower_fp8_product(compute_capability, out_dtype, options):
 
 def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
-    for num_experts in EXPERT_COUNTS:
+    for num_experts in EXPERT_COUNTS if takes_all else EXPERT_COUNTS[::3]:
         yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
     gated = [name for name, activation in ACTIVATIONS.items() if activation.is_gated]
     cases = [(name, True, 96, "bfloat16") for name in gated]
@@ -277,27 +277,25 @@ def layer_kernels(compute_capability, takes_all):
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     if compute_capability >= 89:
-        for case in (
-            ("swiglu", False, "float8_e4m3fn", 4096),
-            ("clamped_swiglu", True, "float8_e4m3fn", 256),
-        ):
+        for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
         for case in (("float32", "plain"), ("float32", "everything")):
             yield ["fp8 product", *case], functools.partial(lower_fp8_product, compute_capability, *case)
     if compute_capability == 90:
         cases = [("swiglu", False, "ekn", True), ("clamped_swiglu", True, "enk", False)]
-        if takes_all:
-            cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
-        for case in cases:
+        cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
+        for case in cases if takes_all else cases[:1]:
             yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
 
 
-def kind(name, launch):
+def kind(name, launch, takes_all):
     """What decides how a kernel is compiled: of sizes, whether rows are aligned and a tile takes more than a step."""
     constants = {key: value for key, value in launch.constants.items() if key not in SIZES}
-    if name in HOPPER_KERNELS:  # which take long to compile, and no more memory with a bias or weights
-        of_interest = ("RAGGED_M", "GATHERS", "HAS_PIECES", "BLOCK_COLUMNS", "STAGES", "Y_IS_TRANSPOSED")
-        of_interest += ("ACTIVATES", "GATED", "INTERLEAVED", "CURVE")
+    if name in HOPPER_KERNELS:  # which take six seconds to compile, and no more memory with a bias or weights
+        of_interest = ("RAGGED_M", "ACTIVATES")
+        if takes_all:
+            of_interest += ("GATHERS", "HAS_PIECES", "BLOCK_COLUMNS", "STAGES", "Y_IS_TRANSPOSED")
+            of_interest += ("GATED", "INTERLEAVED", "CURVE")
         constants = {key: value for key, value in constants.items() if key in of_interest}
         sizes = {key: result.dtype.itemsize for key, result in launch.result_types.items()}
         return repr((name, constants, sizes, launch.operands["left"].dtype.name.removeprefix("b")))
@@ -308,16 +306,16 @@ def kind(name, launch):
     return repr((name, constants, aligned, has_steps, dtypes, options))
 
 
-def leave_out_repeated_kernels():
-    """Compiles one kernel of each kind."""
+def leave_out_repeated_kernels(takes_all=True):
+    """Compiles one kernel of each kind, or of the Hopper kernels few kinds."""
     call_kernel, seen = triton_implementation.call, set()
 
     def call(compute_capability, kernel, launch):
         name = kernel.__name__
         if name in (*KERNELS, *SMALL_KERNELS, *HOPPER_KERNELS):
-            if kind(name, launch) in seen:
+            if kind(name, launch, takes_all) in seen:
                 return {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
-            seen.add(kind(name, launch))
+            seen.add(kind(name, launch, takes_all))
         return call_kernel(compute_capability, kernel, launch)
 
     triton_implementation.call = call
@@ -375,10 +373,10 @@ def tuned_kernels(compute_capability, path):
 
 
 def main():
-    leave_out_repeated_kernels()
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
     takes_all = "--all" in sys.argv[2:]
+    leave_out_repeated_kernels(len(sys.argv) > 2)
     kernels = [tuned_kernels(compute_capability, Path(file)) for file in sys.argv[2:] if not takes_all]
     if not kernels:
         kernels = [heuristic_kernels(compute_capability, takes_all), layer_kernels(compute_capability, takes_all)]

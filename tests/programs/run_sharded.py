@@ -1,6 +1,6 @@
-"""grouped_gemm on four CPU devices, data-parallel in jax.shard_map and interpreted under jax.jit alone.
+"""grouped_gemm and moe_mlp on four CPU devices: data-parallel in jax.shard_map, split by jax.jit, and under vmap.
 
-Prints the implementations that were right.
+Prints what was right.
 """
 
 import os
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from tests.support import oracle
+from tests.support import moe_oracle, oracle
 from tests.support.cases import Case, make_data
+from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
 
 DEVICES = 4
@@ -89,9 +90,8 @@ def check_interpreted_under_jit_alone(part, want):
         raise AssertionError("gathered rows without a word")
 
 
-def main():
-    assert jax.device_count() == DEVICES
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def check_products(mesh):
+    """Data-parallel products, in every implementation."""
     parts = [make_data(CASE, "float32", seed) for seed in range(DEVICES)]
     for i, part in enumerate(parts):
         part.group_sizes[:] = np.roll(part.group_sizes, i)
@@ -119,7 +119,88 @@ def main():
             np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
         if implementation == "interpret":
             check_interpreted_under_jit_alone(parts[0], expected_y[0])
-        print(implementation, flush=True)
+        print(f"products, {implementation}", flush=True)
+
+
+EXPERTS = 5
+SHARED_OF_MLP = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+def gradients_of_mlp(implementation, mesh, floats, chosen, dy):
+    """y and the gradients through shard_map; tokens are split, and those of the weights are sums over the devices."""
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data"), P("data"), P("data"), P("data"), {name: P() for name in SHARED_OF_MLP}),
+        out_specs=(P("data"), P()),
+        check_vma=True,
+    )
+    def on_device(x, topk_weights, chosen, dy, shared):
+        routing = jgg.Routing(topk_weights, chosen, *jgg.sort_by_expert(chosen, EXPERTS))
+        y = jgg.moe_mlp(x, **shared, routing=routing, implementation=implementation, precision="highest")
+        return y, jax.lax.psum(jnp.sum(y * dy), "data")
+
+    def loss(floats):
+        y, value = on_device(
+            floats["x"], floats["topk_weights"], chosen, dy, {name: floats[name] for name in SHARED_OF_MLP}
+        )
+        return value, y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)
+    return y, grads
+
+
+def check_mlp(mesh):
+    """Data-parallel layers, in every implementation."""
+    floats, chosen, dy = moe_oracle.make(biased=True, tokens=12, experts=EXPERTS)
+    want_y, want = moe_oracle.expected(floats, chosen, dy, "swiglu", False, "enk")
+    for implementation in ("xla", None, "interpret"):
+        y, grads = gradients_of_mlp(implementation, mesh, floats, jnp.asarray(chosen), dy)
+        assert_close((y, grads), (want_y, want), 1e-4)
+        print(f"layers, {implementation}", flush=True)
+
+
+def loss_of_sequences(weights, x, logits, implementation):
+    """The loss of all sequences, which share the weights."""
+
+    def one(x, logits):
+        routing = jgg.route(logits, 2)
+        return jgg.moe_mlp(x, *weights, routing, implementation=implementation, precision="highest")
+
+    return jnp.sum(jnp.sin(jax.vmap(one)(x, logits)))
+
+
+def check_vmap():
+    """vmap over sequences that an explicit mesh of two devices splits: each device runs its own part."""
+    sequences, tokens, features, hidden = 4, 6, 8, 5
+    rng = np.random.default_rng(0)
+    shapes = (EXPERTS, 2 * hidden, features), (EXPERTS, features, hidden)
+    weights = [jnp.asarray(rng.standard_normal(shape) / 2, jnp.float32) for shape in shapes]
+    shapes = (sequences, tokens, features), (sequences, tokens, EXPERTS)
+    batch = [jnp.asarray(rng.standard_normal(shape) / 2, jnp.float32) for shape in shapes]
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    step = jax.jit(jax.grad(loss_of_sequences, argnums=(0, 1, 2)), static_argnums=3)
+    expected = step(weights, *batch, "xla")
+    for implementation in ("xla", None):
+        with jax.set_mesh(mesh):
+            split = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+            shared = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
+            got = step(shared, *split, implementation)
+        assert got[1].sharding.spec[0] == "data"
+        assert_close(jax.tree.map(np.asarray, got), expected)
+        print(f"vmap, {implementation}", flush=True)
+
+
+def main():
+    assert jax.device_count() == DEVICES
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    check_products(mesh)
+    check_mlp(mesh)
+    check_vmap()
+    print("all right", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ EVERYWHERE = on(None, PLAIN_JAX, INTERPRET, TRITON)
 KERNELS = on(INTERPRET, TRITON)
 
 
-def thorough_but(quick, cases):
-    """Parameters from cases by name, or from names; those not among the quick ones are marked thorough."""
+def thorough_but(quick, cases, mark=pytest.mark.thorough):
+    """Parameters from cases by name, or from names; those not among the quick ones are marked thorough, or as given."""
     values = cases.values() if isinstance(cases, dict) else cases
     return [
-        pytest.param(value, id=name, marks=[pytest.mark.thorough] * (name not in quick))
+        pytest.param(value, id=str(name), marks=[mark] * (name not in quick))
         for name, value in zip(cases, values, strict=True)
     ]

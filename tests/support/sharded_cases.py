@@ -33,13 +33,9 @@ CASES = {
     ),
 }
 for exchange in ("all_gather", "ragged_all_to_all"):
-    everything = {"data": "a", "expert": "b", "tensor": "c"}, {"exchange": exchange}
+    everything = {"fsdp": "a", "expert": "b", "tensor": "c"}, {"exchange": exchange}
     CASES |= {
-        f"fsdp, expert, tensor by {exchange}": (
-            {"fsdp": "a", "expert": "b", "tensor": "c"},
-            {"exchange": exchange},
-            "uneven",
-        ),
+        f"fsdp, expert, tensor by {exchange}": (*everything, "uneven"),
         f"idle device, {exchange}": (*everything, "idle"),
         f"overloaded device, {exchange}": (*everything, "overloaded"),
         f"overloaded device with an even share of room, {exchange}": (
@@ -129,8 +125,9 @@ def on_one_device(floats, chosen, dy, fits, quantization=None):
     return y, gradients
 
 
-def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=None, quantization=None):
-    """y, the gradients of sum(dy * y) and the overflow, by `sharded_moe_mlp`."""
+@functools.cache
+def program_on_mesh(sharding, compiler_options=(), quantization=None):
+    """A function to y and the overflow, and the gradients of sum(dy * y), by `sharded_moe_mlp`."""
 
     def loss(floats, chosen, dy):
         y, overflow = sharded_moe_mlp(
@@ -140,13 +137,16 @@ def on_mesh(floats, chosen, dy, sharding, implementation=None, compiler_options=
             interleaved=True,
             w_layout="ekn",
             precision="highest",
-            implementation=implementation,
             quantization=quantization,
         )
         return jnp.sum(y * dy), (y, overflow)
 
-    program = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
-    (_, (y, overflow)), gradients = program(floats, chosen, dy)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=dict(compiler_options))
+
+
+def on_mesh(floats, chosen, dy, sharding, **options):
+    """y, the gradients of sum(dy * y) and the overflow, by `sharded_moe_mlp`."""
+    (_, (y, overflow)), gradients = program_on_mesh(sharding, **options)(floats, chosen, dy)
     return y, gradients, overflow
 
 
@@ -165,7 +165,7 @@ def place(floats, chosen, dy, sharding):
     return {name: split(name, array) for name, array in floats.items()}, split("", chosen), split("", dy)
 
 
-def assert_case_is_right(name, mesh, seed=0, compiler_options=None, terms=None):
+def assert_case_is_right(name, mesh, seed=0, compiler_options=(), terms=None):
     """Compares y, every gradient and the overflow with the result of one device; `terms` are those of low rank."""
     axes, options, load = CASES[name]
     sharding = MoESharding(mesh, **axes, **options)
@@ -191,7 +191,10 @@ QUANTIZED = {
 
 
 def assert_quantized_weights_are_right(name, sharding):
-    """Compares y and every gradient with the result of one device, of weights that were quantized beforehand."""
+    """Compares y and every gradient with the result of one device, of weights that were quantized beforehand.
+
+    Returns: the program of the mesh, as text.
+    """
     quantize, recipe = QUANTIZED[name]
     floats, chosen, dy = make("uneven", features=256, hidden=256)
     for weights in ("w_gate_up", "w_down"):  # blocks with scales of their own
@@ -200,7 +203,9 @@ def assert_quantized_weights_are_right(name, sharding):
     quantized = {weights: quantize(floats[weights]) for weights in ("w_gate_up", "w_down")}
     want_y, want = on_one_device(floats | quantized, chosen, dy, np.ones(chosen.shape, bool), quantization=recipe)
     split, *others = place(floats, chosen, dy, sharding)
-    y, got, _ = on_mesh(split | quantized, *others, sharding, quantization=recipe)
+    split |= {weights: quantize(split[weights]) for weights in quantized}
+    program = program_on_mesh(sharding, quantization=recipe).lower(split, *others).compile()
+    (_, (y, _)), got = program(split, *others)
     results = {"y": (y, want_y)} | {argument: (got[argument], want[argument]) for argument in floats}
     for result, (own, expected) in results.items():
         if isinstance(own, jgg.QuantizedArray):
@@ -209,6 +214,7 @@ def assert_quantized_weights_are_right(name, sharding):
         own, expected = (getattr(array, "array", array) for array in (own, expected))
         # where sums differ in the last bit, some numbers are rounded to their other neighbour in FP8
         assert distance(own, expected) < (0.03 if recipe else 1e-5), f"{name}: {result}"
+    return program.as_text()
 
 
 def assert_shards_close(got, want, name):

@@ -41,7 +41,7 @@ def router_gradients(logits, split):
         return jnp.sum(weights * jnp.cos(jnp.arange(weights.size)).reshape(weights.shape))
 
     gradients = {}
-    for options, pads, count in itertools.product(ROUTERS, (False, True), (3, 5)):
+    for options, (pads, count) in itertools.product(ROUTERS, ((False, 5), (True, 3))):
         own = {name: jnp.asarray(value)[:count] if name in GIVEN else value for name, value in options.items()}
         gradients[f"{options} of {count}, {pads}"] = jax.grad(loss)(logits[:count], own, pads)
     return gradients

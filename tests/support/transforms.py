@@ -73,3 +73,32 @@ def expected_outputs(case, x, w, topk_weights, bias, group_sizes, gather_indices
         **case.options,
     }
     return oracle.grouped_gemm(**arguments), *oracle.gradients(dy, **arguments)
+
+
+# which arguments in ORDER have a batch axis where elements share the weights
+SHARED_WEIGHTS = [None if name in ("w", "bias") else 0 for name in ORDER]
+
+
+def arguments_of(case):
+    """Arrays in ORDER, and what the oracle expects."""
+    data = make_data(case, "float32")
+    arrays = {name: getattr(data, name) for name in ORDER}
+    with np.errstate(invalid="ignore"):
+        return [jnp.asarray(array) for array in arrays.values()], list(expected_outputs(case, **arrays))
+
+
+def moe_arguments():
+    """x, w_gate_up, w_down and logits."""
+    rng = np.random.default_rng(0)
+    shapes = (6, 8), (4, 10, 8), (4, 8, 5), (6, 4)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def moe(implementation):
+    """The expert MLP with its router, as a function of these."""
+
+    def layer(x, w_gate_up, w_down, logits):
+        routing = jgg.route(logits, 2)
+        return jgg.moe_mlp(x, w_gate_up, w_down, routing, precision="highest", implementation=implementation)
+
+    return layer

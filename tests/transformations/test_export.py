@@ -52,6 +52,7 @@ def arguments():
     return params, x, target
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("platforms", ON)
 def test_steps_run_where_triton_is_not_installed(platforms, tmp_path):
     params, x, target = arguments()
@@ -71,6 +72,7 @@ def test_steps_run_where_triton_is_not_installed(platforms, tmp_path):
         assert_close(got, expected)
 
 
+@pytest.mark.thorough
 def test_gradients_of_an_exported_function():
     params, x, _ = arguments()
     data = jgg.export(jax.jit(serve), platforms=("cpu", "cuda"))(params, x).serialize(vjp_order=1)

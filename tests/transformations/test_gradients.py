@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 import jgg
 from tests.support import oracle, processes
@@ -15,22 +14,12 @@ from tests.support.closeness import assert_close, distance
 from tests.support.comparison import oracle_arguments
 from tests.support.marks import EVERYWHERE, TRITON, on
 from tests.support.passes import forward_and_backward
-from tests.support.transforms import NAMES, PLAIN, WITH_EVERYTHING, differentiable
-
-CASES = pytest.mark.parametrize("case", [WITH_EVERYTHING, PLAIN], ids=lambda case: case.name)
+from tests.support.transforms import NAMES, WITH_EVERYTHING, differentiable
 
 
 def expected_gradients(case, data, dy):
     gradients = oracle.gradients(dy, **oracle_arguments(case, data))
     return {name: g for name, g in zip(NAMES, gradients, strict=True) if g is not None}
-
-
-@pytest.mark.parametrize(
-    "case", [PLAIN, pytest.param(WITH_EVERYTHING, marks=pytest.mark.thorough)], ids=lambda case: case.name
-)
-def test_xla_to_second_order(case):
-    function, arrays, _ = differentiable(case, "xla")
-    check_grads(function, (arrays,), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
 @EVERYWHERE
@@ -73,13 +62,6 @@ def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
     for name, mine, lax, want in zip(("x", "w"), got, own, expected[:2], strict=True):
         error, bound = distance(mine, want), distance(lax, want)
         assert error <= 1.05 * bound, (name, error, bound)
-
-
-@CASES
-@on(None, TRITON)
-def test_reverse_mode(case, implementation):
-    function, arrays, _ = differentiable(case, implementation)
-    check_grads(function, (arrays,), order=1, modes=("rev",), atol=1e-2, rtol=1e-2, eps=1e-2)
 
 
 @EVERYWHERE
@@ -197,8 +179,8 @@ def test_donated_rows(implementation):
     assert_close(y, oracle.grouped_gemm(data.x, data.w, data.group_sizes))
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
-@pytest.mark.parametrize("name", ["run_sharded", pytest.param("run_sharded_moe", marks=pytest.mark.thorough)])
-def test_shard_map_over_several_devices(name):
-    """In a process of its own, since the number of devices is fixed when JAX starts."""
-    assert processes.run_program(name).split() == ["xla", "None", "interpret"]
+def test_over_several_devices():
+    """Products and layers in shard_map, and vmap over a batch that a mesh splits, in a process of their own."""
+    assert "all right" in processes.run_program("run_sharded")
