@@ -13,9 +13,8 @@ from jgg.models.decoder import Decoder
 from jgg.models.layer import Layer
 from jgg.models.parts import OF_ATTENTION, OF_DENSE, OF_EXPERTS, OF_MOE
 
-# the matrices that may have adapters, by their names in lora_targets
-_MATRICES = {name: f"attention.{name}" for name in OF_ATTENTION}
-_MATRICES |= {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}
+# the matrices beside the mixer's that may have adapters, by their names in lora_targets
+_MATRICES = {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}
 _MATRICES |= {name: f"moe.{name}" for name in (*OF_MOE, *OF_EXPERTS)}
 
 
@@ -85,7 +84,8 @@ def matrices(model: Decoder) -> Iterator[Matrix]:
     of_moe = {**own.tensors, **own.fused}
     for stack in stacks(model):
         variables = stack.variables
-        for target, name in _MATRICES.items():
+        of_mixer = {name: f"{stack.plan.mixer}.{name}" for name in OF_ATTENTION}
+        for target, name in (of_mixer | _MATRICES).items():
             if name in variables:
                 is_of_moe = target in OF_MOE
                 tensor = of_moe[target] if is_of_moe else own.layer.get(name, Tensor(()))
