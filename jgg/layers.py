@@ -185,7 +185,8 @@ class MoELayer(LayerOptions, InFeatures):
             such as padding; by default all count.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
-          precision, implementation: as in `jgg.grouped_gemm`.
+          precision: as in `jgg.grouped_gemm`.
+          implementation: as in `jgg.nnx.MoE`.
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
         options = MlpOptions.checked(

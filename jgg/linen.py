@@ -38,7 +38,8 @@ class MoE(nn.Module, LayerOptions):
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
         the router's and the adapters. Parameters stay as they are, and so do their gradients.
       param_dtype: dtype of the parameters.
-      precision, implementation: as in `jgg.grouped_gemm`.
+      precision: as in `jgg.grouped_gemm`.
+      implementation: as in `jgg.nnx.MoE`.
       quantization: as in `jgg.nnx.MoE`.
       kernel_init, router_init, bias_init: initializers, as in `jgg.nnx.MoE`.
       sharding, lora_param_dtype: as in `jgg.nnx.MoE`.

@@ -95,7 +95,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       kernel_metadata: metadata of w_gate_up and w_down, such as their sharding.
       sharding: how the layer is split over a mesh, a `jgg.sharding.MoESharding`. Parameters are created already
         sharded; the tokens of x are split over `sharding.token_axes`.
-      implementation: as in `jgg.grouped_gemm`.
+      implementation: as in `jgg.grouped_gemm`, of the shared experts too; by default a table of measurements says which
+        of their products the kernels compute.
       rngs: random number generators; the stream "params" is used.
     """
 
