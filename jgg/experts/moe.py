@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jgg.primitives.barrier import barrier
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients
 from jgg.products.combine import COMBINE, Combine
 from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
-from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain import rows as plain
 from jgg.router.routing import Routing
 
 
@@ -295,7 +295,9 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tup
         d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     d_gate_up, d_down = Matrix(dense=dw_gate_up, factors=d_factors_up), Matrix(dense=dw_down, factors=d_factors_down)
-    return (Operands(dx, d_gate_up, d_down, db_gate_up, db_down, d_weights, None, None),)  # type: ignore[arg-type]
+    gradients_of: dict[str, Any] = {"x": dx, "gate_up": d_gate_up, "down": d_down, "topk_weights": d_weights}
+    gradients_of |= {"b_gate_up": db_gate_up, "b_down": db_down}
+    return (Operands(**gradients_of, group_sizes=None, gather_indices=None),)  # type: ignore[arg-type]
 
 
 _mlp.defvjp(_forward, _backward)

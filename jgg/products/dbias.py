@@ -16,8 +16,8 @@ from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products.dw import row_scales
-from jgg.products.plain import grouped_gemm as plain
 from jgg.products.plain import row_blocks
+from jgg.products.plain import rows as plain
 from jgg.products.plain.multilinear import outer_dot
 
 

@@ -21,7 +21,7 @@ from jgg.products.launches.operands import OuterProduct
 from jgg.products.launches.pieces import Pieces
 from jgg.products.launches.plans import plan_dw
 from jgg.products.plain import dense
-from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain import rows as plain
 from jgg.products.plain.multilinear import outer_dot
 
 

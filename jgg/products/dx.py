@@ -23,7 +23,7 @@ from jgg.products.launches.pieces import Pieces
 from jgg.products.launches.plans import plan_dx
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.plain import dense
-from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain import rows as plain
 from jgg.products.plain.multilinear import row_dots, rows_dot
 
 

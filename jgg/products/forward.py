@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize, block_of, is_quantized
-from jgg.core.schedule import GroupBounds
+from jgg.core.schedule import GroupBounds, Rows
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
@@ -28,7 +28,8 @@ from jgg.products.launches.pieces import Pieces
 from jgg.products.launches.plans import ForwardPlan, plan_forward
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.plain import dense
-from jgg.products.plain import grouped_gemm as plain
+from jgg.products.plain import rows as plain
+from jgg.products.plain.multilinear import rows_dot
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 
 
@@ -56,7 +57,25 @@ def _plain(operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
         return dense.forward(problem, *arrays, operands.low_rank, operands.bias)
     if problem.is_quantized:  # in float32, so that only sums are rounded differently than in the kernels
         problem = dataclasses.replace(problem, precision=jax.lax.Precision.HIGHEST)
-    return plain.grouped_gemm(problem, *operands)
+    gather_indices, low_rank = operands.gather_indices, operands.low_rank
+    options = {
+        "scales": plain.row_scales(problem, operands.bounds, gather_indices, operands.topk_weights),
+        "write_at": plain.y_rows(problem, gather_indices),
+        "adds": problem.combine_y,
+        "shape": problem.y_shape,
+        "transpose_w": problem.w_layout == "enk",
+        "precision": problem.precision,
+        "out_dtype": problem.out_dtype if low_rank is None else jnp.float32,
+    }
+    # w may have another float dtype than x; each matrix is then rounded to the dtype of x where it is multiplied
+    rows, w_dtype = (
+        Rows(operands.x, plain.x_rows(problem, gather_indices)),
+        None if problem.is_quantized else problem.dtype,
+    )
+    y = rows_dot(rows, operands.w, operands.bounds, bias=operands.bias, w_dtype=w_dtype, **options)
+    if low_rank is None:
+        return y
+    return (y + rows_dot(Rows(low_rank.rows), low_rank.matrices, operands.bounds, **options)).astype(problem.out_dtype)
 
 
 def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:

@@ -1,4 +1,4 @@
-"""Computes grouped_gemm in plain differentiable JAX on every platform, by the products of `plain.multilinear`."""
+"""Which rows of x and y a row in expert order reads and writes in plain JAX, and how it is scaled."""
 
 from typing import Any
 
@@ -6,31 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, between_groups, guarded
-from jgg.products.plain.multilinear import rows_dot
-
-
-def grouped_gemm(
-    problem: GroupedGemmProblem, x, w, bounds: GroupBounds, gather_indices, topk_weights, bias, low_rank=None
-):
-    """y of `problem.y_shape`, differentiable to any order in x, w, topk_weights and bias.
-
-    w may have another float dtype than x; each matrix is then rounded to the dtype of x where it is multiplied.
-    """
-    options = {
-        "scales": row_scales(problem, bounds, gather_indices, topk_weights),
-        "write_at": y_rows(problem, gather_indices),
-        "adds": problem.combine_y,
-        "shape": problem.y_shape,
-        "transpose_w": problem.w_layout == "enk",
-        "precision": problem.precision,
-        "out_dtype": problem.out_dtype if low_rank is None else jnp.float32,
-    }
-    rows, w_dtype = Rows(x, x_rows(problem, gather_indices)), None if problem.is_quantized else problem.dtype
-    y = rows_dot(rows, w, bounds, bias=bias, w_dtype=w_dtype, **options)
-    if low_rank is None:
-        return y
-    return (y + rows_dot(Rows(low_rank.rows), low_rank.matrices, bounds, **options)).astype(problem.out_dtype)
+from jgg.core.schedule import GroupBounds, between_groups, guarded
 
 
 def x_rows(problem: GroupedGemmProblem, gather_indices) -> jax.Array | Any:
