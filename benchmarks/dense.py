@@ -117,6 +117,7 @@ def microseconds(compiled: Any, arrays: Any, layers: int, seconds: float = 0.06,
     times = []
     for _ in range(turns):
         start = time.perf_counter()
+        result = None
         for _ in range(calls):
             result = compiled(*arrays)
         jax.block_until_ready(result)

@@ -212,7 +212,7 @@ def specs_of_parts(name: str, array: Any, specs: Mapping[str, P], default: P = _
         specs_of_parts(name, array.dense, specs, default) if array.dense is not None else None,
         specs_of_parts(name, array.straight, specs, default) if array.straight is not None else None,
         array.transposed and QuantizedArray(of_transposed, of_transposed),  # type: ignore[arg-type]
-        array.factors and Factors(*(specs.get(part, spec) for part in adapter_names(name))),
+        array.factors and Factors._make(specs.get(part, spec) for part in adapter_names(name)),
     )
 
 

@@ -144,8 +144,9 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
     """
     dense, dtype = matrix.dense, linear.problem.dtype
     if linear.recipe is None:
-        is_cast = dense is not None and dense.dtype != dtype
-        return matrix._replace(dense=checkpoint_name(dense.astype(dtype), name)) if is_cast else matrix
+        if dense is None or dense.dtype == dtype:
+            return matrix
+        return matrix._replace(dense=checkpoint_name(dense.astype(dtype), name))
     if not keeps or matrix.is_quantized:
         return matrix
     is_quantized_once = linear.recipe.keeps_weights or dense.dtype.itemsize > dtype.itemsize
