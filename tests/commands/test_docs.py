@@ -210,7 +210,7 @@ def test_names_of_jgg_lead_to_the_reference():
 
     route = "<code>jgg.route(logits, k)</code>"
     assert shown(f"by {route}") == f'by <autoref identifier="jgg.route" optional>{route}</autoref>'
-    assert 'identifier="jgg.ragged_dot.ragged_dot"' in shown("<code>jgg.ragged_dot</code>")
+    assert 'identifier="jgg.ragged_dot"' in shown("<code>jgg.ragged_dot</code>")
     for html in (f'<a href="x">{route}</a>', f"<h2 id='x'>{route}</h2>", f"<pre>{route}</pre>", "<code>jax.jit</code>"):
         assert shown(html) == html
     sections = "<p>Returns: y.\nRaises: as f.</p>"
