@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_array, as_flag, as_int, check_floats
+from jgg.core.arguments import as_array, as_flag, as_int, as_mask, check_floats
 from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
@@ -27,7 +27,7 @@ from jgg.linear.lora import OF_DENSE, TARGETS, Lora, merged
 from jgg.linear.low_rank import LowRank, factors_of
 from jgg.linear.weights import as_matrix
 from jgg.router.logits import compute_logits
-from jgg.router.losses import as_mask, compute_load_balancing_loss, compute_router_z_loss, counted_rows
+from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
     Routing,
     as_given_choices,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import check_instance
+from jgg.core.arguments import as_mask, check_instance
 from jgg.linear.fp8 import Fp8
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
@@ -20,7 +20,6 @@ from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import merge_stack, new_stack, run_stack
 from jgg.models.tokens import as_segments, as_tokens, check_shape, runs_of
-from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
