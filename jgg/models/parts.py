@@ -69,7 +69,7 @@ class Options:
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
-        lora = Lora.checked(lora_rank, lora_alpha, lora_targets, ALL_TARGETS)
+        lora = Lora(lora_rank, lora_alpha, lora_targets).checked(ALL_TARGETS)
         return cls(
             dtype,
             param_dtype,
