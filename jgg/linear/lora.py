@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.core.matrix import Matrix
-from jgg.linear.low_rank import LowRank
+from jgg.linear.low_rank import LowRank, factors_of
 
 TARGETS = "w_gate_up", "w_down"
 OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
@@ -94,6 +94,12 @@ class Lora:
                 (a, b), (*experts, rows, columns) = adapter_names(target), weights[target]
                 shapes |= {a: (*experts, rows, rank), b: (*experts, rank, columns)}
         return shapes
+
+    def matrix(self, target: str, params: Mapping[str, Any]) -> Matrix:
+        """Dense weights of this name beside their term, if they have one; they keep their gradient."""
+        matrix = Matrix(dense=params[target])
+        own = self.of({target: target}).terms(params)
+        return matrix._replace(factors=factors_of(own[target])) if own else matrix
 
     def terms(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
         """The terms by the names of the weights that they are beside."""

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_mask, check_instance
 from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import Lora
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
@@ -96,9 +97,7 @@ class Decoder(nnx.Module):
             remat=remat,
             unroll=unroll,
             quantization=quantization,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            lora_targets=lora_targets,
+            lora=Lora(lora_rank, lora_alpha, lora_targets),
             implementation=implementation,
             sharding=sharding,
         )
