@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_array, as_flag, as_int, check_floats
+from jgg.core.arguments import as_array, as_flag, as_int, as_mask, check_floats
 from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
@@ -24,10 +24,10 @@ from jgg.launching.choice import How
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import OF_DENSE, TARGETS, Lora, merged
-from jgg.linear.low_rank import LowRank, factors_of
+from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
 from jgg.router.logits import compute_logits
-from jgg.router.losses import as_mask, compute_load_balancing_loss, compute_router_z_loss, counted_rows
+from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
     Routing,
     as_given_choices,
@@ -83,10 +83,10 @@ class MoELayer(LayerOptions, InFeatures):
         normalize, plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
         if self.normalize is not None:  # None stays, for `dataclasses.replace` with another topk
             plain["normalize"] = normalize
-        lora = Lora.checked(self.lora_rank, self.lora_alpha, self.lora_targets, (*TARGETS, *OF_DENSE))
+        lora = self.lora.checked((*TARGETS, *OF_DENSE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
-        plain |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
+        plain |= lora.of_a_layer
         for name, value in plain.items():
             object.__setattr__(self, name, value)
         if self.scale_input and self.topk != 1:
@@ -132,7 +132,7 @@ class MoELayer(LayerOptions, InFeatures):
     @property
     def lora(self) -> Lora:
         """The options of the LoRA adapters."""
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+        return Lora.of_layer(self)
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -269,14 +269,13 @@ class MoELayer(LayerOptions, InFeatures):
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
         for name in {"w_router", "b_router", *self.adapter_shapes} & named.keys():
             check_floats(name, named[name])
-        factors = {name: factors_of(term) for name, term in self.lora.terms(named).items()}
         matrices = {
             name: named[name] if isinstance(named[name], Matrix) else Matrix(dense=named[name])
             for name in self.shapes
             if name.startswith("w_")
         }
-        beside = {name: matrices[name].beside(own) for name, own in factors.items()}
-        return {name: named[name] for name in self.shapes} | matrices | beside
+        with_terms = {name: beside(matrices[name], term) for name, term in self.lora.terms(named).items()}
+        return {name: named[name] for name in self.shapes} | matrices | with_terms
 
     def _apply_to_tokens(
         self, arrays: Mapping[str, Any], sharding: MoESharding | None, options: MlpOptions

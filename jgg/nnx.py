@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_dtype, check, check_instance
 from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
-from jgg.experts.mesh import check_split
 from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import adapter_init
@@ -284,7 +283,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
         check(list(array.shape) == shape, f"{name} must have the layer's shape {shape}, got {list(array.shape)}.")
         placements[name] = _placement(name, values_and_scales(value)[0], layer.sharding)
         if isinstance(placements[name], jax.NamedSharding) and layer.sharding is not None:
-            check_split(name, array, placements[name].spec, layer.sharding)
+            layer.sharding.check_split(name, array, placements[name].spec)
     for name, array in params.items():
         variable, placement = getattr(layer, name), placements[name]
         if isinstance(array, QuantizedArray):

@@ -66,6 +66,16 @@ def as_array_or_none(name: str, value: object) -> jax.Array | None:
     return None if value is None else as_array(name, value)
 
 
+def as_mask(mask: ArrayLike | None, axes: str, shape: tuple[int, ...]) -> jax.Array | None:
+    """The tokens that count by a mask, as bools; None without one. Raises unless it has this shape, named `axes`."""
+    if mask is None:
+        return None
+    mask = as_array("mask", mask)
+    check_reals("mask", mask)
+    check(mask.shape == shape, f"mask must be {axes} = {list(shape)}, got {list(mask.shape)}.")
+    return mask.astype(bool)
+
+
 def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, Any]:
     """The values by name, each as `as_array` returns it; only the names in `may_be_none` may have the value None."""
     return {

@@ -26,7 +26,7 @@ from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
 from jgg.launching.choice import check_implementation
 from jgg.linear.fp8 import Fp8, check_quantization
-from jgg.linear.low_rank import LowRank, as_low_rank, factors_of
+from jgg.linear.low_rank import LowRank, checked_beside
 from jgg.linear.weights import Weights, as_matrix, in_recipe
 from jgg.router.routing import Routing
 
@@ -134,11 +134,7 @@ def expert_weights(
 def _matrix(name: str, w: ArrayLike | Weights, term: LowRank | None, w_layout: str) -> Matrix:
     matrix = as_matrix(f"w_{name}", w)
     check_rank(f"w_{name}", matrix, _AXES[name])
-    return (
-        matrix
-        if term is None
-        else matrix.beside(factors_of(as_low_rank(f"low_rank_{name}", term, w_layout, matrix.shape)))
-    )
+    return matrix if term is None else checked_beside(f"low_rank_{name}", matrix, term, w_layout)
 
 
 def check_shapes(x: Shaped, weights: ExpertWeights, options: MlpOptions) -> None:

@@ -135,10 +135,39 @@ class MoESharding:
         split = jax.jit(init, static_argnums=(1, 2), out_shardings=self.named(spec))
 
         def checked(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-            check_divides(name, shape, spec, self)
+            self.check_divides(name, shape, spec)
             return split(key, shape, dtype)
 
         return checked
+
+    def check_split(self, name: str, array: Any, spec: P) -> None:
+        """Raises where an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
+        if isinstance(array, Matrix):
+            for part in (array.dense, array.straight):
+                if part is not None:
+                    self.check_split(name, part, spec)
+        elif isinstance(array, QuantizedArray):
+            ones = (1,) * (len(array.shape) - 2)
+            self.check_divides(name, array.shape, spec, (*ones, *block_of(array, f"{name}.")))
+        else:
+            self.check_divides(name, jnp.shape(array), spec)
+
+    def check_divides(self, name: str, shape: tuple[int, ...], spec: P, block: tuple[int, ...] | None = None) -> None:
+        """Raises where an array cannot be split evenly as a spec says.
+
+        Args:
+          block: along each axis, the numbers that share a scale and so must be on one device; None for arrays without.
+        """
+        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+            names = names if isinstance(names, tuple) else (names,)
+            devices, whole = self.size(*names), 1 if block is None else block[axis]
+            if devices > 1 and size % (devices * whole):
+                along = " and ".join(repr(name) for name in names)
+                blocks = f", by blocks of {whole} with one scale" if whole > 1 else ""
+                raise ValueError(
+                    f"{name} must have a multiple of {devices * whole} along axis {axis}, the devices along {along} of "
+                    f"the mesh{blocks}, got {list(shape)}."
+                )
 
 
 def map_tokens[Result](
@@ -154,9 +183,9 @@ def map_tokens[Result](
     """
     tokens = sharding.token_spec
     for name, array in arrays.items():
-        check_split(name, array, specs.get(name, tokens), sharding)
+        sharding.check_split(name, array, specs.get(name, tokens))
         for part, factor in zip(adapter_names(name), getattr(array, "factors", None) or (), strict=False):
-            check_split(part, factor, specs.get(part, P()), sharding)
+            sharding.check_split(part, factor, specs.get(part, P()))
     parts = {name: specs_of_parts(name, array, specs, tokens) for name, array in arrays.items()}
     arrays = {
         name: jax.tree.map(functools.partial(_placed, name, sharding), array, parts[name])
@@ -214,39 +243,6 @@ def specs_of_parts(name: str, array: Any, specs: Mapping[str, P], default: P = _
         array.transposed and QuantizedArray(of_transposed, of_transposed),  # type: ignore[arg-type]
         array.factors and Factors._make(specs.get(part, spec) for part in adapter_names(name)),
     )
-
-
-def check_split(name: str, array: Any, spec: P, sharding: MoESharding) -> None:
-    """Raises where an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
-    if isinstance(array, Matrix):
-        for part in (array.dense, array.straight):
-            if part is not None:
-                check_split(name, part, spec, sharding)
-    elif isinstance(array, QuantizedArray):
-        ones = (1,) * (len(array.shape) - 2)
-        check_divides(name, array.shape, spec, sharding, (*ones, *block_of(array, f"{name}.")))
-    else:
-        check_divides(name, jnp.shape(array), spec, sharding)
-
-
-def check_divides(
-    name: str, shape: tuple[int, ...], spec: P, sharding: MoESharding, block: tuple[int, ...] | None = None
-) -> None:
-    """Raises where an array cannot be split evenly as a spec says.
-
-    Args:
-      block: along each axis, the numbers that share a scale and so must be on one device; None for arrays without.
-    """
-    for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
-        names = names if isinstance(names, tuple) else (names,)
-        devices, whole = sharding.size(*names), 1 if block is None else block[axis]
-        if devices > 1 and size % (devices * whole):
-            along = " and ".join(repr(name) for name in names)
-            blocks = f", by blocks of {whole} with one scale" if whole > 1 else ""
-            raise ValueError(
-                f"{name} must have a multiple of {devices * whole} along axis {axis}, the devices along {along} of the "
-                f"mesh{blocks}, got {list(shape)}."
-            )
 
 
 def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.Array:

@@ -120,7 +120,7 @@ def add_lora(
 
     Raises: ValueError: the model has no experts, or a number or target is wrong.
     """
-    lora = Lora.checked(rank, alpha, targets)
+    lora = Lora(rank, alpha, targets).checked()  # type: ignore[arg-type]
     owner, _ = _TUNIX.find(_MODEL, "MoELayer.__call__")
     layers: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, owner)]
     check(len(layers) > 0, "model must have layers of tunix.models.qwen3.model.MoELayer, got none.")

@@ -11,7 +11,7 @@ from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
 from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
 from jgg.linear.layer import Configs, Linear
-from jgg.linear.low_rank import LowRank, as_low_rank, factors_of
+from jgg.linear.low_rank import LowRank, checked_beside
 
 
 def grouped_gemm(
@@ -103,7 +103,9 @@ def grouped_gemm(
         preferred_element_type=preferred_element_type,
     )
     if low_rank is not None:
-        arrays = _with_term(arrays, as_low_rank("low_rank", low_rank, problem.w_layout, problem.w_shape))
+        check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
+        matrix = checked_beside("low_rank", arrays.matrix, low_rank, problem.w_layout)
+        arrays = arrays._replace(matrix=matrix)
     configs = Configs(kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
     linear = Linear(problem, how_of(problem, implementation), configs, trains=arrays.matrix.is_trained)
     return compute_grouped_gemm(linear, arrays)
@@ -299,12 +301,6 @@ def _checked(
     )
     matrix = Matrix(straight=w) if isinstance(w, QuantizedArray) else Matrix(dense=w)
     return problem, Arrays(x, matrix, group_sizes, gather_indices, topk_weights, bias)
-
-
-def _with_term(arrays: Arrays, term: LowRank) -> Arrays:
-    """The arrays with a term beside w, which then gets no gradient."""
-    check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
-    return arrays._replace(matrix=arrays.matrix.beside(factors_of(term)))
 
 
 def _as_order(group_sizes: ArrayLike, gather_indices: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:

@@ -13,14 +13,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.activations import Activation
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format, QuantizedArray, ToQuantize
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, is_plain_jax
 from jgg.linear.fp8 import Fp8, both_forms
-from jgg.primitives.product import Product
 from jgg.products.activate import Activated
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx, DxResults
@@ -81,6 +80,11 @@ class Linear:
     def is_plain(self) -> bool:
         """Whether it is computed in plain JAX, which JAX differentiates to any order."""
         return self.problem.is_empty or (self.recipe is None and is_plain_jax(self.how.implementation))
+
+    @property
+    def how_or_plain(self) -> How | None:
+        """How its products are computed; None in plain JAX."""
+        return None if self.is_plain else self.how
 
     @property
     def row_format(self) -> Format | None:
@@ -179,9 +183,8 @@ def forward(
     """Computes y, and the rows x @ a that `gradients` takes, [M, r], or None without factors."""
     operands = _operands(linear, x, matrix, routes, bias)
     problem = linear.problem.quantized if isinstance(operands.x, QuantizedArray) else linear.problem
-    return _compute(
-        linear, FORWARD, operands, problem, linear.configs.forward
-    ), operands.low_rank and operands.low_rank.rows
+    y = FORWARD(linear.how_or_plain, operands, linear.configs.forward, problem=problem)
+    return y, operands.low_rank and operands.low_rank.rows
 
 
 def forward_activated(
@@ -232,7 +235,7 @@ def dx(
         problem = dataclasses.replace(linear.problem_of_b(factors), has_topk_weights=False)
         indices = routes.gather_indices if problem.permute_y else None
         of_rows = Dx(dy, factors.b, routes.bounds, gather_indices=indices)
-        rows = _compute(linear, DX, of_rows, problem).dx
+        rows = DX(linear.how_or_plain, of_rows, problem=problem).dx
         term = LowRankTerm(rows, factors.a)
     if quantized_dy is not None:
         problem = linear.transposed_problem
@@ -240,7 +243,7 @@ def dx(
         operands = Forward(quantized_dy, w, routes.bounds, routes.gather_indices, low_rank=_in_enk(term, problem))
         return DxResults(FORWARD(linear.how, operands, problem=problem.quantized)), term and term.rows
     of_dx = Dx(dy, matrix.dense, routes.bounds, x, routes.gather_indices, routes.topk_weights, term)
-    return _compute(linear, DX, of_dx, linear.problem, linear.configs.dx), term and term.rows
+    return DX(linear.how_or_plain, of_dx, linear.configs.dx, problem=linear.problem), term and term.rows
 
 
 def gradients(
@@ -269,7 +272,7 @@ def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes)
     if not linear.trains:
         return None
     operands = _outer_operands(linear.problem, x, dy, routes)
-    return _compute(linear, DW, operands, linear.problem, linear.configs.dw)
+    return DW(linear.how_or_plain, operands, linear.configs.dw, problem=linear.problem)
 
 
 def factor_gradients(
@@ -286,27 +289,14 @@ def factor_gradients(
         return None
     assert rows is not None and d_rows is not None
     of_a, of_b = linear.problem_of_a(matrix.factors), linear.problem_of_b(matrix.factors)
-    da = _compute(linear, DW, _outer_operands(of_a, x, d_rows, routes), of_a)
-    db = _compute(linear, DW, _outer_operands(of_b, rows, dy, routes), of_b)
+    da = DW(linear.how_or_plain, _outer_operands(of_a, x, d_rows, routes), problem=of_a)
+    db = DW(linear.how_or_plain, _outer_operands(of_b, rows, dy, routes), problem=of_b)
     return Factors(da, db)
 
 
 def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, routes: Routes) -> Dw:
     reads_indices = problem.permute_x or problem.permute_y or problem.has_topk_weights
     return Dw(x, dy, routes.bounds, routes.gather_indices if reads_indices else None, routes.topk_weights)
-
-
-def _compute[Results](
-    linear: Linear,
-    product: Product[Results],
-    operands: NamedTuple,
-    problem: GroupedGemmProblem,
-    config: KernelConfig | None = None,
-) -> Results:
-    """Computes a product of the layer, in plain JAX if the layer is plain."""
-    if linear.is_plain:
-        return product.plain(operands, problem=problem)
-    return product(linear.how, operands, config, problem=problem)
 
 
 def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None) -> Forward:
@@ -318,7 +308,7 @@ def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax
         problem = dataclasses.replace(linear.problem_of_a(matrix.factors), has_topk_weights=False)
         dense = x.dequantize(problem.dtype) if isinstance(x, QuantizedArray) else x
         rows = Forward(dense, a, bounds, gather_indices if problem.permute_x else None)
-        term = LowRankTerm(_compute(linear, FORWARD, rows, problem), b)
+        term = LowRankTerm(FORWARD(linear.how_or_plain, rows, problem=problem), b)
     if linear.row_format is not None and not isinstance(x, QuantizedArray):
         x = QUANTIZE_ROWS(linear.how, Quantize(x), stored_as=linear.row_format)
     if isinstance(x, QuantizedArray):

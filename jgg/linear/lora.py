@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.core.matrix import Matrix
-from jgg.linear.low_rank import LowRank
+from jgg.linear.low_rank import LowRank, factors_of
 
 TARGETS = "w_gate_up", "w_down"
 OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
@@ -20,11 +20,11 @@ OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The options of a layer's adapters, checked.
+    """The options of a layer's adapters.
 
     Attributes:
-      rank, alpha, targets: `lora_rank`, `lora_alpha` and `lora_targets` of `LayerOptions`, without None for alpha where
-        there is a rank. A tuple has one number for each of the targets.
+      rank, alpha, targets: `lora_rank`, `lora_alpha` and `lora_targets` of `LayerOptions`. Where they are `checked`,
+        there is an alpha if there is a rank. A tuple has one number for each of the targets.
     """
 
     rank: int | tuple[int, ...] | None
@@ -32,8 +32,18 @@ class Lora:
     targets: tuple[str, ...]
 
     @classmethod
-    def checked(cls, rank: object, alpha: object, targets: object, known: tuple[str, ...] = TARGETS) -> Self:
+    def of_layer(cls, options: Any) -> Self:
+        """The options that the fields of a layer give."""
+        return cls(*(getattr(options, f"lora_{field.name}") for field in dataclasses.fields(cls)))
+
+    @property
+    def of_a_layer(self) -> dict[str, Any]:
+        """The fields of a layer that these options give."""
+        return {f"lora_{name}": value for name, value in vars(self).items()}
+
+    def checked(self, known: tuple[str, ...] = TARGETS) -> Self:
         """The options, of targets among the `known` ones; raises if one of them is wrong."""
+        rank, alpha, targets = self.rank, self.alpha, self.targets
         expected = f"a tuple of one or both of {known}" if len(known) == 2 else f"a tuple of some of {known}"
         check_instance("lora_targets", targets, tuple | list | str, expected)
         assert isinstance(targets, tuple | list | str)
@@ -47,10 +57,10 @@ class Lora:
             )
         if rank is None:
             check(alpha is None, f"lora_alpha must be None without a lora_rank, got {alpha!r}.")
-            return cls(None, None, names)
+            return dataclasses.replace(self, targets=names)
         own = _each(lambda value: as_int("lora_rank", value, 1, "None or a positive int"), rank)
         scales = _each(lambda value: as_finite("lora_alpha", value), alpha) if alpha is not None else _each(float, own)
-        return cls(own, scales, names)
+        return dataclasses.replace(self, rank=own, alpha=scales, targets=names)
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -84,6 +94,12 @@ class Lora:
                 (a, b), (*experts, rows, columns) = adapter_names(target), weights[target]
                 shapes |= {a: (*experts, rows, rank), b: (*experts, rank, columns)}
         return shapes
+
+    def matrix(self, target: str, params: Mapping[str, Any]) -> Matrix:
+        """Dense weights of this name beside their term, if they have one; they keep their gradient."""
+        matrix = Matrix(dense=params[target])
+        own = self.of({target: target}).terms(params)
+        return matrix._replace(factors=factors_of(own[target])) if own else matrix
 
     def terms(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
         """The terms by the names of the weights that they are beside."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, as_finite, check_floats, check_instance, check_one_of, check_rank
-from jgg.core.matrix import Factors
+from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, type_of
 
@@ -117,6 +117,16 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
             f"got a {list(arrays['a'].shape)} and b {list(arrays['b'].shape)}."
         )
     return LowRank(**arrays, scale=as_finite(f"{name}.scale", value.scale))
+
+
+def checked_beside(name: str, matrix: Matrix, term: object, w_layout: str) -> Matrix:
+    """The matrix [E, N, K] or [E, K, N] beside a term; raises as `as_low_rank` does."""
+    return beside(matrix, as_low_rank(name, term, w_layout, matrix.shape))
+
+
+def beside(matrix: Matrix, term: LowRank) -> Matrix:
+    """The matrix beside a checked term, and so without a gradient of its weights."""
+    return matrix.beside(factors_of(term))
 
 
 def factors_of(term: LowRank) -> Factors:

@@ -124,7 +124,7 @@ def _replace_adapters(model: Decoder, lora: Lora) -> None:
     """Gives the model's modules the options of adapters, and adapters without values in the place of their own."""
     own_options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(Options)}
     del own_options["lora"]
-    options: dict[str, Any] = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
+    options = lora.of_a_layer
     new = nnx.eval_shape(lambda: Decoder(model.config, **own_options, **options, rngs=nnx.Rngs(0)))
     for path, module in nnx.iter_modules(new):
         own = functools.reduce(getattr, map(str, path), model)

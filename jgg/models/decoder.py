@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import check_instance
+from jgg.core.arguments import as_mask, check_instance
 from jgg.linear.fp8 import Fp8
+from jgg.linear.lora import Lora
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
@@ -20,7 +21,6 @@ from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import merge_stack, new_stack, run_stack
 from jgg.models.tokens import as_segments, as_tokens, check_shape, runs_of
-from jgg.router.losses import as_mask
 from jgg.sharding import MoESharding
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
@@ -99,9 +99,7 @@ class Decoder(nnx.Module):
             remat=remat,
             unroll=unroll,
             quantization=quantization,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            lora_targets=lora_targets,
+            lora=Lora(lora_rank, lora_alpha, lora_targets),
             implementation=implementation,
             sharding=sharding,
         )

@@ -79,12 +79,9 @@ class Layer(nnx.Module):
 
 def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
     init = nnx.initializers.normal(config.init_scale)
-    adapters: dict[str, Any] = {}
     lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
-    if lora.rank is not None:
-        adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets}
     return jgg.nnx.MoE(
-        **vars(config.moe) | adapters,
+        **vars(config.moe) | (lora.of_a_layer if lora.rank is not None else {}),
         dtype=options.dtype,
         param_dtype=options.param_dtype,
         lora_param_dtype=options.lora_param_dtype,

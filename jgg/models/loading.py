@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
-from jgg.experts.mesh import check_split
 from jgg.hf.checkpoints import Checkpoint, Header, read_config, read_params
 from jgg.hf.files import check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
@@ -203,7 +202,7 @@ class _Reader:
         if sharding is None:
             return jax.tree.map(jnp.asarray, value)
         spec = spec_of(tuple(name.split(".")), value.shape, sharding)
-        check_split(name, value, spec, sharding)
+        sharding.check_split(name, value, spec)
         return jax.tree.map(functools.partial(put, place=sharding.named(spec)), value)
 
     def _cast(self, name: str, value: np.ndarray) -> np.ndarray:

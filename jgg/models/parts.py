@@ -11,14 +11,12 @@ from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
-from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import OF_DENSE as OF_MOE
 from jgg.linear.lora import TARGETS as OF_EXPERTS
-from jgg.linear.lora import Lora, adapter_init, adapter_names
-from jgg.linear.low_rank import LowRank, factors_of
+from jgg.linear.lora import Lora, adapter_init
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
@@ -59,9 +57,7 @@ class Options:
         remat: str,
         unroll: int,
         quantization: Fp8 | None,
-        lora_rank: int | tuple[int, ...] | None,
-        lora_alpha: float | tuple[float, ...] | None,
-        lora_targets: tuple[str, ...],
+        lora: Lora,
         implementation: str | None,
         sharding: MoESharding | None,
     ) -> "Options":
@@ -69,7 +65,6 @@ class Options:
         check_one_of("remat", remat, REMAT)
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
-        lora = Lora.checked(lora_rank, lora_alpha, lora_targets, ALL_TARGETS)
         return cls(
             dtype,
             param_dtype,
@@ -77,7 +72,7 @@ class Options:
             remat,
             as_int("unroll", unroll, 1),
             quantization,
-            lora,
+            lora.checked(ALL_TARGETS),
             implementation,
             checked_sharding(sharding),
         )
@@ -100,21 +95,25 @@ def set_params(
 
 def linear(module: nnx.Module, x: jax.Array, name: str, options: Options) -> jax.Array:
     """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x."""
-    adapters = adapter_names(f"w_{name}")
-    matrix = Matrix(dense=getattr(module, f"w_{name}")[...])
-    if hasattr(module, adapters[0]):
-        a, b = (getattr(module, part)[...] for part in adapters)
-        matrix = matrix._replace(factors=factors_of(LowRank(a, b, options.lora.scales[f"w_{name}"])))
+    matrix = options.lora.matrix(f"w_{name}", _params(module, f"w_{name}", options.lora))
     bias = getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
     return dense(x, matrix, bias, implementation=options.dense_implementation)
 
 
 def merge_adapters(module: nnx.Module, lora: Lora) -> None:
     """Merges a module's adapters of matrices [K, N] into them, and sets their b to zero."""
-    names = {name: name for name in lora.targets if hasattr(module, f"{name}_lora_a")}
-    params = {part: getattr(module, part)[...] for name in names for part in (name, *adapter_names(name))}
-    for name, value in lora.of(names).merge(params).items():
+    own = lora.of({name: name for name in lora.targets if hasattr(module, name)})
+    params: dict[str, jax.Array] = {}
+    for name in own.targets:
+        params |= _params(module, name, own)
+    for name, value in own.merge(params).items():
         getattr(module, name)[...] = value
+
+
+def _params(module: nnx.Module, name: str, lora: Lora) -> dict[str, jax.Array]:
+    """A module's matrix of this name and its adapter, if it has one, by their names."""
+    w = getattr(module, name)[...]
+    return {name: w} | {part: getattr(module, part)[...] for part in lora.shapes({name: w.shape})}
 
 
 def norm(x: jax.Array, scale: nnx.Param[jax.Array], epsilon: float) -> jax.Array:

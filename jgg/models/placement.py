@@ -10,7 +10,6 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import check, check_instance
-from jgg.experts.mesh import check_divides
 from jgg.sharding import MoESharding
 
 P = jax.P
@@ -124,7 +123,7 @@ def split_batch(array: jax.Array, sharding: MoESharding | None, axis: int = 0) -
 def check_batch(tokens: jax.Array, sharding: MoESharding | None) -> None:
     """Raises unless the mesh can split tokens [B, S] along B."""
     if sharding is not None:
-        check_divides("tokens", tokens.shape, sharding.token_spec, sharding)
+        sharding.check_divides("tokens", tokens.shape, sharding.token_spec)
 
 
 def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:

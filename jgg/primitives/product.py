@@ -99,8 +99,17 @@ class Product[Results]:
     def __repr__(self) -> str:
         return self.name
 
-    def __call__(self, how: How, operands: NamedTuple, config: Hashable = None, **parameters: Hashable) -> Results:
-        """The results, as `result_types` says; `config` is what kernels are asked to use, None to choose."""
+    def __call__(
+        self, how: How | None, operands: NamedTuple, config: Hashable = None, **parameters: Hashable
+    ) -> Results:
+        """The results, as `result_types` says.
+
+        Args:
+          how: None for `plain` in the place of the primitive, which JAX differentiates to any order.
+          config: what kernels are asked to use, None to choose.
+        """
+        if how is None:
+            return self.plain(operands, **parameters)
         leaves, structure = jax.tree.flatten(operands)
         results: Any = jax.tree.structure(self.result_types(operands, **parameters))
         sizes = [size for leaf in leaves for size in leaf.shape]

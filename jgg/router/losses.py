@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jgg.core.arguments import as_array, check, check_integers, check_one_of, check_reals
+from jgg.core.arguments import as_array, as_mask, check_integers, check_one_of, check_reals
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How
@@ -145,16 +145,6 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
     mean = quotients + carry  # rounded down by rest / num_experts
     is_below = jnp.where(counts == mean, rest > 0, counts < mean)
     return is_below.astype(jnp.int32) - (counts > mean).astype(jnp.int32)
-
-
-def as_mask(mask: ArrayLike | None, axes: str, shape: tuple[int, ...]) -> jax.Array | None:
-    """The tokens that count by a mask, as bools; None without one. Raises unless it has this shape, named `axes`."""
-    if mask is None:
-        return None
-    mask = as_array("mask", mask)
-    check_reals("mask", mask)
-    check(mask.shape == shape, f"mask must be {axes} = {list(shape)}, got {list(mask.shape)}.")
-    return mask.astype(bool)
 
 
 def _zeroed(array: jax.Array, counts: jax.Array | None) -> jax.Array:
