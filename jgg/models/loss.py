@@ -74,7 +74,7 @@ def _gradients(
     (dx, _), _ = layer.dx(linear, dy, matrix, routes)
     dw = layer.weight_gradient(linear, rows, dy, routes)
     assert dw is not None  # dense weights have a gradient
-    return dx.reshape(x.shape), dw[0]
+    return dx.reshape(x.shape), dw
 
 
 def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, sharding: MoESharding | None) -> jax.Array:
