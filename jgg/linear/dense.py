@@ -1,11 +1,14 @@
 """The linear layer of one matrix: every row is multiplied by it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.configs.dense_choice import is_faster_by_kernels
 from jgg.core.gpu_target import current_target
+from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
@@ -77,10 +80,14 @@ def dense_layer(
 
 
 def dense_operands(linear: Linear, x: jax.Array, matrix: Matrix, bias: jax.Array | None = None) -> Operands:
-    """The operands of a `dense_layer`: one group of all rows. Only products of kernels need x as a matrix [M, K]."""
+    """The operands of a `dense_layer`: all rows are of one group. Only kernels need x as a matrix [M, K].
+
+    All vary over the mesh axes over which one of them does.
+    """
     problem = linear.problem
     rows_of_group = jnp.full(1, problem.num_rows, jnp.int32)
     bounds = GroupBounds(jnp.zeros(1, jnp.int32), rows_of_group, rows_of_group)
-    matrix, bias = jax.tree.map(lambda part: part[None], (matrix, bias))
     rows = x if linear.is_plain else x.reshape(problem.num_rows, problem.in_features)
+    axes = varying_axes(*jax.tree.leaves((rows, matrix, bias)))
+    rows, matrix, bias = jax.tree.map(functools.partial(vary_over, axes), (rows, matrix, bias))
     return Operands(rows, matrix, Routes(bounds), bias)

@@ -123,7 +123,7 @@ def _backward(linear: Linear, residuals: _Residuals, dy: jax.Array) -> tuple[Ope
         d_topk_weights = row_sums.reshape(topk_weights.shape).astype(topk_weights.dtype)
     if bias is not None:
         dbias = DBIAS(linear.how, Dbias(dy, bounds, gather_indices, topk_weights), problem=problem)
-        dbias = dbias.astype(bias.dtype)
+        dbias = dbias.reshape(bias.shape).astype(bias.dtype)
     d_routes = Routes(bounds=None, topk_weights=d_topk_weights)  # type: ignore[arg-type]
     return (Operands(dx, d_matrix, d_routes, dbias),)
 

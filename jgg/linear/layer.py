@@ -4,6 +4,9 @@ They are the only place that knows a matrix's dense, quantized and low-rank part
 which. A layer computes in plain JAX where `Linear.is_plain`; JAX then differentiates it. Otherwise products compute it,
 and a custom_vjp calls the three functions: `jgg.linear.differentiable` for one layer, `jgg.experts.moe` for two layers
 and the activation between them.
+
+The matrix of a dense layer is [K, N], or [N, K], and so is its gradient; its bias is [N]. Only products see one group,
+so that a backward pass keeps the matrix as it was given and no copy of it.
 """
 
 import dataclasses
@@ -133,7 +136,7 @@ class Linear:
 
 
 def _rank(problem: GroupedGemmProblem, factors: Factors) -> int:
-    return factors.a.shape[1 if problem.w_layout == "enk" else 2]
+    return factors.a.shape[-2 if problem.w_layout == "enk" else -1]
 
 
 def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_weights") -> Matrix:
@@ -229,7 +232,7 @@ def dx(
       x: the layer's x, if row sums for the gradient of topk_weights are wanted.
       quantized_dy: dy in the recipe's format for gradients, if the layer has a recipe.
     """
-    term = None
+    matrix, term = _of_groups(linear, matrix), None
     if matrix.factors is not None:
         factors = _cast(linear, matrix.factors)
         problem = dataclasses.replace(linear.problem_of_b(factors), has_topk_weights=False)
@@ -272,7 +275,8 @@ def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes)
     if not linear.trains:
         return None
     operands = _outer_operands(linear.problem, x, dy, routes)
-    return DW(linear.how_or_plain, operands, linear.configs.dw, problem=linear.problem)
+    dw = DW(linear.how_or_plain, operands, linear.configs.dw, problem=linear.problem)
+    return _of_matrix(linear, dw)
 
 
 def factor_gradients(
@@ -291,7 +295,18 @@ def factor_gradients(
     of_a, of_b = linear.problem_of_a(matrix.factors), linear.problem_of_b(matrix.factors)
     da = DW(linear.how_or_plain, _outer_operands(of_a, x, d_rows, routes), problem=of_a)
     db = DW(linear.how_or_plain, _outer_operands(of_b, rows, dy, routes), problem=of_b)
-    return Factors(da, db)
+    return _of_matrix(linear, Factors(da, db))
+
+
+def _of_groups[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
+    """A layer's matrix or bias as products take it: that of a dense layer as one group's."""
+    is_one_group = linear.problem.is_dense and not linear.is_plain
+    return jax.tree.map(lambda array: array[None], arrays) if is_one_group else arrays
+
+
+def _of_matrix[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
+    """What DW returns as gradients of a layer's matrix: for a dense layer those of its one group."""
+    return jax.tree.map(lambda array: array[0], arrays) if linear.problem.is_dense else arrays
 
 
 def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, routes: Routes) -> Dw:
@@ -302,7 +317,7 @@ def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, ro
 def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None) -> Forward:
     """The operands of the forward product: rows and weights quantized if the layer has a recipe, and the term."""
     bounds, gather_indices, topk_weights = routes
-    term = None
+    matrix, bias, term = _of_groups(linear, matrix), _of_groups(linear, bias), None
     if matrix.factors is not None:
         a, b = _cast(linear, matrix.factors)
         problem = dataclasses.replace(linear.problem_of_a(matrix.factors), has_topk_weights=False)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jgg.core.manual_axes import alike, vary_over, varying_axes
 from jgg.core.matrix import Matrix
 from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
@@ -46,15 +47,19 @@ class Head:
         return linear, dense_operands(linear, x, matrix)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def logits_of(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
     """Float32 logits [..., V], unscaled, of x [..., H] and w in its dtype, in which gradients multiply too."""
+    return _logits_of(*alike(x, w), head)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _logits_of(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
     linear, operands = head.layer(x, w, w.dtype)
     return layer.forward(linear, *operands)[0].reshape(*x.shape[:-1], head.vocabulary(w))
 
 
 def _logits_of_fwd(x: jax.Array, w: jax.Array, head: Head) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return logits_of(x, w, head), (x, w)
+    return _logits_of(x, w, head), (x, w)
 
 
 def _logits_of_bwd(head: Head, residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +67,7 @@ def _logits_of_bwd(head: Head, residuals: tuple[jax.Array, jax.Array], dy: jax.A
     return _gradients(head, x, w, dy.astype(x.dtype), w.dtype)
 
 
-logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
+_logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
 
 
 def _gradients(
@@ -74,7 +79,7 @@ def _gradients(
     (dx, _), _ = layer.dx(linear, dy, matrix, routes)
     dw = layer.weight_gradient(linear, rows, dy, routes)
     assert dw is not None  # dense weights have a gradient
-    return dx.reshape(x.shape), dw[0]
+    return dx.reshape(x.shape), dw
 
 
 def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, sharding: MoESharding | None) -> jax.Array:
@@ -91,7 +96,7 @@ def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, shardi
       sharding: how devices split sequences, or None.
     """
     if sharding is None:
-        return _losses(x, w, targets, head)
+        return _losses(*alike(x, w, targets), head)
     own = functools.partial(_losses, head=head)
     tokens = sharding.token_spec
     return jax.shard_map(
@@ -136,7 +141,7 @@ def _losses_bwd(head: Head, residuals: tuple[jax.Array, ...], d_losses: jax.Arra
     vocabulary = head.vocabulary(w)
     num_parts = _num_parts(x, vocabulary)
     parts = tuple(_parts(array, num_parts) for array in (x, targets, log_sums, d_losses))
-    dw, dx = jax.lax.scan(of_part, jnp.zeros(w.shape, jnp.float32), parts)
+    dw, dx = jax.lax.scan(of_part, vary_over(varying_axes(w), jnp.zeros(w.shape, jnp.float32)), parts)
     return _whole(dx, x.shape), dw.astype(w.dtype), None
 
 

@@ -93,6 +93,45 @@ def test_over_a_stack_of_layers_of_which_some_are_frozen():
         assert_same(got, jax.grad(loss)(matrices, expected), 1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_loop_over_layers_keeps_no_copies_of_their_weights(implementation):
+    matrix = Matrix(dense=jnp.ones((K, K)), factors=Factors(jnp.ones((K, RANK)), jnp.ones((RANK, K))))
+    stack = jax.tree.map(lambda part: jnp.stack([part] * 2), matrix)
+
+    def loss(x, stack):
+        def step(x, matrix):
+            return jnp.tanh(dense(x, matrix, implementation=implementation)), None
+
+        return jnp.sum(jax.lax.scan(step, x, stack)[0])
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((5, K)), stack)
+    forward, _ = (eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert max(result.aval.size for result in forward.outvars) == 2 * 5 * K  # x of each layer
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.interpret)])
+def test_inside_shard_map_with_shared_weights(implementation):
+    """Gradients of weights that all devices share are sums over the devices."""
+    x, matrix, bias, dy = make(rows=(4,))
+    tokens = jax.P("data")
+
+    def loss(layer, x, matrix, bias, dy):
+        return jnp.sum(layer(x, matrix, bias) * dy)
+
+    def split(*arrays):
+        own = functools.partial(loss, functools.partial(dense, implementation=implementation))
+        return jax.shard_map(
+            lambda *arrays: jax.lax.psum(own(*arrays), "data"),
+            mesh=jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=(tokens, jax.P(), jax.P(), tokens),
+            out_specs=jax.P(),
+        )(*arrays)
+
+    got = jax.jit(jax.grad(split, (0, 1, 2)))(x, matrix, bias, dy)
+    with jax.default_matmul_precision("highest"):
+        assert_same(got, jax.grad(functools.partial(loss, expected), (0, 1, 2))(x, matrix, bias, dy))
+
+
 def test_derivatives_of_any_order_in_plain_jax():
     x, matrix, bias, _ = make()
     layer = functools.partial(dense, implementation="xla")

@@ -227,6 +227,26 @@ def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
     np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
 
 
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("computed", ["logits", "losses"])
+def test_gradients_inside_shard_map(computed, implementation):
+    """A model whose weights all devices share, in a shard_map over tokens; one device has the same types as several."""
+    graphdef, state = nnx.split(loaded("glm4_moe", implementation=implementation))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 3)), jnp.int32)
+
+    def run(state, tokens):
+        model = nnx.merge(graphdef, state)
+        return jnp.sum(model(tokens) ** 2 if computed == "logits" else model.losses(tokens, tokens))
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(), jax.P("data")
+    own = jax.shard_map(lambda *own: jax.lax.psum(run(*own), "data"), mesh=mesh, in_specs=specs, out_specs=jax.P())
+    got, want = (jax.jit(jax.grad(function, allow_int=True))(state, tokens) for function in (own, run))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if other.dtype == jnp.float32:
+            assert_close(one, other)
+
+
 def test_losses_never_have_all_logits():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
     graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))

@@ -1,4 +1,7 @@
-"""Dense products in plain JAX: of rows x [..., K] and one matrix, [1, K, N] or [1, N, K] by the problem's layout."""
+"""Dense products in plain JAX: of rows x [..., K] and one matrix, [K, N] or [N, K] by the problem's layout.
+
+A matrix or bias may also have an axis in front, as that of one group has.
+"""
 
 from typing import Any
 
@@ -15,15 +18,15 @@ def forward(
     y = _multiply(problem, x, w)
     if low_rank is not None:
         y = y + _multiply(problem, low_rank.rows, low_rank.matrices)
-    return y if bias is None else y + jnp.broadcast_to(bias[0].astype(y.dtype), y.shape)
+    return y if bias is None else y + jnp.broadcast_to(bias.reshape(-1).astype(y.dtype), y.shape)
 
 
 def dx(problem: GroupedGemmProblem, dy: jax.Array, w: jax.Array, low_rank: Any) -> jax.Array:
     """`dy @ w^T`, plus a low-rank term's rows times its matrix transposed, in `problem.dtype`."""
     w_features = 1 if problem.w_layout == "ekn" else 0
-    product = _dot(problem, dy, w[0], dy.ndim - 1, w_features)
+    product = _dot(problem, dy, w, dy.ndim - 1, w_features)
     if low_rank is not None:
-        product = product + _dot(problem, low_rank.rows, low_rank.matrices[0], dy.ndim - 1, w_features)
+        product = product + _dot(problem, low_rank.rows, low_rank.matrices, dy.ndim - 1, w_features)
     return product
 
 
@@ -42,9 +45,9 @@ def _multiply(problem: GroupedGemmProblem, x: jax.Array, w: jax.Array) -> jax.Ar
     w_features = 0 if problem.w_layout == "ekn" else 1
     rows = x.size // max(1, x.shape[-1])
     if rows != 1:
-        return _dot(problem, x, w[0], x.ndim - 1, w_features, problem.out_dtype)
+        return _dot(problem, x, w, x.ndim - 1, w_features, problem.out_dtype)
     two = jnp.pad(x.reshape(1, x.shape[-1]), ((0, 1), (0, 0)))
-    return _dot(problem, two, w[0], 1, w_features, problem.out_dtype)[:1].reshape(*x.shape[:-1], -1)
+    return _dot(problem, two, w, 1, w_features, problem.out_dtype)[:1].reshape(*x.shape[:-1], -1)
 
 
 def _dot(
@@ -52,6 +55,6 @@ def _dot(
 ) -> jax.Array:
     dtype = problem.dtype if dtype is None else dtype
     wider = dtype if dtype != problem.dtype else None
-    w = w.astype(problem.dtype)
+    w = (w if w.ndim == 2 else w[0]).astype(problem.dtype)
     numbers = (((axis,), (w_axis,)), ((), ()))
     return jax.lax.dot_general(rows, w, numbers, precision=problem.precision, preferred_element_type=wider)
