@@ -13,7 +13,6 @@ _OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)")
 _NAME = re.compile(r"<(a|autoref|h\d|pre)\b.*?</\1>|<code>(?P<name>jgg\.[\w.]*\w)[^<]*</code>", re.DOTALL)
 # sections of docstrings that fit on a line; mkdocs leaves them as plain text
 _SECTION = re.compile(r"(<p>|\n)(Returns|Raises|Source): ")
-_SAME_NAME_AS_MODULE = {name: f"{name}.{name[4:]}" for name in ("jgg.grouped_gemm", "jgg.ragged_dot")}
 
 
 def on_page_markdown(markdown: str, *, page, config, files) -> str:
@@ -39,7 +38,7 @@ def on_page_content(html: str, *, page, config, files) -> str:
         name = match["name"]
         if name is None:
             return match[0]
-        return f'<autoref identifier="{_SAME_NAME_AS_MODULE.get(name, name)}" optional>{match[0]}</autoref>'
+        return f'<autoref identifier="{name}" optional>{match[0]}</autoref>'
 
     html = _NAME.sub(link, html)
     if page.file.src_path.startswith("api/"):
