@@ -20,7 +20,7 @@ from jgg.products.buffer import BUFFER, Buffer
 from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
 
-Mlp = Callable[[jax.Array, Routing], jax.Array]
+OfExperts = Callable[[jax.Array, Routing], jax.Array]
 _RUNS = 1024  # runs that a device sends within a machine, beside those that start at an expert
 
 
@@ -39,7 +39,7 @@ class Placement(NamedTuple):
 
 
 def by_all_gather(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement, how: How
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
 ) -> tuple[jax.Array, jax.Array]:
     """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
 
@@ -64,7 +64,7 @@ def by_all_gather(
 
 
 def by_ragged_all_to_all(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: Mlp, placement: Placement, how: How
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
 ) -> tuple[jax.Array, jax.Array]:
     """Every row goes to the device of its expert and its result comes back; takes the arguments of `by_all_gather`.
 

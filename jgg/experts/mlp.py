@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mlp:
+class MoeMlp:
     """The static argument of `moe_mlp`'s custom_vjp.
 
     Attributes:
@@ -54,7 +54,7 @@ class Mlp:
     names: ResidualNames
 
     @classmethod
-    def of(cls, x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> "Mlp":
+    def of(cls, x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> "MoeMlp":
         """The MLP of these arrays, checked, and options."""
         up, down = _problems(x, weights, routing, options)
         how, recipe = how_of(up, options.implementation), options.quantization

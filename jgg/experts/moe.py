@@ -16,7 +16,7 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
-from jgg.experts.mlp import Mlp, Operands
+from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8
 from jgg.linear.layer import Routes
@@ -120,7 +120,7 @@ def moe_mlp(
 
 def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
     """`moe_mlp` of checked arguments."""
-    mlp = Mlp.of(x, weights, routing, options)
+    mlp = MoeMlp.of(x, weights, routing, options)
     if not mlp.is_plain:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         x = checkpoint_name(x, mlp.names.x)
@@ -136,12 +136,12 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _compute(mlp: Mlp, operands: Operands) -> jax.Array:
+def _compute(mlp: MoeMlp, operands: Operands) -> jax.Array:
     return (_plain_mlp if mlp.is_plain else _mlp)(mlp, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp: Mlp, operands: Operands) -> jax.Array:
+def _mlp(mlp: MoeMlp, operands: Operands) -> jax.Array:
     return _forward_pass(mlp, _prepared(mlp, operands, keeps=False), keeps=False)[0]
 
 
@@ -158,13 +158,13 @@ class _Kept(NamedTuple):
     rows_down: jax.Array | None
 
 
-def _prepared(mlp: Mlp, operands: Operands, keeps: bool) -> Operands:
+def _prepared(mlp: MoeMlp, operands: Operands, keeps: bool) -> Operands:
     gate_up = layer.prepared(mlp.up, operands.gate_up, keeps=keeps, name=mlp.names.weights)
     down = layer.prepared(mlp.down, operands.down, keeps=keeps, name=mlp.names.weights)
     return operands._replace(gate_up=gate_up, down=down)
 
 
-def _forward_pass(mlp: Mlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
+def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
     activated, rows_up = layer.forward_activated(
         mlp.up,
         operands.x,
@@ -180,7 +180,7 @@ def _forward_pass(mlp: Mlp, operands: Operands, keeps: bool) -> tuple[jax.Array,
     return y, _Kept(activated.kept, rows_up, rows_down)
 
 
-def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, _Kept]]:
+def _forward(mlp: MoeMlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, _Kept]]:
     operands = _prepared(mlp, operands, keeps=True)
     y, kept = _forward_pass(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), kept)
@@ -188,7 +188,7 @@ def _forward(mlp: Mlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, _
     return y, (operands._replace(gate_up=gate_up, down=down), kept)
 
 
-def _restored(mlp: Mlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
+def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
     """What the backward pass reads.
 
     The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense.
@@ -202,7 +202,7 @@ def _restored(mlp: Mlp, operands: Operands, dy: jax.Array) -> tuple[Operands, ja
 
 
 def _activation_backward(
-    mlp: Mlp, operands: Operands, kept: _Kept, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, kept: _Kept, dy: jax.Array
 ) -> tuple[ActivationGradients, jax.Array | None]:
     """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
 
@@ -226,7 +226,7 @@ def _activation_backward(
 
 
 def _factors_of_down(
-    mlp: Mlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: jax.Array
 ) -> Factors | None:
     """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
 
@@ -249,7 +249,7 @@ def _factors_of_down(
 
 
 def _down_backward(
-    mlp: Mlp, operands: Operands, hidden: jax.Array, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, hidden: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
     """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
     routes, b_down = mlp.routes(operands), operands.b_down
@@ -266,7 +266,7 @@ def _down_backward(
 
 
 @jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: Mlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tuple[Operands]:
+def _backward(mlp: MoeMlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tuple[Operands]:
     """All gradients; those that nobody asks for are dropped as dead code, with their products."""
     operands, kept = residuals
     operands, dy = _restored(mlp, operands, dy)
@@ -303,7 +303,7 @@ def _backward(mlp: Mlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tup
 _mlp.defvjp(_forward, _backward)
 
 
-def _plain_mlp(mlp: Mlp, operands: Operands) -> jax.Array:
+def _plain_mlp(mlp: MoeMlp, operands: Operands) -> jax.Array:
     """The MLP in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     routes = mlp.routes(operands)
     pre_activation, _ = layer.forward(mlp.up, operands.x, operands.gate_up, routes, operands.b_gate_up)
