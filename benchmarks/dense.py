@@ -29,7 +29,7 @@ from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Factors, Matrix
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import compute
-from jgg.linear.layer import Configs
+from jgg.linear.linear import Configs
 
 # attention of Qwen3-30B and gpt-oss-20b, a dense MLP, a shared expert, and Qwen3's head
 SHAPES = (

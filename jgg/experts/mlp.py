@@ -11,7 +11,7 @@ from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.schedule import GroupBounds, group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.launching.choice import How, how_of
-from jgg.linear.layer import Linear, Routes
+from jgg.linear.linear import Linear, Routes
 from jgg.products.plain import rows as plain
 from jgg.router.routing import Routing
 

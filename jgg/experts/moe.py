@@ -19,7 +19,7 @@ from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, check
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8
-from jgg.linear.layer import Routes
+from jgg.linear.linear import Routes
 from jgg.linear.low_rank import LowRank
 from jgg.primitives.barrier import barrier
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients

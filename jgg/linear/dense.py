@@ -14,7 +14,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, is_plain_jax
 from jgg.linear.differentiable import Operands, compute
-from jgg.linear.layer import Linear, Routes
+from jgg.linear.linear import Linear, Routes
 
 
 def dense(

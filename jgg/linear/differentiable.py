@@ -11,7 +11,7 @@ from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.matrix import Matrix
 from jgg.core.schedule import as_indices, group_bounds, guarded, inverse_permutation
 from jgg.linear import layer
-from jgg.linear.layer import Linear, Routes
+from jgg.linear.linear import Linear, Routes, Rows
 from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
       group_offset: integer scalar or [1], index of the first group whose matrix is in w, as in `jgg.ragged_dot`.
     """
 
-    x: layer.Rows
+    x: Rows
     matrix: Matrix
     group_sizes: jax.Array
     gather_indices: jax.Array | None = None
@@ -36,7 +36,7 @@ class Arrays(NamedTuple):
 class Operands(NamedTuple):
     """The arrays of one linear layer."""
 
-    x: layer.Rows
+    x: Rows
     matrix: Matrix
     routes: Routes
     bias: jax.Array | None = None

@@ -10,7 +10,7 @@ from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
 from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
-from jgg.linear.layer import Configs, Linear
+from jgg.linear.linear import Configs, Linear
 from jgg.linear.low_rank import LowRank, checked_beside
 
 

@@ -16,7 +16,7 @@ from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
 from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.linear.differentiable import Arrays, compute_grouped_gemm
-from jgg.linear.layer import Linear
+from jgg.linear.linear import Linear
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx
 from jgg.products.forward import FORWARD, Forward

@@ -13,7 +13,7 @@ from jgg.core.matrix import Matrix
 from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import Operands
-from jgg.linear.layer import Linear
+from jgg.linear.linear import Linear
 from jgg.sharding import MoESharding
 
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device

@@ -1,0 +1,121 @@
+"""A linear layer without its arrays: what it computes, for whom, and which kernels may compute it."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.core.matrix import Factors
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import Format, QuantizedArray
+from jgg.core.schedule import GroupBounds
+from jgg.launching.choice import How, is_plain_jax
+from jgg.linear.fp8 import Fp8
+
+Rows = jax.Array | QuantizedArray
+
+
+class Routes(NamedTuple):
+    """Which rows belong to which group, and how they are read, written and scaled, as in `jgg.grouped_gemm`.
+
+    Attributes:
+      bounds: the rows of each group.
+      gather_indices: int32 [M], or None if all rows are in expert order.
+      topk_weights: float [M] or [T, k], or None.
+    """
+
+    bounds: GroupBounds
+    gather_indices: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+
+
+class Configs(NamedTuple):
+    """The configurations of a layer's kernels; None where one is chosen from the shapes and the device."""
+
+    forward: KernelConfigForward | None = None
+    dx: KernelConfigDX | None = None
+    dw: KernelConfigDW | None = None
+
+
+CHOSEN = Configs()
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A linear layer without its arrays: y[i] = (x[i] @ (w + a b)[e] + bias[e]) * topk_weights[i].
+
+    Attributes:
+      problem: the product for y. Its dtype is that of x and of the factors, before anything is quantized.
+      how: the implementation and the GPU.
+      configs: the configurations of the kernels; products with the factors choose their own.
+      recipe: the FP8 recipe by which rows and weights are quantized before they are multiplied; None without FP8.
+      rows_are_gradients: rows are quantized by the recipe's format for gradients: this layer computes dX of another.
+      trains: whether dense weights get a gradient. Weights that are stored quantized get none.
+    """
+
+    problem: GroupedGemmProblem
+    how: How
+    configs: Configs = CHOSEN
+    recipe: Fp8 | None = None
+    rows_are_gradients: bool = False
+    trains: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is computed in plain JAX, which JAX differentiates to any order."""
+        return self.problem.is_empty or (self.recipe is None and is_plain_jax(self.how.implementation))
+
+    @property
+    def how_or_plain(self) -> How | None:
+        """How its products are computed; None in plain JAX."""
+        return None if self.is_plain else self.how
+
+    @property
+    def row_format(self) -> Format | None:
+        """How rows are quantized, or None."""
+        if self.recipe is None or self.is_plain:
+            return None
+        return self.recipe.gradient_format if self.rows_are_gradients else self.recipe.format
+
+    @property
+    def transposed_problem(self) -> GroupedGemmProblem:
+        """The product that computes dX as a forward product by w^T, of dy in expert order."""
+        problem = self.problem
+        return dataclasses.replace(
+            problem,
+            in_features=problem.out_features,
+            out_features=problem.in_features,
+            w_layout="ekn" if problem.w_layout == "enk" else "enk",
+            permute_x=False,
+            has_bias=False,
+            combine_y=problem.permute_x,
+        )
+
+    def problem_of_a(self, factors: Factors) -> GroupedGemmProblem:
+        """The product x @ a, whose rows [M, r] are in expert order."""
+        return dataclasses.replace(
+            self.problem,
+            out_features=_rank(self.problem, factors),
+            permute_y=False,
+            combine_y=False,
+            has_bias=False,
+            out_dtype=self.problem.dtype,
+            dw_dtype=factors.a.dtype,
+            num_tokens=self.problem.num_tokens if self.problem.permute_x else None,
+        )
+
+    def problem_of_b(self, factors: Factors) -> GroupedGemmProblem:
+        """The product of rows [M, r] in expert order with b."""
+        return dataclasses.replace(
+            self.problem,
+            in_features=_rank(self.problem, factors),
+            permute_x=False,
+            has_bias=False,
+            dw_dtype=factors.b.dtype,
+            num_tokens=None,
+        )
+
+
+def _rank(problem: GroupedGemmProblem, factors: Factors) -> int:
+    return factors.a.shape[-2 if problem.w_layout == "enk" else -1]
