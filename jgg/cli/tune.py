@@ -83,6 +83,8 @@ def run(args) -> int:
     except ValueError as error:
         message = str(error)
         raise UsageError(f"--{message}" if message.startswith("out ") else f"--out: {message}") from error
+    if args.interpret and args.dtype == "bfloat16":
+        raise UsageError("--interpret needs another --dtype than bfloat16, which Triton's interpreter gets wrong")
     searches = [Search(name, op, problem) for name, problem in problems for op in ops]
     workers = min(args.workers or min(8, os.cpu_count() or 1), len(searches))
     return run_all(searches, out, "interpret" if args.interpret else "triton", workers, args.json)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jgg.core.arguments import as_path
+from jgg.core.arguments import as_path, check
 
 
 class TrainingError(RuntimeError):
@@ -18,12 +18,14 @@ def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextM
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
     On leaving it waits until everything is written.
+
+    Raises: ValueError: the path is no folder.
     """
     if folder is None:
         return contextlib.nullcontext()
-    return ocp.CheckpointManager(
-        as_path("checkpoints", folder).absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    )
+    path = as_path("checkpoints", folder).absolute()
+    check(path.is_dir() or not path.exists(), f"checkpoints must be a folder, got {path}, which is none.")
+    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
 
 def restored(manager: Any, state: Any) -> tuple[int, Any]:

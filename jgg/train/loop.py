@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jgg.core.arguments import as_int
+from jgg.core.arguments import as_int, check_instance
 from jgg.train.checkpoints import TrainingError, opened, restored, save
 from jgg.train.meter import Meter, Speed
 
@@ -107,6 +107,7 @@ class Trainer:
             checkpoint; or a checkpoint is damaged or of another model.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
+        check_instance("every", every, Collection, "a collection of ints, such as (10,)")
         every = [as_int("every", each, 1) for each in every]
         with opened(checkpoints) as manager:
             start, self._state = restored(manager, self._state)

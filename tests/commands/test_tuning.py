@@ -140,6 +140,7 @@ USAGE = {
     "unknown op in fp8": (["--op", "dx", "--dtype", "fp8"], "--op must be of forward; got 'dx'"),
     "layout in fp8": (["--w-layout", "ekn", "--dtype", "fp8"], "--w-layout must be enk with --dtype fp8"),
     "nowhere to write": (["--interpret"], "--interpret needs --out"),
+    "bfloat16 interpreted": (["--interpret", "--out", "own"], "--interpret needs another --dtype than bfloat16"),
 }
 
 
@@ -170,7 +171,7 @@ def test_a_miss_is_logged_once_with_the_command_that_fills_it(caplog, monkeypatc
 def test_there_are_no_more_processes_than_searches(asked, workers, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("jgg.cli.tune.run_all", lambda *arguments: calls.append(arguments) or 0)
-    sizes = ["--m", "16", "--k", "16", "--n", "16", "--experts", "2", "--w-layout", "enk"]
+    sizes = ["--m", "16", "--k", "16", "--n", "16", "--experts", "2", "--w-layout", "enk", "--dtype", "float32"]
     assert main(["tune", *sizes, "--interpret", "--out", str(tmp_path / "own"), "--workers", str(asked)]) == 0
     (searches, _, _, number, _), *_ = calls
     assert (len(searches), number) == (3, workers)

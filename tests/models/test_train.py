@@ -124,6 +124,19 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
         list(trainer().fit(batch_of, 3, checkpoints=tmp_path / "run"))
 
 
+def test_checkpoints_that_are_no_folder_are_refused_before_a_step(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    steps = []
+    with pytest.raises(ValueError, match=r"checkpoints must be a folder, got .*/run, which is none"):
+        list(trainer().fit(lambda step: steps.append(step) or batch_of(step), 2, checkpoints=tmp_path / "run"))
+    assert not steps
+
+
+def test_one_number_is_no_collection_of_them():
+    with pytest.raises(TypeError, match="every must be a collection of ints, such as "):
+        next(trainer().fit(batch_of, 2, every=10))
+
+
 @pytest.mark.parametrize("option", [{"every": (10, 0)}, {"save_every": 0}, {"steps": -1}])
 def test_a_wrong_option_is_named(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be"):
