@@ -276,7 +276,9 @@ def make_parser() -> argparse.ArgumentParser:
         ("prompt", 128, "tokens of a prompt"),
         ("new-tokens", 64, "timed tokens of each sequence"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{what} (default: {'all' if default is None else default})"
+        )
     parser.add_argument(
         "--model",
         choices=CONFIGS,

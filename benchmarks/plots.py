@@ -5,8 +5,8 @@
 Needs matplotlib.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,10 @@ _TITLES = {"forward": "forward: y", "dx": "dX", "dw": "dW", "gather": "gather: y
 
 def main(argv=None) -> None:
     """Draws each file named."""
-    for name in sys.argv[1:] if argv is None else argv:
-        draw(json.loads(Path(name).read_text()), Path(name).with_suffix(".png"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what a benchmark wrote, JSON")
+    for path in parser.parse_args(argv).files:
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def draw(result: dict, path: Path) -> None:

@@ -60,6 +60,8 @@ class Trainer:
         accumulate: bool = False,
         lengths_of: Callable[[Batch], np.ndarray] = lambda batch: np.zeros(0, int),
     ) -> None:
+        on_device = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, nnx.state(model))
+        nnx.update(model, on_device)
         parts: Any = nnx.split(model, wrt, ...)
         graphdef, params, self._frozen = parts
         if not jax.tree.leaves(params):

@@ -96,6 +96,15 @@ def test_only_what_is_to_be_trained_changes():
         trainer(wrt=nnx.BatchStat)
 
 
+def test_parameters_of_numpy_train_alike():
+    model = Line()
+    model.w.set_value(np.asarray(model.w[...]))
+    (wanted,), (got,) = (
+        each.fit(batch_of, 2, every=()) for each in (trainer(), Trainer(model, optax.adamw(0.1), loss))
+    )
+    assert got.metrics["loss"] == wanted.metrics["loss"]
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_loss_that_is_not_finite_is_named(bad, tmp_path):
     def batches(step):
