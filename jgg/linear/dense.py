@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.configs.dense_choice import is_faster_by_kernels
+from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.matrix import Matrix
@@ -22,7 +23,7 @@ def dense(
     matrix: Matrix,
     bias: jax.Array | None = None,
     *,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes `x @ (w + a b) + bias` in the dtype of x, differentiable in x and in what of the matrix is trained.
@@ -31,7 +32,7 @@ def dense(
       x: float [..., K].
       matrix: one of `jgg.core.matrix`, with [K, N] in the place of [E, K, N].
       bias: [N], or None.
-      precision: for float32.
+      precision: for float32, as in `jgg.grouped_gemm`; None for that of `jax.default_matmul_precision`.
       implementation: as in `jgg.grouped_gemm`; None takes the kernels where they were measured to be faster than XLA.
 
     Returns: [..., N].
@@ -49,7 +50,7 @@ def dense_layer(
     w_layout: str = "ekn",
     has_bias: bool = False,
     out_dtype: DTypeLike | None = None,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Linear:
     """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K], whose result has `out_dtype` or x's."""
@@ -67,7 +68,7 @@ def dense_layer(
         permute_y=False,
         has_topk_weights=False,
         has_bias=has_bias,
-        precision=precision,
+        precision=as_precision(precision),
         dw_dtype=x.dtype if matrix.dense is None else matrix.dense.dtype,
         is_dense=True,
     )

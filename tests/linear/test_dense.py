@@ -198,3 +198,10 @@ def test_the_table_is_readable():
     for entry in dense_choice._table():
         assert entry.kernels > 0
         assert entry.xla > 0
+
+
+def test_the_default_precision_is_that_of_jax():
+    x, w = jnp.zeros((4, K)), jnp.zeros((K, N))
+    with jax.default_matmul_precision("highest"):
+        assert dense_layer(x, Matrix(dense=w)).problem.precision == jax.lax.Precision.HIGHEST
+    assert dense_layer(x, Matrix(dense=w)).problem.precision == jax.lax.Precision.DEFAULT
