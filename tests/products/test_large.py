@@ -17,7 +17,7 @@ from tests.support.passes import forward_and_backward
 
 GPU = (pytest.mark.gpu, pytest.mark.large)
 PRODUCTS = {
-    # E, K, N, rows; each expert has some rows, the last one most
+    # E, K, N, rows; the first expert has most rows, the others two each
     "small": (5, 24, 40, 40),
     "deepseek-v3-up": (256, 7168, 4096, 640),
     "many-rows": (3, 1040, 1040, 2**21 + 70),  # x, y and dy pass 2**31 elements
@@ -63,8 +63,8 @@ def test_products(implementation, experts, in_features, out_features, rows, perm
     keys = jax.random.split(jax.random.key(0), 3)
     w = normal(keys[0], (experts, out_features, in_features))
     x, dy = normal(keys[1], (rows, in_features)), normal(keys[2], (rows, out_features))
-    last = rows - 2 * (experts - 1) - 3  # and 3 rows of no expert
-    group_sizes = jnp.full(experts, 2, jnp.int32).at[-1].set(last)
+    first = rows - 2 * (experts - 1) - 3  # and 3 rows of no expert
+    group_sizes = jnp.full(experts, 2, jnp.int32).at[0].set(first)
     options = {"implementation": implementation, "group_sizes": group_sizes, "gather_indices": None}
     if permuted:
         options |= {"gather_indices": jnp.arange(rows, dtype=jnp.int32)[::-1], "permute_x": True, "permute_y": True}
@@ -74,12 +74,13 @@ def test_products(implementation, experts, in_features, out_features, rows, perm
     assert not jnp.any(y[of_no_expert]) and not jnp.any(dx[of_no_expert])
     dw = jax.jit(functools.partial(jgg.grouped_gemm_dw, **options))(x, dy)
     for expert in {0, experts // 2, experts - 2, experts - 1}:
-        first, count = 2 * expert, last if expert == experts - 1 else 2
-        own = slice(rows - first - count, rows - first) if permuted else slice(first, first + count)
+        start, count = (0, min(first, 300)) if expert == 0 else (first + 2 * (expert - 1), 2)
+        own = slice(rows - start - count, rows - start) if permuted else slice(start, start + count)
         matrix, some_x, some_dy = float64(w[expert]), float64(x[own]), float64(dy[own])
         assert_near(y[own], some_x @ matrix.T)
         assert_near(dx[own], some_dy @ matrix)
-        assert_near(dw[expert], some_dy.T @ some_x)
+        if expert != 0 or count == first:  # of more rows the sum would take a minute on a CPU
+            assert_near(dw[expert], some_dy.T @ some_x)
 
 
 @pytest.mark.parametrize(("implementation", "tokens", "features", "hidden", "experts", "topk"), [*on(LAYERS)])
