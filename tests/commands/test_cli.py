@@ -18,12 +18,13 @@ from flax import nnx
 
 import jgg.models
 from _jgg_command import main
-from jgg.cli import demo, info, options
+from jgg.cli import info, options
 from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure
 from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
 from jgg.train import TrainingError
+from tests.support.demo import settings
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
@@ -316,23 +317,7 @@ def test_demo_whose_loss_is_not_finite_ends_in_one_line(monkeypatch):
 
 @pytest.fixture(scope="module")
 def small_model():
-    settings = demo.Settings(
-        steps=1,
-        batch=2,
-        seq=16,
-        hidden=64,
-        layers=1,
-        experts=4,
-        topk=2,
-        seed=0,
-        out="",
-        implementation=None,
-        dtype="float32",
-        fp8=False,
-        temperature=1.0,
-        quiet=True,
-    )
-    model = make_model(settings, nnx.Rngs(0))
+    model = make_model(settings(batch=2, seq=16, experts=4, topk=2), nnx.Rngs(0))
     model.w_head[...] = jax.random.normal(jax.random.key(1), (64, 256))
     return model, functools.partial(jax.jit(measure), model)
 

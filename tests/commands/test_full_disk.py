@@ -7,9 +7,9 @@ import pytest
 
 from _jgg_command import main
 from jgg import tuning
-from jgg.cli import demo
 from jgg.cli.demo import train
 from jgg.measuring.workloads import gemm
+from tests.support.demo import settings
 
 NO_SPACE = OSError(28, "No space left on device")
 SIZES = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2"]
@@ -38,22 +38,7 @@ def check_errors(capsys, prefix, *suffixes):
 def trained(monkeypatch):
     """`jgg demo` has this result at once."""
     result = train.Result(
-        demo.Settings(
-            steps=1,
-            batch=1,
-            seq=8,
-            hidden=64,
-            layers=1,
-            experts=2,
-            topk=1,
-            seed=0,
-            out="",
-            implementation=None,
-            dtype="float32",
-            fp8=False,
-            temperature=1.0,
-            quiet=True,
-        ),
+        settings(),
         "xla",
         100,
         10,
