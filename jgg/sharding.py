@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array, as_int, check, check_instance
-from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
 from jgg.experts.mesh import (
@@ -19,9 +18,8 @@ from jgg.experts.mesh import (
     check_interleaved,
     check_outside_shard_map,
     map_tokens,
-    specs_of_parts,
 )
-from jgg.experts.on_device import compute_mlp_on_device
+from jgg.experts.on_device import compute_mlp_on_device, map_matrices
 from jgg.linear.fp8 import Fp8
 from jgg.linear.low_rank import LowRank
 
@@ -179,16 +177,13 @@ def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpO
     """The shapes and dtypes of a device's weights once they are gathered over the `fsdp` axis."""
     if sharding.fsdp is None:
         return weights
-    specs, devices = sharding.weight_specs(options.w_layout), sharding.size(sharding.fsdp)
+    devices = sharding.size(sharding.fsdp)
 
     def gathered(part: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
         split = [devices if axis == sharding.fsdp else 1 for axis in spec]
         return jax.ShapeDtypeStruct(tuple(map(operator.mul, part.shape, split)), part.dtype)
 
-    def whole(name: str, matrix: Matrix) -> Matrix:
-        return jax.tree.map(gathered, matrix, specs_of_parts(name, matrix, specs))
-
-    return weights._replace(gate_up=whole("w_gate_up", weights.gate_up), down=whole("w_down", weights.down))
+    return map_matrices(gathered, weights, sharding.weight_specs(options.w_layout))
 
 
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:

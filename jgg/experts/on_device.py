@@ -1,7 +1,8 @@
 """The expert MLP of one device's tokens, whose experts may be on other devices; runs inside `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,9 +80,21 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
         bits = jax.lax.all_gather(as_bits(part), axis_name, axis=spec.index(axis_name), tiled=True)
         return bits if bits.dtype == part.dtype else from_bits(bits, part.dtype)
 
-    def whole(name: str, matrix: Matrix) -> Matrix:
-        if matrix.dense is not None and not matrix.is_quantized:
-            matrix = matrix._replace(dense=matrix.dense.astype(dtype))
-        return jax.tree.map(gathered, matrix, specs_of_parts(name, matrix, specs))
+    def cast(matrix: Matrix) -> Matrix:
+        if matrix.dense is None or matrix.is_quantized:
+            return matrix
+        return matrix._replace(dense=matrix.dense.astype(dtype))
 
-    return weights._replace(gate_up=whole("w_gate_up", weights.gate_up), down=whole("w_down", weights.down))
+    weights = weights._replace(gate_up=cast(weights.gate_up), down=cast(weights.down))
+    return map_matrices(gathered, weights, specs)
+
+
+def map_matrices(
+    function: Callable[[jax.Array, jax.P], Any], weights: ExpertWeights, specs: Mapping[str, jax.P]
+) -> ExpertWeights:
+    """The weights with function(part, its PartitionSpec) in the place of each array of a Matrix."""
+
+    def mapped(name: str, matrix: Matrix) -> Matrix:
+        return jax.tree.map(function, matrix, specs_of_parts(name, matrix, specs))
+
+    return weights._replace(gate_up=mapped("w_gate_up", weights.gate_up), down=mapped("w_down", weights.down))
