@@ -18,7 +18,7 @@ def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | Any:
     return jax.lax.pcast(array, added, to="varying") if added else array
 
 
-def alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, each marked as varying over the axes over which any of them varies."""
-    axes = varying_axes(*arrays)
-    return [vary_over(axes, array) for array in arrays]
+def alike[Arrays](arrays: Arrays) -> Arrays:
+    """A pytree of arrays, each marked as varying over the axes over which any of them varies."""
+    axes = varying_axes(*jax.tree.leaves(arrays))
+    return jax.tree.map(lambda array: vary_over(axes, array), arrays)

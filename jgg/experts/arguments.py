@@ -141,10 +141,7 @@ def check_shapes(x: Shaped, weights: ExpertWeights, options: MlpOptions) -> None
     """Raises where the tokens and the parameters disagree, with each other or with the activation."""
     as_dtype("x", x.dtype, DTYPES)
     check_rank("x", x, "[T, H]")
-    for name, w in (
-        ("w_gate_up", weights.gate_up),
-        ("w_down", weights.down),
-    ):
+    for name, w in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
         if w.dense is not None:
             as_dtype(name, w.dense.dtype, DTYPES)
     activation = options.activation

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
@@ -131,8 +131,7 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
     )
-    axes = varying_axes(*jax.tree.leaves(operands))
-    return _compute(mlp, jax.tree.map(lambda array: vary_over(axes, array), operands))
+    return _compute(mlp, alike(operands))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -214,14 +213,13 @@ def _activation_backward(
     stored_as = mlp.transposed_down.row_format
     in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
     activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
-    options = {} if stored_as is None else {"stored_as": stored_as}
     return ACTIVATE_BACKWARD(
         mlp.how,
         activated,
         activation=mlp.activation,
         interleaved=mlp.interleaved,
         scale_hidden=operands.scales_hidden,
-        **options,
+        stored_as=stored_as,
     ), d_rows
 
 
@@ -295,9 +293,18 @@ def _backward(mlp: MoeMlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> 
         d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
     d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
     d_gate_up, d_down = Matrix(dense=dw_gate_up, factors=d_factors_up), Matrix(dense=dw_down, factors=d_factors_down)
-    gradients_of: dict[str, Any] = {"x": dx, "gate_up": d_gate_up, "down": d_down, "topk_weights": d_weights}
-    gradients_of |= {"b_gate_up": db_gate_up, "b_down": db_down}
-    return (Operands(**gradients_of, group_sizes=None, gather_indices=None),)  # type: ignore[arg-type]
+    none: Any = None  # integers have no gradient
+    gradients_of = Operands(
+        x=dx,
+        gate_up=d_gate_up,
+        down=d_down,
+        b_gate_up=db_gate_up,
+        b_down=db_down,
+        topk_weights=d_weights,
+        group_sizes=none,
+        gather_indices=none,
+    )
+    return (gradients_of,)
 
 
 _mlp.defvjp(_forward, _backward)

@@ -1,7 +1,5 @@
 """The linear layer of one matrix: every row is multiplied by it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -9,7 +7,7 @@ from jax.typing import DTypeLike
 from jgg.configs.dense_choice import is_faster_by_kernels
 from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
@@ -50,10 +48,16 @@ def dense_layer(
     w_layout: str = "ekn",
     has_bias: bool = False,
     out_dtype: DTypeLike | None = None,
+    dw_dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Linear:
-    """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K], whose result has `out_dtype` or x's."""
+    """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K].
+
+    Its result has `out_dtype`, by default that of x, and dw has `dw_dtype`, by default that of the dense weights.
+    """
+    if dw_dtype is None:
+        dw_dtype = x.dtype if matrix.dense is None else matrix.dense.dtype
     in_features, out_features = matrix.shape if w_layout == "ekn" else matrix.shape[::-1]
     problem = GroupedGemmProblem(
         num_rows=x.size // max(1, in_features),
@@ -69,7 +73,7 @@ def dense_layer(
         has_topk_weights=False,
         has_bias=has_bias,
         precision=as_precision(precision),
-        dw_dtype=x.dtype if matrix.dense is None else matrix.dense.dtype,
+        dw_dtype=jnp.dtype(dw_dtype),
         is_dense=True,
     )
     target = current_target()
@@ -89,6 +93,5 @@ def dense_operands(linear: Linear, x: jax.Array, matrix: Matrix, bias: jax.Array
     rows_of_group = jnp.full(1, problem.num_rows, jnp.int32)
     bounds = GroupBounds(jnp.zeros(1, jnp.int32), rows_of_group, rows_of_group)
     rows = x if linear.is_plain else x.reshape(problem.num_rows, problem.in_features)
-    axes = varying_axes(*jax.tree.leaves((rows, matrix, bias)))
-    rows, matrix, bias = jax.tree.map(functools.partial(vary_over, axes), (rows, matrix, bias))
+    rows, matrix, bias = alike((rows, matrix, bias))
     return Operands(rows, matrix, Routes(bounds), bias)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
 from jgg.core.schedule import as_indices, group_bounds, guarded, inverse_permutation
 from jgg.linear import layer
@@ -73,12 +73,8 @@ def _operands(linear: Linear, arrays: Arrays) -> Operands:
     arrays = arrays._replace(gather_indices=as_indices(arrays.gather_indices))
     if not isinstance(arrays.x, jax.Array):
         arrays = arrays._replace(x=jax.lax.stop_gradient(arrays.x), matrix=jax.lax.stop_gradient(arrays.matrix))
-    axes = varying_axes(*jax.tree.leaves(arrays))
-    bounded = arrays._replace(group_offset=None)
-    x, matrix, group_sizes, gather_indices, topk_weights, bias, _ = jax.tree.map(
-        functools.partial(vary_over, axes), bounded
-    )
-    bounds = group_bounds(group_sizes, linear.problem.num_rows, arrays.group_offset, linear.problem.num_experts)
+    x, matrix, group_sizes, gather_indices, topk_weights, bias, group_offset = alike(arrays)
+    bounds = group_bounds(group_sizes, linear.problem.num_rows, group_offset, linear.problem.num_experts)
     return Operands(x, matrix, Routes(bounds, gather_indices, topk_weights), bias)
 
 

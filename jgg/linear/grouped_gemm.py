@@ -5,13 +5,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.arguments import as_array, as_array_or_none, check_instance
-from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
 from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
 from jgg.linear.linear import Configs, Linear
 from jgg.linear.low_rank import LowRank, checked_beside
+from jgg.linear.weights import as_matrix
 
 
 def grouped_gemm(
@@ -299,8 +299,7 @@ def _checked(
         precision=precision,
         out_dtype=preferred_element_type,
     )
-    matrix = Matrix(straight=w) if isinstance(w, QuantizedArray) else Matrix(dense=w)
-    return problem, Arrays(x, matrix, group_sizes, gather_indices, topk_weights, bias)
+    return problem, Arrays(x, as_matrix("w", w), group_sizes, gather_indices, topk_weights, bias)
 
 
 def _as_order(group_sizes: ArrayLike, gather_indices: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:

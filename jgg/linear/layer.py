@@ -101,7 +101,7 @@ def forward_activated(
         activation=activation,
         interleaved=interleaved,
         keeps=keeps,
-        **({} if stored_as is None else {"stored_as": stored_as}),
+        stored_as=stored_as,
     )
     return activated, operands.low_rank and operands.low_rank.rows
 

@@ -10,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
@@ -180,8 +180,7 @@ def _sum_over_rows(
 def _outer_products(
     problem: GroupedGemmProblem, how: How, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    axes = varying_axes(lhs, rhs, group_sizes)
-    lhs, rhs, group_sizes = (vary_over(axes, array) for array in (lhs, rhs, group_sizes))
+    lhs, rhs, group_sizes = alike((lhs, rhs, group_sizes))
     operands = Dw(lhs, rhs, group_bounds(group_sizes, problem.num_rows))
     if problem.is_empty or is_plain_jax(how.implementation):
         return outer_dot(Rows(lhs), Rows(rhs), operands.bounds, precision=problem.precision, out_dtype=problem.dtype)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.manual_axes import alike, vary_over, varying_axes
 
 
 def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -19,8 +19,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     The table's gradient is a scatter. Where devices split sequences unevenly over one axis of a mesh that has another,
     XLA's partitioner adds the values of its own padding to row 0 of a scatter. So that row is computed apart.
     """
-    axes = varying_axes(table, tokens)
-    return _embed(jax.ShapeDtypeStruct(table.shape, table.dtype), vary_over(axes, table), vary_over(axes, tokens))
+    return _embed(jax.ShapeDtypeStruct(table.shape, table.dtype), *alike((table, tokens)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -41,15 +41,19 @@ class Head:
         """The linear layer and its operands: float32 results, and dw in `dw_dtype`."""
         matrix = Matrix(dense=w)
         linear = dense_layer(
-            x, matrix, w_layout=self.w_layout, out_dtype=jnp.float32, implementation=self.implementation
+            x,
+            matrix,
+            w_layout=self.w_layout,
+            out_dtype=jnp.float32,
+            dw_dtype=dw_dtype,
+            implementation=self.implementation,
         )
-        linear = dataclasses.replace(linear, problem=dataclasses.replace(linear.problem, dw_dtype=jnp.dtype(dw_dtype)))
         return linear, dense_operands(linear, x, matrix)
 
 
 def logits_of(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
     """Float32 logits [..., V], unscaled, of x [..., H] and w in its dtype, in which gradients multiply too."""
-    return _logits_of(*alike(x, w), head)
+    return _logits_of(*alike((x, w)), head)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -96,7 +100,7 @@ def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, shardi
       sharding: how devices split sequences, or None.
     """
     if sharding is None:
-        return _losses(*alike(x, w, targets), head)
+        return _losses(*alike((x, w, targets)), head)
     own = functools.partial(_losses, head=head)
     tokens = sharding.token_spec
     return jax.shard_map(

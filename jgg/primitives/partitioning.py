@@ -148,7 +148,7 @@ def define_partitioned(
         mlir.register_lowering(anywhere, lower)
 
     def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-        arrays = alike(*operands)
+        arrays = alike(operands)
         if jax.sharding.get_abstract_mesh().manual_axes:
             # inside shard_map each device computes with its own arrays; such a program may be lowered without devices
             return on_device.bind(*arrays, **params)

@@ -51,7 +51,7 @@ def define_primitive(
     def loop(operands: Sequence[jax.Array], batched: Sequence[bool], **params: Any) -> Any:
         def one(slices: Sequence[jax.Array]) -> Any:
             rest = iter(slices)
-            arrays = alike(*(next(rest) if b else a for a, b in zip(operands, batched, strict=True)))
+            arrays = alike([next(rest) if b else a for a, b in zip(operands, batched, strict=True)])
             return primitive.bind(*arrays, **params)
 
         # an operand without a batch axis, such as weights, is shared and not copied

@@ -85,11 +85,6 @@ class ActivationGradients(NamedTuple):
     hidden: jax.Array
     row_sums: jax.Array
 
-    @property
-    def rows_of_dx(self) -> jax.Array | QuantizedArray:
-        """The gradient that dX multiplies: the quantized one where there is one."""
-        return self.d_pre_activation if self.quantized is None else self.quantized
-
 
 def activated_types(pre_activation: Any, hidden: Hidden) -> Activated:
     """The types of ACTIVATE's results; `pre_activation` is an array or the type of one."""
