@@ -1,4 +1,4 @@
-"""README's picture of JAX libraries: a bar for the tokens/s of each, in groups. `tools.speed` writes it."""
+"""Pictures of bars of tokens/s in groups: JAX libraries, and whole models. `tools.speed` writes them."""
 
 from tools.speed_picture import GAP, LEFT, RIGHT, WIDTH, svg, text
 
@@ -24,29 +24,50 @@ COLORS = {  # of a theme: of each bar with the number in it
 }
 TITLE = "The experts of Qwen3-30B-A3B by library, tokens/s"
 SUBTITLE = "bfloat16, 8,192 tokens, one GPU; each group's fastest bar has full length; higher is better"
+MODELS_TITLE = "Whole models on one GPU, tokens/s"
+MODELS_SUBTITLE = "random weights of the real sizes; each group's fastest bar has full length; higher is better"
+Bar = tuple[str, float | str, tuple[str, str], bool]  # its label, tokens/s or words, its colors, whether it is bold
 TOP, HEADING, BAR = 82, 24, 20  # pixels
 _WIDE = 60  # pixels of a bar that has room for its number
 
 
 def draw(groups: dict[str, dict[str, float | str]], theme: dict, colors: dict) -> str:
-    """Returns the picture as SVG.
+    """Returns the picture of libraries as SVG.
 
     Args:
       groups: by heading and library, tokens/s or, in words, why there are none.
       theme, colors: one of `tools.speed_picture.THEMES` and of COLORS.
     """
-    parts = [text(0, 22, TITLE, theme["text"], 20, "bold"), text(0, 46, SUBTITLE, theme["faint"])]
+    bars = {
+        heading: [(LIBRARIES[name], found[name], colors[name], name == "jgg") for name in LIBRARIES if name in found]
+        for heading, found in groups.items()
+    }
+    return draw_bars(TITLE, SUBTITLE, bars, theme)
+
+
+def draw_models(groups: dict[str, dict[str, float]], theme: dict, colors: dict) -> str:
+    """Returns the picture of whole models as SVG; `groups` has tokens/s by heading and model."""
+    bars = {
+        heading: [(name, value, colors["jgg"], False) for name, value in found.items()]
+        for heading, found in groups.items()
+    }
+    return draw_bars(MODELS_TITLE, MODELS_SUBTITLE, bars, theme)
+
+
+def draw_bars(title: str, subtitle: str, groups: dict[str, list[Bar]], theme: dict) -> str:
+    """Returns a picture of groups of bars as SVG."""
+    parts = [text(0, 22, title, theme["text"], 20, "bold"), text(0, 46, subtitle, theme["faint"])]
     y = TOP
-    for heading, found in groups.items():
+    for heading, bars in groups.items():
         parts.append(text(0, y, heading[:1].upper() + heading[1:], theme["text"], weight="bold"))
         y += HEADING - BAR // 2
-        scale = (WIDTH - LEFT - RIGHT) / max(value for value in found.values() if not isinstance(value, str))
-        for name in filter(found.__contains__, LIBRARIES):
-            parts.append(text(LEFT - 10, y + 14, LIBRARIES[name], theme["text"], anchor="end"))
-            parts += _bar(y, found[name], scale, name == "jgg", colors[name], theme)
+        scale = (WIDTH - LEFT - RIGHT) / max(value for _, value, _, _ in bars if not isinstance(value, str))
+        for label, value, color, is_bold in bars:
+            parts.append(text(LEFT - 10, y + 14, label, theme["text"], anchor="end"))
+            parts += _bar(y, value, scale, is_bold, color, theme)
             y += BAR
         y += GAP + BAR // 2
-    return svg(TITLE, y - GAP, parts)
+    return svg(title, y - GAP, parts)
 
 
 def _bar(y, value, scale, is_bold, color, theme):

@@ -6,27 +6,19 @@ A table stands in its page between `<!-- NAME: python -m tools.speed -->` and `<
 """
 
 import collections
-import csv
 import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools import layers_picture
+from tools import layers_picture, models_tables
+from tools.measurements import ROOT, Row, measurements, table
 from tools.speed_picture import BARS, BOUND, THEMES, draw
 
-ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md", "docs/fp8.md", "docs/scaling.md")
 DIRECTIONS = ("forward", "dX", "dW")  # the ops of a training step; "gather" is not counted
 PICTURED = "Qwen3-30B"  # the layer of the picture of JAX libraries
-Row = dict[str, str]
-
-
-def measurements(name: str) -> list[Row]:
-    """The rows of a file in benchmarks/, by heading."""
-    with (ROOT / "benchmarks" / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def layer_speeds() -> dict[str, dict[str, float]]:
@@ -100,7 +92,7 @@ def speed_table() -> str:
         "memory, % of limit",
     )
     speeds = layer_speeds()
-    return _table(headings, (_speed_cells(row, speeds.get(row["layer"])) for row in measurements("layers")))
+    return table(headings, (_speed_cells(row, speeds.get(row["layer"])) for row in measurements("layers")))
 
 
 def _speed_cells(row: Row, speed: dict[str, float] | None) -> Iterator[str]:
@@ -132,7 +124,7 @@ def fp8_table() -> str:
     products = collections.defaultdict(list)
     for row in measurements("fp8_gemms"):
         products[row["layer"]].append(row)
-    return _table(headings, (_fp8_cells(name, rows, layers.get(name)) for name, rows in products.items()))
+    return table(headings, (_fp8_cells(name, rows, layers.get(name)) for name, rows in products.items()))
 
 
 def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[str]:
@@ -147,7 +139,7 @@ def _fp8_cells(name: str, products: list[Row], layer: Row | None) -> Iterator[st
 def flax_table() -> str:
     """A table of the times of Flax's layers with float32 parameters."""
     headings = ("layer, on an H100", "`moe_mlp`, bfloat16", "`nnx.MoE`, float32 parameters", "in FP8")
-    return _table(headings, map(_flax_cells, measurements("flax_layers")))
+    return table(headings, map(_flax_cells, measurements("flax_layers")))
 
 
 def _flax_cells(row: Row) -> Iterator[str]:
@@ -159,7 +151,7 @@ def _flax_cells(row: Row) -> Iterator[str]:
 def gpus_table() -> str:
     """A table of a layer's times on several GPUs, where each has as many tokens as one device alone has."""
     headings = ("GPUs", "strategy", "ms", "efficiency", "MB sent by each")
-    return _table(headings, map(_gpus_cells, measurements("gpus")))
+    return table(headings, map(_gpus_cells, measurements("gpus")))
 
 
 def _gpus_cells(row: Row) -> Iterator[str]:
@@ -176,6 +168,9 @@ TEXTS: dict[str, Callable[[], str]] = {
     "fp8-table": fp8_table,
     "gpus-table": gpus_table,
     "flax-table": flax_table,
+    "models-table": models_tables.steps,
+    "models-short-table": models_tables.fastest_steps,
+    "generation-table": models_tables.generation,
 }
 
 
@@ -188,6 +183,7 @@ def outputs() -> dict[Path, str]:
         texts[pictures / f"speed-{name}.svg"] = draw(speeds, theme)
         colors = layers_picture.COLORS[name]
         texts[pictures / f"layers-{name}.svg"] = layers_picture.draw(tokens_per_second(), theme, colors)
+        texts[pictures / f"models-{name}.svg"] = layers_picture.draw_models(models_tables.speeds(), theme, colors)
     return texts
 
 
@@ -199,10 +195,6 @@ def _filled(page: str) -> str:
 
     begin, end = r"(<!-- (\S+): python -m tools\.speed -->)", "(<!-- end -->)"
     return re.sub(rf"{begin}.*?{end}", block, page, flags=re.DOTALL)
-
-
-def _table(headings, rows) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 def _ratio(row: Row, numerator: str, denominator: str) -> float:

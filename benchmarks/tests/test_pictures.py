@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from tools import layers_picture, speed
+from tools import layers_picture, models_tables, speed
 from tools.speed_picture import LEFT, RIGHT, THEMES, WIDTH
 
 GROUPS = {
@@ -44,3 +44,16 @@ def test_each_number_has_a_bar(name):
     for words in ("20.5 k", "2.10 M", "2.00 M", "307 k", "154 k", "jax.lax.ragged_dot", "One layer, H100"):
         assert f">{words}</text>" in picture
     assert picture.count(">out of memory</text>") == 1
+
+
+def test_the_fastest_step_of_a_model_counts(monkeypatch):
+    row = {"model": "gpt-oss-20b", "experts": "as-stored", "run": "lora", "params": "bfloat16", "remat": "names"}
+    row |= {"layers": "", "batch": "2", "gpu": "H100", "ms": "400", "tokens_per_s": "20480", "peak_gib": "30.2"}
+    row |= {"percent_of_roofline": "50"}
+    fast = {"remat": "attention", "ms": "380", "tokens_per_s": "21558", "peak_gib": "32.1"}
+    rows = [row, row | fast, row | fast | {"gpu": "H200", "ms": "300"}]
+    monkeypatch.setattr(models_tables, "measurements", {"models": rows}.__getitem__)
+    assert models_tables.speeds() == {"fine-tuning by LoRA, H100": {"gpt-oss-20b, MXFP4": 21558.0}}
+    _, _, *cells = models_tables.fastest_steps().splitlines()
+    assert cells == ["| gpt-oss-20b | LoRA, MXFP4 experts | H100 | 21,558 | 32 GiB |"]
+    assert len(models_tables.steps().splitlines()) == 2 + len(rows)
