@@ -23,6 +23,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
+import jgg.train
 from benchmarks.model_roofline import (
     least_decode_seconds,
     least_prefill_seconds,
@@ -163,7 +164,7 @@ def make_step(model: jgg.models.Decoder, trained: Any):
     def loss_of(own, frozen, tokens):
         return nnx.merge(graphdef, own, frozen).losses(tokens[:, :-1], tokens[:, 1:]).mean()
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=jgg.train.compiler_options())
     def step(state, frozen, tokens):
         own, opt_state = state
         loss, gradients = jax.value_and_grad(loss_of)(own, frozen, tokens)

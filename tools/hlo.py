@@ -116,7 +116,7 @@ class _Program:
                 for called in re.findall(r"(?:to_apply|_computations?)=\{?%([^,}]+(?:, %[^,}]+)*)", rest):
                     for branch in called.split(", %"):
                         self._visit(branch, loop)
-            elif operation not in _FREE and not operation.endswith("-done"):
+            elif operation not in _FREE and not operation.endswith("-done") and '"AllocateBuffer"' not in rest:
                 loop.kernels.append(self._kernel(name, operation, rest))
 
     def _kernel(self, name: str, operation: str, rest: str) -> Kernel:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jgg.core.arguments import as_int, check_instance
 from jgg.train.checkpoints import TrainingError, opened, restored, save
+from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
 
 Batch = Any  # a pytree of arrays
@@ -73,7 +74,9 @@ class Trainer:
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
         self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere))
+        self._step = jax.jit(
+            step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=compiler_options()
+        )
 
     @property
     def model(self) -> Any:

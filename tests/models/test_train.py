@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from jgg.train import Trainer, TrainingError, meter
+from jgg.train import Trainer, TrainingError, compiler_options, meter
 from tests.support.models import DATA
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -174,3 +174,27 @@ def test_flops_of_a_decoder(wrt, monkeypatch):
     assert str(speed._replace(tokens=4096, seconds=2.0, mfu=0.5, peak_memory=3 * 2**29)) == (
         "2,048 tokens/s, MFU 50.0%, peak memory 1.5 GiB"
     )
+
+
+def stack_of_sines(x):
+    """A scan that keeps a value of each iteration for the backward pass."""
+    return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, 5)[0])
+
+
+def test_compiler_options_are_for_gpus(monkeypatch):
+    assert compiler_options() == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.random.normal(jax.random.key(0), (17, 17))
+    wanted = jax.jit(jax.grad(stack_of_sines))(x)
+    # an option that XLA does not know raises
+    got = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options())(x)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_a_gpu_does_not_fill_stacks():
+    x = jax.random.normal(jax.random.key(0), (17, 17))
+    plain = jax.jit(jax.grad(stack_of_sines)).lower(x).compile()
+    without_fills = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options()).lower(x).compile()
+    assert "AllocateBuffer" in without_fills.as_text() and "AllocateBuffer" not in plain.as_text()
+    np.testing.assert_array_equal(without_fills(x), plain(x))
