@@ -28,7 +28,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from benchmarks.models import CONFIGS, EXPERTS, RUNS, config_of, make_step, random_model
+from benchmarks.models import CONFIGS, EXPERTS, PARAMS, RUNS, config_of, make_step, options_of, random_model
 from jgg.models.placement import place
 from jgg.sharding import MoESharding
 from tools.hlo import report
@@ -72,8 +72,7 @@ def as_on_gpu():
 def program(args, sharding: MoESharding | None):
     """A jitted step or generation, and its arguments without values."""
     config = config_of(args.model, args.layers, is_small=False)
-    options = {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
-    options |= {"lora_rank": args.rank} if args.run == "lora" else {}
+    options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
     made = []  # what is no array, and so cannot be returned by the function that is only traced
 
     def make():
@@ -82,7 +81,7 @@ def program(args, sharding: MoESharding | None):
             graphdef, state = nnx.split(model)
             made.append(graphdef)
             return (state,)
-        step, *state = make_step(model, nnx.LoRAParam if args.run == "lora" else nnx.Param)
+        step, *state = make_step(model, nnx.LoRAParam if args.run == "lora" else nnx.Param, args.params == "masters")
         made.append(step)
         return state
 
@@ -138,6 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(%(default)s)")
     parser.add_argument("--run", choices=RUNS, default="lora", help="(%(default)s)")
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--params", choices=PARAMS, default="bfloat16", help="as in benchmarks.models (%(default)s)")
     parser.add_argument("--remat", default="names", help="as in Decoder (%(default)s)")
     parser.add_argument("--axis", default="fsdp", help="the one that --devices are along (%(default)s)")
     for name, default in (
