@@ -73,6 +73,20 @@ def test_accumulation_is_the_large_batch():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), accumulating.model, whole.model)
 
 
+def test_gradients_of_16_bits_are_added_up_in_float32():
+    """The mean of 1 and 300 times 2**-9: in bfloat16, 1 + 2**-9 would be 1."""
+    model = Line()
+    model.w.set_value(jnp.zeros(3, jnp.bfloat16))
+
+    def weighted(model, weight):
+        return jnp.sum(model.w[...] * weight.astype(jnp.bfloat16)).astype(jnp.float32), {}
+
+    weights = np.array([1.0] + [2.0**-9] * 300, np.float32)
+    trainer = Trainer(model, optax.sgd(-301.0), weighted, accumulate=True)
+    list(trainer.fit(lambda step: weights, 1, every=()))
+    np.testing.assert_allclose(trainer.model.w[...].astype(jnp.float32), weights.sum(), rtol=2**-8)
+
+
 def test_records_have_all_steps():
     records = list(trainer(lengths_of=lambda batch: np.array([len(batch[0])])).fit(batch_of, 11, every=(4, 6)))
     assert [record.step for record in records] == [4, 6, 8, 11]
