@@ -91,15 +91,17 @@ def step(model, optimizer):
 def check_masters():
     """Float32 masters of bfloat16 parameters are split as these."""
     sharding = MoESharding(mesh(), **ALL)
-    model = jgg.models.Decoder(config("glm4_moe"), param_dtype=jnp.bfloat16, sharding=sharding, rngs=nnx.Rngs(0))
+    dtypes = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
+    model = jgg.models.Decoder(config("glm4_moe"), **dtypes, sharding=sharding, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, jgg.train.float32_masters(optax.adamw(1e-3)), wrt=nnx.Param)
     step(model, optimizer)
-    masters, params = optimizer.opt_state.masters, nnx.state(model)
+    masters, params = optimizer.opt_state.masters, nnx.state(model, nnx.Param)
     for state in (params, masters):
         assert_in_place(nnx.state(state), sharding)
-    jax.tree.map(
-        lambda m, p: np.testing.assert_array_equal(m.astype(p.dtype), p), *map(nnx.to_pure_dict, (masters, params))
-    )
+    got, want = (jax.tree.leaves(nnx.to_pure_dict(nnx.state(each))) for each in (params, masters))
+    for param, master in zip(got, want, strict=True):
+        assert master.dtype == jnp.float32
+        np.testing.assert_array_equal(param, master.astype(jnp.bfloat16))
 
 
 def check_folders():
