@@ -54,13 +54,11 @@ def float32_masters(optimizer: optax.GradientTransformation) -> optax.GradientTr
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if _is_short(p) else optax.MaskedNode(), params)
         return MastersState(masters, inner.init(jax.tree.map(_in_float32, params)))
 
-    def update(gradients: Any, state: MastersState, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
         if params is None:
-            raise ValueError(
-                "params must be the parameters, as in optimizer.update(gradients, state, params), got None."
-            )
+            raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
         trained = jax.tree.map(lambda p, master: master if _is_short(p) else p, params, state.masters)
-        gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, gradients)
+        gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
         updates, inner_state = inner.update(gradients, state.inner, trained, **extra)
 
         def moved(param: jax.Array, master: Any, step: jax.Array) -> Any:
