@@ -3,6 +3,7 @@
     python -m benchmarks.models --model qwen3-30b-a3b --run lora,generate
     python -m benchmarks.models --model qwen3-30b-a3b --run lora --experts fp8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 8
+    python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 4 --params masters
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
 
 Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
@@ -23,6 +24,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
+import jgg.train
 from benchmarks.model_roofline import (
     least_decode_seconds,
     least_prefill_seconds,
@@ -99,6 +101,7 @@ _SMALL = {
 }
 RUNS = "lora", "train", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored"
+PARAMS = "bfloat16", "float32", "masters"
 _HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
 
 
@@ -116,8 +119,8 @@ def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.M
 
 def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -> jgg.models.Decoder:
     """A Decoder with random parameters, made a layer at a time, so that no more memory than theirs is needed."""
-    quantization = jgg.Fp8() if experts == "fp8" else None
-    create = functools.partial(jgg.models.Decoder, config, param_dtype=jnp.bfloat16, quantization=quantization)
+    options = {"param_dtype": jnp.bfloat16, "quantization": jgg.Fp8() if experts == "fp8" else None} | options
+    create = functools.partial(jgg.models.Decoder, config)
     model = nnx.eval_shape(lambda: create(**options, rngs=nnx.Rngs(0)))
     state = nnx.to_flat_state(nnx.state(model))
     for key, (path, variable) in zip(jax.random.split(jax.random.key(0), len(state)), state, strict=True):
@@ -154,16 +157,18 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
     return w
 
 
-def make_step(model: jgg.models.Decoder, trained: Any):
+def make_step(model: jgg.models.Decoder, trained: Any, has_masters: bool = False):
     """The jitted step of AdamW, and its state: (trained parameters, state of the optimizer), parameters not trained."""
     graphdef, *states = nnx.split(model, trained, ...)
     own, frozen = states
     optimizer = optax.adamw(1e-4)
+    if has_masters:
+        optimizer = jgg.train.float32_masters(optimizer)
 
     def loss_of(own, frozen, tokens):
         return nnx.merge(graphdef, own, frozen).losses(tokens[:, :-1], tokens[:, 1:]).mean()
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=jgg.train.compiler_options())
     def step(state, frozen, tokens):
         own, opt_state = state
         loss, gradients = jax.value_and_grad(loss_of)(own, frozen, tokens)
@@ -173,12 +178,18 @@ def make_step(model: jgg.models.Decoder, trained: Any):
     return step, (own, jax.jit(optimizer.init)(own)), frozen
 
 
+def options_of(args, run: str) -> dict[str, Any]:
+    """A model's adapters in the run "lora", and the dtype of its parameters in the run "train"."""
+    if run == "lora":
+        return {"lora_rank": args.rank}
+    return {"param_dtype": jnp.float32 if args.params == "float32" and run == "train" else jnp.bfloat16}
+
+
 def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
     """The cells of a row for steps of training."""
-    options = {"lora_rank": args.rank} if run == "lora" else {}
     speeds = measure_speeds(config, args.batch * args.sequence, args.experts == "fp8")
-    model = random_model(config, args.experts, remat=args.remat, **options)
-    step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param)
+    model = random_model(config, args.experts, remat=args.remat, **options_of(args, run))
+    step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param, args.params == "masters")
     tensors = tensors_of(model)
     del model
     shape = args.batch, args.sequence + 1
@@ -290,6 +301,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--experts", choices=EXPERTS, default="bfloat16", help="dtype of the experts' weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--params",
+        choices=PARAMS,
+        default="bfloat16",
+        help="of --run train; masters: bfloat16, and float32 masters in the optimizer (default: %(default)s)",
     )
     parser.add_argument(
         "--remat", choices=("none", "names", "all"), default="names", help="as in Decoder (default: %(default)s)"

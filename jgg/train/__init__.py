@@ -1,7 +1,9 @@
 """Trains models of Flax NNX: one loop, with checkpoints, metrics and a meter of speed, for any loss."""
 
 from jgg.train.checkpoints import TrainingError
+from jgg.train.compiling import compiler_options
 from jgg.train.loop import Record, Trainer
+from jgg.train.masters import MastersState, float32_masters
 from jgg.train.meter import Speed
 
-__all__ = ["Record", "Speed", "Trainer", "TrainingError"]
+__all__ = ["MastersState", "Record", "Speed", "Trainer", "TrainingError", "compiler_options", "float32_masters"]

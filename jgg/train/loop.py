@@ -13,6 +13,7 @@ from flax import nnx
 
 from jgg.core.arguments import as_int, check_instance
 from jgg.train.checkpoints import TrainingError, opened, restored, save
+from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
 
 Batch = Any  # a pytree of arrays
@@ -73,7 +74,9 @@ class Trainer:
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
         self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere))
+        self._step = jax.jit(
+            step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=compiler_options()
+        )
 
     @property
     def model(self) -> Any:
@@ -154,11 +157,13 @@ def _step_of(
     def mean_of(params: Any, frozen: Any, parts: Batch) -> Any:
         def add(sums: Any, part: Batch) -> Any:
             measured, gradients = gradients_of(params, frozen, part)
-            return jax.tree.map(jnp.add, sums, gradients), measured
+            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), measured
 
-        sums, measured = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        sums, measured = jax.lax.scan(add, zeros, parts)
         count = len(measured[0])
-        return jax.tree.map(lambda a: jnp.mean(a, axis=0), measured), jax.tree.map(lambda a: a / count, sums)
+        means = jax.tree.map(lambda p, total: (total / count).astype(p.dtype), params, sums)
+        return jax.tree.map(lambda a: jnp.mean(a, axis=0), measured), means
 
     def step(state: Any, frozen: Any, batch: Batch) -> Any:
         params, opt_state = state

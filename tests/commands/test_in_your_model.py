@@ -9,7 +9,8 @@ import jgg.nnx
 from tests.support.documents import code_of, run_code
 
 pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
-SECTIONS = "Train", "Many layers", "Freeze the experts"
+MASTERS = "Bfloat16 parameters with float32 masters"
+SECTIONS = "Train", MASTERS, "Many layers", "Freeze the experts"
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,9 @@ def blocks():
 
 
 def test_it_trains_and_scans(blocks):
-    names = run_code("\n".join(code for section in SECTIONS[:2] for code in blocks[section]))
+    names = run_code("\n".join(code for section in SECTIONS[:3] for code in blocks[section]))
     assert names["losses"][-1] < names["losses"][0]
+    assert names["block"].moe.w_down.dtype == "bfloat16" and names["block"].norm.scale.dtype == "float32"
     assert names["y"].shape == names["x"].shape
     assert names["balance"].shape == (4,)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from jgg.train import Trainer, TrainingError, meter
+from jgg.train import Trainer, TrainingError, compiler_options, meter
 from tests.support.models import DATA
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -71,6 +71,20 @@ def test_accumulation_is_the_large_batch():
     (wanted,), (got,) = whole.fit(batch_of, 5, every=()), accumulating.fit(parts, 5, every=())
     np.testing.assert_allclose(got.metrics["loss"], wanted.metrics["loss"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), accumulating.model, whole.model)
+
+
+def test_gradients_of_16_bits_are_added_up_in_float32():
+    """The mean of 1 and 300 times 2**-9: in bfloat16, 1 + 2**-9 would be 1."""
+    model = Line()
+    model.w.set_value(jnp.zeros(3, jnp.bfloat16))
+
+    def weighted(model, weight):
+        return jnp.sum(model.w[...] * weight.astype(jnp.bfloat16)).astype(jnp.float32), {}
+
+    weights = np.array([1.0] + [2.0**-9] * 300, np.float32)
+    trainer = Trainer(model, optax.sgd(-301.0), weighted, accumulate=True)
+    list(trainer.fit(lambda step: weights, 1, every=()))
+    np.testing.assert_allclose(trainer.model.w[...].astype(jnp.float32), weights.sum(), rtol=2**-8)
 
 
 def test_records_have_all_steps():
@@ -174,3 +188,27 @@ def test_flops_of_a_decoder(wrt, monkeypatch):
     assert str(speed._replace(tokens=4096, seconds=2.0, mfu=0.5, peak_memory=3 * 2**29)) == (
         "2,048 tokens/s, MFU 50.0%, peak memory 1.5 GiB"
     )
+
+
+def stack_of_sines(x):
+    """A scan that keeps a value of each iteration for the backward pass."""
+    return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, 5)[0])
+
+
+def test_compiler_options_are_for_gpus(monkeypatch):
+    assert compiler_options() == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.random.normal(jax.random.key(0), (17, 17))
+    wanted = jax.jit(jax.grad(stack_of_sines))(x)
+    # an option that XLA does not know raises
+    got = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options())(x)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_a_gpu_does_not_fill_stacks():
+    x = jax.random.normal(jax.random.key(0), (17, 17))
+    plain = jax.jit(jax.grad(stack_of_sines)).lower(x).compile()
+    without_fills = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options()).lower(x).compile()
+    assert "AllocateBuffer" in without_fills.as_text() and "AllocateBuffer" not in plain.as_text()
+    np.testing.assert_array_equal(without_fills(x), plain(x))

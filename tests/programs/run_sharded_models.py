@@ -18,6 +18,7 @@ from flax import nnx
 import jgg
 import jgg.hf
 import jgg.models
+import jgg.train
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.models.test_model_training import loss_and_gradients, loss_of
@@ -85,6 +86,22 @@ def step(model, optimizer):
     with jax.numpy_dtype_promotion("standard"):  # of optax
         optimizer.update(model, gradients)
     return before
+
+
+def check_masters():
+    """Float32 masters of bfloat16 parameters are split as these."""
+    sharding = MoESharding(mesh(), **ALL)
+    dtypes = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
+    model = jgg.models.Decoder(config("glm4_moe"), **dtypes, sharding=sharding, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jgg.train.float32_masters(optax.adamw(1e-3)), wrt=nnx.Param)
+    step(model, optimizer)
+    masters, params = optimizer.opt_state.masters, nnx.state(model, nnx.Param)
+    for state in (params, masters):
+        assert_in_place(nnx.state(state), sharding)
+    got, want = (jax.tree.leaves(nnx.to_pure_dict(nnx.state(each))) for each in (params, masters))
+    for param, master in zip(got, want, strict=True):
+        assert master.dtype == jnp.float32
+        np.testing.assert_array_equal(param, master.astype(jnp.bfloat16))
 
 
 def check_folders():
@@ -177,7 +194,15 @@ def main():
     for name in CASES:
         check(name)
         print(name, flush=True)
-    for further in (check_folders, check_adapters, check_quantized, check_generation, check_mask, check_what_is_kept):
+    for further in (
+        check_masters,
+        check_folders,
+        check_adapters,
+        check_quantized,
+        check_generation,
+        check_mask,
+        check_what_is_kept,
+    ):
         further()
         print(further.__name__, flush=True)
     print("all right", flush=True)

@@ -1,0 +1,92 @@
+"""Float32 masters of 16-bit parameters, kept by the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgg.core.arguments import check_instance
+
+
+class MastersState(NamedTuple):
+    """The state of `float32_masters`.
+
+    Attributes:
+      masters: float32 arrays in place of the 16-bit parameters, `optax.MaskedNode()` in place of the others.
+      inner: the state of the optimizer within.
+    """
+
+    masters: Any
+    inner: Any
+
+
+def float32_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Lets an optimizer train float32 masters of bfloat16 and float16 parameters, which are then their rounded copies.
+
+    A bfloat16 number has 8 significant bits: an update of less than 1/512 of a parameter would be lost, and with usual
+    learning rates most are. The masters have all of it. They and what the optimizer keeps are float32, 12 bytes a
+    parameter with AdamW; the model and its gradients stay 16-bit. Parameters of other dtypes, such as float32 adapters,
+    train as without this function.
+
+    Examples:
+      >>> optimizer = jgg.train.float32_masters(optax.adamw(1e-4))
+      >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.ones(3, jnp.bfloat16)}, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> params["w"].dtype, state.masters["w"].dtype
+      (dtype(bfloat16), dtype('float32'))
+
+    Args:
+      optimizer: the optimizer of optax for the masters. It gets gradients and parameters in float32.
+
+    Returns:
+      An optimizer of optax, which must be the last of a chain. Its `init` takes the parameters for the masters' first
+      values. Its `update` needs the parameters, and returns updates in float32: `optax.apply_updates` gives each
+      parameter the master's value, rounded to nearest. If that is less than 2**-15 of the parameter's value before (for
+      float16: 2**-12), it is off by up to 2**-24 of that one until the next step.
+    """
+    check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> MastersState:
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32) if _is_short(p) else optax.MaskedNode(), params)
+        return MastersState(masters, inner.init(jax.tree.map(_in_float32, params)))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
+        if params is None:
+            raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
+        trained = jax.tree.map(lambda p, master: master if _is_short(p) else p, params, state.masters)
+        gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
+        updates, inner_state = inner.update(gradients, state.inner, trained, **extra)
+
+        def moved(param: jax.Array, master: Any, step: jax.Array) -> Any:
+            return master + _in_float32(step) if _is_short(param) else master
+
+        masters = jax.tree.map(moved, params, state.masters, updates)
+        updates = jax.tree.map(_step_to, params, masters, updates)
+        return updates, MastersState(masters, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_short(array: jax.Array) -> bool:
+    return array.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _in_float32(array: jax.Array) -> jax.Array:
+    return array.astype(jnp.float32) if _is_short(array) else array
+
+
+def _step_to(param: jax.Array, master: Any, step: jax.Array) -> jax.Array:
+    """What must be added to a parameter so that it becomes its master, rounded; `step` where it has none."""
+    return _rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step
+
+
+def _rounded(array: jax.Array, dtype: Any) -> jax.Array:
+    """A float32 array rounded to a dtype, in float32; XLA may leave out a plain conversion there and back."""
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
+    # reduce_precision makes float16's subnormal numbers 0
+    return jax.lax.optimization_barrier(array.astype(dtype)).astype(jnp.float32)

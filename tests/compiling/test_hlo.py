@@ -1,0 +1,37 @@
+"""What `tools.hlo` reads of compiled programs."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from tools.hlo import loops_of
+
+# As XLA writes for a GPU: a fusion that hands a Triton kernel a slice, an asynchronous slice, a slice into a stack, and
+# a fill. The kernel's code is `.entry my_kernel(`, compressed.
+GPU_PROGRAM = (Path(__file__).parents[1] / "data" / "gpu_program.txt").read_text()
+
+
+def test_kernels_of_a_program_for_a_gpu():
+    outside, loop = loops_of(GPU_PROGRAM)
+    (fill,) = outside.kernels
+    assert (outside.passes, fill.kind, fill.nbytes) == (1, "fill", 3 * 4 * 8 * 4)
+    assert (loop.name, loop.passes) == ("while.7 (jit(step)/while)", 3)
+    assert [(kernel.kind, kernel.nbytes) for kernel in loop.kernels] == [
+        ("slice", 4 * 8 * 2),
+        ("call", 4 * 8 * 4),
+        ("slice into a stack", 4 * 8 * 4),
+    ]
+    assert [kernel.op_name for kernel in loop.kernels] == ["jit(step)/slice", "", ""]
+    assert loop.kernels[1].name == "my_kernel"
+
+
+def test_loops_in_loops_of_a_compiled_program():
+    """The text that this XLA writes is understood."""
+
+    def outer(x, _):
+        return jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x @ x), x), None
+
+    text = jax.jit(lambda x: jax.lax.scan(outer, x, None, 7)[0]).lower(jnp.ones((17, 17))).compile().as_text()
+    assert [loop.passes for loop in loops_of(text)] == [1, 7, 35]
+    assert loops_of(text)[2].kernels

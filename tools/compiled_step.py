@@ -1,0 +1,179 @@
+"""Compiles a step of a whole model for an H100 on a machine without a GPU, and prints what the program does.
+
+    pip install --no-deps --target FOLDER jax-cuda12-pjrt==VERSION_OF_JAXLIB
+    export JGG_PJRT=FOLDER
+    python -m tools.compiled_step --run lora --experts fp8
+    python -m tools.compiled_step --run train --layers 2 --hlo step.txt
+    python -m tools.compiled_step --run generate --batch 1
+    python -m tools.compiled_step --run lora --layers 2 --batch 8 --devices 4 --axis fsdp
+
+The models and steps are those of `benchmarks.models`, without values. XLA's GPU compiler, which is in jax-cuda12-pjrt,
+runs on the CPU. Printed are the memory, and for each loop its kernels and its largest copies, slices, zero fills,
+transposes and converts. Times are not: XLA does not measure here which of its kernels is fastest either, so that its
+products may be by other kernels than on a GPU.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jgg
+import jgg.models
+from benchmarks.models import CONFIGS, EXPERTS, PARAMS, RUNS, config_of, make_step, options_of, random_model
+from jgg.models.placement import place
+from jgg.sharding import MoESharding
+from tools.hlo import report
+
+_CUDNN = "jax._src.cudnn.fused_attention_stablehlo"  # it asks for the version of a library and for a GPU
+_TARGET = Path(__file__).with_name("h100.txtpb")
+
+
+def topology(folder: str | None, count: int):
+    """The devices of a machine with H100s that is not there; `folder` has jax-cuda12-pjrt."""
+    if not folder or not (Path(folder) / "jax_plugins").is_dir():
+        version = importlib.metadata.version("jaxlib")
+        raise SystemExit(
+            f"--pjrt or JGG_PJRT must be a folder with jax-cuda12-pjrt, got {folder}. To make one:\n"
+            f"  pip install --no-deps --target FOLDER jax-cuda12-pjrt=={version}"
+        )
+    import jax_plugins
+    from jax.experimental.topologies import get_topology_desc
+
+    sys.path.append(folder)
+    jax_plugins.__path__.append(f"{folder}/jax_plugins")
+    topology = f"1x1x{count}"  # partitions, hosts in each, devices of each
+    return get_topology_desc("h100", "cuda", target_config=_TARGET.read_text(), topology=topology).devices
+
+
+@contextlib.contextmanager
+def as_on_gpu():
+    """Inside, programs are traced as on an H100."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jgg.target(90))
+        for name, value in (
+            ("jax.default_backend", "gpu"),
+            (f"{_CUDNN}.check_cudnn_version", 91000),
+            (f"{_CUDNN}.check_compute_capability", True),
+            (f"{_CUDNN}.is_cuda_compute_capability_equal", False),  # it is asked about other GPUs
+        ):
+            stack.enter_context(mock.patch(name, lambda *_, value=value: value))
+        yield
+
+
+def program(args, sharding: MoESharding | None):
+    """A jitted step or generation, and its arguments without values."""
+    config = config_of(args.model, args.layers, is_small=False)
+    options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
+    made = []  # what is no array, and so cannot be returned by the function that is only traced
+
+    def make():
+        model = random_model(config, args.experts, **options)
+        if args.run == "generate":
+            graphdef, state = nnx.split(model)
+            made.append(graphdef)
+            return (state,)
+        step, *state = make_step(model, nnx.LoRAParam if args.run == "lora" else nnx.Param, args.params == "masters")
+        made.append(step)
+        return state
+
+    states = jax.eval_shape(make)
+    if args.run != "generate":
+        tokens = jax.ShapeDtypeStruct((args.batch, args.sequence + 1), jnp.int32)
+        return made[0], (*states, tokens)
+    prompt = jax.ShapeDtypeStruct((args.batch, args.prompt), jnp.int32)
+    generate = jax.jit(lambda state, prompt: jgg.models.generate(nnx.merge(made[0], state), prompt, args.new_tokens))
+    return generate, (*states, prompt)
+
+
+def placed(arguments, devices, sharding: MoESharding | None):
+    """The arguments on the devices: parameters and the optimizer's state as a model splits them."""
+
+    def put(path, array):
+        where = jax.sharding.SingleDeviceSharding(devices[0])
+        if sharding is not None:
+            names = tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+            where = sharding.named(jax.P())
+            if names and array.shape:
+                stacked = names[0] in ("layers", "dense_layers")
+                where = place(names, array.shape, sharding, is_stacked=stacked)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(put, arguments)
+
+
+def compiled(args):
+    """The program, compiled."""
+    devices = topology(args.pjrt, args.devices)
+    sharding = None
+    if args.devices > 1:
+        mesh = jax.sharding.Mesh(devices, (args.axis,), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = MoESharding(mesh, **{args.axis: args.axis})
+    with as_on_gpu():
+        function, arguments = program(args, sharding)
+        lowered = function.lower(*placed(arguments, devices, sharding))
+        return lowered.compile(compiler_options=dict(args.option))
+
+
+def option(text: str) -> tuple[str, object]:
+    """An option of XLA, whose bools must be Python's."""
+    name, _, value = text.partition("=")
+    return name, {"true": True, "false": False}.get(value, value)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tools.compiled_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pjrt", default=os.environ.get("JGG_PJRT"), help="folder with jax-cuda12-pjrt ($JGG_PJRT)")
+    parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(%(default)s)")
+    parser.add_argument("--run", choices=RUNS, default="lora", help="(%(default)s)")
+    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--params", choices=PARAMS, default="bfloat16", help="as in benchmarks.models (%(default)s)")
+    parser.add_argument("--remat", default="names", help="as in Decoder (%(default)s)")
+    parser.add_argument("--axis", default="fsdp", help="the one that --devices are along (%(default)s)")
+    for name, default in (
+        ("layers", None),
+        ("unroll", 1),
+        ("rank", 16),
+        ("batch", 2),
+        ("sequence", 4096),
+        ("prompt", 128),
+        ("new-tokens", 64),
+        ("devices", 1),
+        ("top", 6),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
+    parser.add_argument(
+        "--option",
+        type=option,
+        action="append",
+        default=[("xla_gpu_enable_triton_gemm", False)],
+        metavar="NAME=VALUE",
+        help="an option of XLA; cuBLAS computes XLA's products unless xla_gpu_enable_triton_gemm=true",
+    )
+    parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized program")
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    begin = time.perf_counter()
+    result = compiled(args)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s")
+    if args.hlo:
+        args.hlo.write_text(result.as_text())
+    print(report(result, args.top))
+
+
+if __name__ == "__main__":
+    main()
