@@ -161,7 +161,7 @@ def make_step(model: jgg.models.Decoder, trained: Any):
     optimizer = optax.adamw(1e-4)
 
     def loss_of(own, frozen, tokens):
-        return nnx.merge(graphdef, own, frozen).losses(tokens[:, :-1], tokens[:, 1:]).mean()
+        return nnx.merge(graphdef, own, frozen).loss(tokens[:, :-1], tokens[:, 1:])
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, frozen, tokens):
