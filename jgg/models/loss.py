@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def _losses_fwd(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> t
     def of_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, targets = part
         logits = logits_of(x, w, head) * head.scale
-        log_sums = jax.nn.logsumexp(logits, axis=-1)
+        log_sums = _log_sums(logits)
         return _losses_by(logits, log_sums, targets), log_sums
 
     num_parts = _num_parts(x, head.vocabulary(w))
@@ -141,7 +141,7 @@ def _differentiated(
     def of_part(part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, targets, d_losses, *known = part
         logits = logits_of(x, w, head) * head.scale
-        log_sums = known[0] if known else jax.nn.logsumexp(logits, axis=-1)
+        log_sums = known[0] if known else _log_sums(logits)
         d_logits = _d_logits(logits, log_sums, targets, d_losses, head).astype(x.dtype)
         return _losses_by(logits, log_sums, targets), dx_of(head, x, w, d_logits), d_logits
 
@@ -166,6 +166,22 @@ def _differentiated(
         dw, results = jax.lax.scan(add_block, none, blocks)
         losses, dx = (each.reshape(num_parts, *each.shape[2:]) for each in results)
     return _Differentiated(_whole(losses, targets.shape), _whole(dx, x.shape), dw)
+
+
+def _log_sums(logits: jax.Array) -> jax.Array:
+    """The logarithms of the sums of exp(logits) along the last axis, in one pass: a term is a maximum and a sum.
+
+    Source: the online softmax, https://arxiv.org/abs/1805.02867.
+    """
+
+    def add(one: Any, other: Any) -> Any:
+        greatest = jnp.maximum(one[0], other[0])
+        return greatest, one[1] * jnp.exp(one[0] - greatest) + other[1] * jnp.exp(other[0] - greatest)
+
+    terms = alike((logits, jnp.ones_like(logits)))
+    none = jnp.finfo(logits.dtype).min, 0.0  # not -inf, from which -inf would be NaN
+    greatest, sums = jax.lax.reduce(terms, tuple(jnp.float32(each) for each in none), add, (logits.ndim - 1,))
+    return greatest + jnp.log(sums)
 
 
 def _losses_by(logits: jax.Array, log_sums: jax.Array, targets: jax.Array) -> jax.Array:

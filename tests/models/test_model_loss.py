@@ -1,6 +1,5 @@
 """The loss of a model without its whole logits: by target, and as one sum whose gradients come with it."""
 
-import functools
 import re
 
 import jax
@@ -12,42 +11,11 @@ from flax import nnx
 
 import jgg.models
 from jgg.models import loss
+from jgg.models.head import Head, logits_of
 from tests.support.closeness import assert_close, distance
 from tests.support.models import config_of, loaded, reference
 
-
-# with a scale of the logits, tied; with a head. 7 tokens of a sequence do not divide by all of these parts
-@pytest.mark.parametrize(("family", "num_parts"), [("granitemoe", 16), ("qwen3_moe", 3), ("qwen3_moe", 1)])
-def test_losses_by_parts_are_those_of_all_logits(family, num_parts, monkeypatch):
-    model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
-    graphdef, state = nnx.split(model)
-    weights = jax.random.normal(jax.random.key(0), tokens[:, 1:].shape)
-    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * tokens[:, 1:].size * model.config.vocabulary // num_parts)
-    if num_parts > 1:
-        monkeypatch.setattr(loss, "_num_blocks", lambda x, w, head: 2)  # then dw is a sum
-
-    def by_logits(state, weights):
-        logits = nnx.merge(graphdef, state)(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(losses * weights), losses
-
-    def by_parts(state, weights):
-        losses = nnx.merge(graphdef, state).losses(tokens[:, :-1], tokens[:, 1:])
-        return jnp.sum(losses * weights), losses
-
-    def as_one_sum(state, weights):
-        value = nnx.merge(graphdef, state).loss(tokens[:, :-1], tokens[:, 1:], weights=2 * weights)
-        return value / 2, None  # so the gradients are multiplied in the backward pass
-
-    functions = by_logits, by_parts, as_one_sum
-    runs = [jax.jit(jax.value_and_grad(each, argnums=(0, 1), has_aux=True)) for each in functions]
-    want, *got = (run(state, weights) for run in runs)
-    for own in got:
-        (value, losses), gradients = own
-        own = (value, want[0][1] if losses is None else losses), gradients
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), own, want)
-    value, _ = jax.jit(as_one_sum)(state, weights)  # without gradients
-    np.testing.assert_allclose(value, want[0][0], rtol=1e-5)
+HEAD = Head()
 
 
 def features(dtype=jnp.float32, batch=2, length=3, seed=0):
@@ -57,12 +25,62 @@ def features(dtype=jnp.float32, batch=2, length=3, seed=0):
     return x, w, jax.random.randint(key, (batch, length), 0, 64, jnp.int32)
 
 
-def one_sum(x, w, targets, weights):
-    return loss.loss_of(x, w, targets, weights, loss.Head(), None)
+def one_sum(x, w, targets, weights, head=HEAD):
+    return loss.loss_of(x, w, targets, weights, head, None)
 
 
-def sum_of_losses(x, w, targets, weights):
-    return jnp.sum(weights * loss.losses_of(x, w, targets, loss.Head(), None))
+def sum_of_losses(x, w, targets, weights, head=HEAD):
+    return jnp.sum(weights * loss.losses_of(x, w, targets, head, None))
+
+
+def sum_by_logits(x, w, targets, weights, head=HEAD):
+    logits = logits_of(x, w, head) * head.scale
+    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+def divide(monkeypatch, num_parts, num_blocks, num_logits):
+    """Makes parts of the tokens, whose dw is added up if there are several blocks."""
+    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * num_logits // num_parts)
+    monkeypatch.setattr(loss, "_num_blocks", lambda x, w, head: num_blocks)
+
+
+# 7 tokens of a sequence do not divide by these parts
+@pytest.mark.parametrize(("num_parts", "num_blocks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("head", [HEAD, Head(0.5, "enk")])
+def test_losses_by_parts_are_those_of_all_logits(head, num_parts, num_blocks, monkeypatch):
+    x, w, targets = features(length=7)
+    w = w if head.w_layout == "ekn" else w.T
+    weights = jax.random.normal(jax.random.key(9), targets.shape)
+    divide(monkeypatch, num_parts, num_blocks, targets.size * 64)
+
+    def run(function):
+        def scaled(x, w, weights):  # so the gradients are multiplied in the backward pass
+            value = function(x, w, targets, 3 * weights, head)
+            return value / 3, value
+
+        return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2), has_aux=True))(x, w, weights)
+
+    want = run(sum_by_logits)
+    assert_close(run(one_sum), want)
+    assert_close(run(sum_of_losses), want)
+    assert_close(one_sum(x, w, targets, weights, head), want[0][0])  # without gradients
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("function", [one_sum, sum_of_losses])
+def test_gradients_inside_shard_map(function, num_blocks, monkeypatch):
+    """With a head that all devices share; one device has the same types as several."""
+    arrays = *features(length=4), jnp.ones((2, 4))
+    divide(monkeypatch, 2, num_blocks, 8 * 64)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = jax.shard_map(
+        lambda *own: jax.lax.psum(function(*own), "data"),
+        mesh=mesh,
+        in_specs=(jax.P("data"), jax.P(), jax.P("data"), jax.P("data")),
+        out_specs=jax.P(),
+    )
+    got, want = (jax.jit(jax.grad(each, argnums=(0, 1, 3)))(*arrays) for each in (own, function))
+    assert_close(got, want)
 
 
 def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
@@ -71,7 +89,7 @@ def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
 
     @jax.jit
     def run(targets, weights):
-        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, loss.Head(), None), x, w)
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, HEAD, None), x, w)
         return pull_back(weights), losses, jax.value_and_grad(one_sum, argnums=(0, 1))(x, w, targets, weights)
 
     weights = is_known.astype(jnp.float32)
@@ -121,8 +139,7 @@ def test_weights_may_be_smaller_than_float16_can_hold_times_probabilities():
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("function", [one_sum, sum_of_losses])
 def test_a_frozen_head_has_no_gradient_in_the_program(function, num_blocks, monkeypatch):
-    monkeypatch.setattr(loss, "_LOGITS_BYTES", 64 * 4)
-    monkeypatch.setattr(loss, "_num_blocks", lambda x, w, head: num_blocks)
+    divide(monkeypatch, 2, num_blocks, 4 * 64)
     arrays = *features(length=2), jnp.ones((2, 2))
 
     def program(argnums):
@@ -146,6 +163,15 @@ def test_a_batch_of_losses():
     run = jax.value_and_grad(one_sum, argnums=(0, 1, 3))
     want = [run(*(each[n] for each in arrays), weights[n]) for n in range(3)]
     assert_close(jax.jit(jax.vmap(run))(*arrays, weights), jax.tree.map(lambda *each: jnp.stack(each), *want))
+
+
+def test_blocks_of_parts_take_no_more_memory_than_two_heads(monkeypatch):
+    """The gradients of 4,096 tokens' logits are 2^20 bytes, two heads 2^12, and a block is of whole parts."""
+    x, w = jnp.zeros((2, 2048, 8)), jnp.zeros((8, 64))
+    for most, blocks in ((2**20, 1), (2**19, 2), (3 * 2**17, 4), (1, 256)):
+        monkeypatch.setattr(loss, "_LOGITS_BYTES", most)
+        assert loss._num_blocks(x, w, HEAD) == blocks
+        assert loss._num_parts(x, 64) % blocks == 0
 
 
 def test_the_whole_logits_never_exist():

@@ -191,7 +191,7 @@ def test_programs_do_not_grow_with_the_number_of_layers():
     ("computed", "implementation"),
     [
         ("logits", "xla"),
-        ("loss", "xla"),
+        pytest.param("loss", "xla", marks=pytest.mark.thorough),
         pytest.param("losses", "interpret", marks=(pytest.mark.interpret, pytest.mark.thorough)),
     ],
 )
