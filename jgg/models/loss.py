@@ -168,8 +168,9 @@ def _differentiated(
     return _Differentiated(_whole(losses, targets.shape), _whole(dx, x.shape), dw)
 
 
+@jax.custom_jvp  # JAX has no rule for this reduction
 def _log_sums(logits: jax.Array) -> jax.Array:
-    """The logarithms of the sums of exp(logits) along the last axis, in one pass: a term is a maximum and a sum.
+    """The logarithms of the sums of exp(logits) along the last axis, in one pass: it adds pairs of a maximum and a sum.
 
     Source: the online softmax, https://arxiv.org/abs/1805.02867.
     """
@@ -178,10 +179,17 @@ def _log_sums(logits: jax.Array) -> jax.Array:
         greatest = jnp.maximum(one[0], other[0])
         return greatest, one[1] * jnp.exp(one[0] - greatest) + other[1] * jnp.exp(other[0] - greatest)
 
-    terms = alike((logits, jnp.ones_like(logits)))
-    none = jnp.finfo(logits.dtype).min, 0.0  # not -inf, from which -inf would be NaN
-    greatest, sums = jax.lax.reduce(terms, tuple(jnp.float32(each) for each in none), add, (logits.ndim - 1,))
+    pairs = alike((logits, jnp.ones_like(logits)))
+    none = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)  # -inf less -inf would be NaN
+    greatest, sums = jax.lax.reduce(pairs, none, add, (logits.ndim - 1,))
     return greatest + jnp.log(sums)
+
+
+@_log_sums.defjvp
+def _differentiate_log_sums(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (logits,), (tangent,) = primals, tangents
+    log_sums = _log_sums(logits)
+    return log_sums, jnp.sum(jnp.exp(logits - log_sums[..., None]) * tangent, axis=-1)
 
 
 def _losses_by(logits: jax.Array, log_sums: jax.Array, targets: jax.Array) -> jax.Array:

@@ -44,9 +44,16 @@ def divide(monkeypatch, num_parts, num_blocks, num_logits):
     monkeypatch.setattr(loss, "_num_blocks", lambda x, w, head: num_blocks)
 
 
-# 7 tokens of a sequence do not divide by these parts
-@pytest.mark.parametrize(("num_parts", "num_blocks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("head", [HEAD, Head(0.5, "enk")])
+@pytest.mark.parametrize(
+    ("head", "num_parts", "num_blocks"),
+    [
+        (HEAD, 1, 1),
+        (HEAD, 4, 1),  # by which the 7 tokens of a sequence do not divide
+        (HEAD, 4, 4),
+        (Head(0.5, "enk"), 4, 2),
+        pytest.param(Head(implementation="interpret"), 4, 2, marks=pytest.mark.interpret),
+    ],
+)
 def test_losses_by_parts_are_those_of_all_logits(head, num_parts, num_blocks, monkeypatch):
     x, w, targets = features(length=7)
     w = w if head.w_layout == "ekn" else w.T
@@ -155,6 +162,18 @@ def test_a_frozen_head_has_no_gradient_in_the_program(function, num_blocks, monk
 
 def test_without_gradients_there_are_only_losses():
     assert jax.jit(one_sum).lower(*features(), jnp.ones((2, 3))).as_text().count("dot_general") == 1
+
+
+@pytest.mark.parametrize("function", [one_sum, sum_of_losses])
+def test_gradients_of_gradients(function):
+    x, w, targets = features()
+    weights = jax.random.normal(jax.random.key(9), targets.shape)
+
+    def square(function, x, w):
+        return sum(jnp.sum(own**2) for own in jax.grad(function, argnums=(0, 1))(x, w, targets, weights))
+
+    run = jax.jit(jax.grad(square, argnums=(1, 2)), static_argnums=0)
+    assert_close(run(function, x, w), run(sum_by_logits, x, w))
 
 
 def test_a_batch_of_losses():
