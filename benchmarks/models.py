@@ -166,7 +166,7 @@ def make_step(model: jgg.models.Decoder, trained: Any, has_masters: bool = False
         optimizer = jgg.train.float32_masters(optimizer)
 
     def loss_of(own, frozen, tokens):
-        return nnx.merge(graphdef, own, frozen).losses(tokens[:, :-1], tokens[:, 1:]).mean()
+        return nnx.merge(graphdef, own, frozen).loss(tokens[:, :-1], tokens[:, 1:])
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=jgg.train.compiler_options())
     def step(state, frozen, tokens):

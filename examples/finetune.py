@@ -59,10 +59,9 @@ def loss_of(options: argparse.Namespace, balance_weight: float):
 
     def loss(model: jgg.models.Decoder, part: dict[str, jax.Array]):
         segments = part["segments"] if options.packing else None  # causal attention never sees what follows an example
-        call = nnx.capture(model.losses, nnx.Intermediate)
-        losses, sown = call(part["tokens"], part["targets"], segments, mask=part["segments"] > 0)
+        call, is_real = nnx.capture(model.loss, nnx.Intermediate), part["segments"] > 0
+        learned, sown = call(part["tokens"], part["targets"], segments, weights=part["weights"], mask=is_real)
         (balance,) = sown["load_balancing_loss"]
-        learned = jnp.sum(losses * part["weights"])
         return learned + balance_weight * jnp.mean(balance), learned
 
     return loss

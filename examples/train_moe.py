@@ -72,8 +72,7 @@ def make_model(options: argparse.Namespace, sharding: MoESharding) -> jgg.models
 
 def loss_of(model: jgg.models.Decoder, text: jax.Array):
     """The loss of a batch, [B, S + 1], and what is printed: the loss in nats per byte, and the load of experts."""
-    losses, sown = nnx.capture(model.losses, nnx.Intermediate)(text[:, :-1], text[:, 1:])
-    loss = jnp.mean(losses)
+    loss, sown = nnx.capture(model.loss, nnx.Intermediate)(text[:, :-1], text[:, 1:])
     (imbalance,), (group_sizes,) = sown["load_balancing_loss"], sown["group_sizes"]
     load = jnp.max(group_sizes, axis=1) / jnp.mean(group_sizes.astype(jnp.float32), axis=1)
     return loss + 0.02 * jnp.mean(imbalance), {"loss": loss, "load": load}

@@ -1,89 +1,18 @@
 """The loss of each next token, a part of the logits at a time: a large vocabulary's are most of a step's memory."""
 
-import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import alike, vary_over, varying_axes
-from jgg.core.matrix import Matrix
-from jgg.linear import layer
-from jgg.linear.dense import dense_layer, dense_operands
-from jgg.linear.differentiable import Operands
-from jgg.linear.linear import Linear
+from jgg.models.head import Head, dw_of, dx_of, logits_of
+from jgg.primitives.barrier import barrier
 from jgg.sharding import MoESharding
 
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """How logits are computed from features x [..., H] and a matrix w.
-
-    Attributes:
-      scale: factor of the logits.
-      w_layout: "ekn" for w [H, V], "enk" for w [V, H], as an embedding is.
-      implementation: of the product, as in `jgg.linear.dense`.
-    """
-
-    scale: float = 1.0
-    w_layout: str = "ekn"
-    implementation: str | None = None
-
-    def vocabulary(self, w: jax.Array) -> int:
-        """V."""
-        return w.shape[1 if self.w_layout == "ekn" else 0]
-
-    def layer(self, x: jax.Array, w: jax.Array, dw_dtype: DTypeLike) -> tuple[Linear, Operands]:
-        """The linear layer and its operands: float32 results, and dw in `dw_dtype`."""
-        matrix = Matrix(dense=w)
-        linear = dense_layer(
-            x,
-            matrix,
-            w_layout=self.w_layout,
-            out_dtype=jnp.float32,
-            dw_dtype=dw_dtype,
-            implementation=self.implementation,
-        )
-        return linear, dense_operands(linear, x, matrix)
-
-
-def logits_of(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
-    """Float32 logits [..., V], unscaled, of x [..., H] and w in its dtype, in which gradients multiply too."""
-    return _logits_of(*alike((x, w)), head)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _logits_of(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
-    linear, operands = head.layer(x, w, w.dtype)
-    return layer.forward(linear, *operands)[0].reshape(*x.shape[:-1], head.vocabulary(w))
-
-
-def _logits_of_fwd(x: jax.Array, w: jax.Array, head: Head) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _logits_of(x, w, head), (x, w)
-
-
-def _logits_of_bwd(head: Head, residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = residuals
-    return _gradients(head, x, w, dy.astype(x.dtype), w.dtype)
-
-
-_logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
-
-
-def _gradients(
-    head: Head, x: jax.Array, w: jax.Array, dy: jax.Array, dw_dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of x and w by that of the logits, in the dtype of x."""
-    rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    linear, (_, matrix, routes, _) = head.layer(rows, w, dw_dtype)
-    (dx, _), _ = layer.dx(linear, dy, matrix, routes)
-    dw = layer.weight_gradient(linear, rows, dy, routes)
-    assert dw is not None  # dense weights have a gradient
-    return dx.reshape(x.shape), dw
 
 
 def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, sharding: MoESharding | None) -> jax.Array:
@@ -117,45 +46,178 @@ def _losses_fwd(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> t
     def of_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, targets = part
         logits = logits_of(x, w, head) * head.scale
-        log_sum = jax.nn.logsumexp(logits, axis=-1)
-        targets = jnp.where(targets < 0, head.vocabulary(w), targets)  # else JAX would count from the last logit
-        return log_sum - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0], log_sum
+        log_sums = _log_sums(logits)
+        return _losses_by(logits, log_sums, targets), log_sums
 
     num_parts = _num_parts(x, head.vocabulary(w))
-    losses, log_sums = jax.lax.map(of_part, (_parts(x, num_parts), _parts(targets, num_parts)))
-    own, log_sums = (_whole(parts, targets.shape) for parts in (losses, log_sums))
-    return own, (x, w, targets, log_sums)
+    parts = jax.lax.map(of_part, (_parts(x, num_parts), _parts(targets, num_parts)))
+    losses, log_sums = (_whole(each, targets.shape) for each in parts)
+    return losses, (x, w, targets, log_sums)
 
 
 def _losses_bwd(head: Head, residuals: tuple[jax.Array, ...], d_losses: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, targets, log_sums = residuals
-
-    def of_part(dw: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        x, targets, log_sums, d_losses = part
-        probabilities = jnp.exp(logits_of(x, w, head) * head.scale - log_sums[..., None])
-        is_known = (targets >= 0) & (targets < vocabulary)
-        d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)
-        is_target = targets[..., None] == jnp.arange(vocabulary, dtype=jnp.int32)[None, None]
-        d_logits = ((probabilities - is_target.astype(jnp.float32)) * (d_losses * head.scale)[..., None]).astype(
-            x.dtype
-        )
-        dx, own = _gradients(head, x, w, d_logits, jnp.float32)
-        return dw + own, dx
-
-    vocabulary = head.vocabulary(w)
-    num_parts = _num_parts(x, vocabulary)
-    parts = tuple(_parts(array, num_parts) for array in (x, targets, log_sums, d_losses))
-    dw, dx = jax.lax.scan(of_part, vary_over(varying_axes(w), jnp.zeros(w.shape, jnp.float32)), parts)
-    return _whole(dx, x.shape), dw.astype(w.dtype), None
+    own = _differentiated(x, w, targets, d_losses, log_sums, head)
+    return own.dx, own.dw.astype(w.dtype), None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
+
+
+def loss_of(
+    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, head: Head, sharding: MoESharding | None
+) -> jax.Array:
+    """The sum of weights [B, S] times the losses of `losses_of`, float32 []; the weight 0 leaves a loss out, also NaN.
+
+    Where it is differentiated, the forward pass computes the gradients of x and w too, so that logits are computed
+    once. The backward pass multiplies them by the gradient of the sum.
+
+    Source: the fused linear cross entropy of Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    if sharding is None:
+        return _loss(*alike((x, w, targets, weights)), head)
+    tokens = sharding.token_spec
+    of_devices = jax.shard_map(
+        lambda *own: _loss(*own, head)[None],
+        mesh=sharding.mesh,
+        in_specs=(tokens, jax.P(), tokens, tokens),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    return jnp.sum(of_devices(x, w, targets, weights))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("head",))
+def _loss(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, head: Head) -> jax.Array:
+    return _weighted_sum(_losses(x, w, targets, head), weights)
+
+
+def _loss_fwd(
+    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, head: Head
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    unit = jnp.ones((), jnp.float32)
+    if x.dtype == jnp.float16:  # the mean's weights times probabilities would be too small for it
+        unit = jnp.ldexp(unit, jnp.frexp(jnp.max(jnp.abs(weights), initial=0.0))[1])  # exact: a power of 2
+    losses, dx, dw = _differentiated(x, w, targets, weights / unit, None, head)
+    return _weighted_sum(losses, weights), (losses, dx, dw, unit)
+
+
+def _loss_bwd(
+    head: Head, residuals: tuple[jax.Array, ...], d_loss: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+    losses, dx, dw, unit = residuals
+    dx, dw = ((each.astype(jnp.float32) * (d_loss * unit)).astype(dx.dtype) for each in (dx, dw))
+    return dx, dw, None, losses * d_loss
+
+
+_loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
+
+
+class _Differentiated(NamedTuple):
+    """Losses [B, S], and the gradients of x, in its dtype, and of w, in that of w or float32."""
+
+    losses: jax.Array
+    dx: jax.Array
+    dw: jax.Array
+
+
+def _differentiated(
+    x: jax.Array, w: jax.Array, targets: jax.Array, d_losses: jax.Array, log_sums: jax.Array | None, head: Head
+) -> _Differentiated:
+    """Computes losses and gradients, by the gradient of the losses, from logits that are computed once.
+
+    Each part of the tokens has its logits, their gradients and dx. The gradients of the logits of a block of parts are
+    kept, in the dtype of x, so that one product gives dw: to add up a float32 dw for each part would take longer than
+    the products. If nobody uses dw, JAX drops its product and what is kept for it.
+
+    Args:
+      log_sums: [B, S], the logarithms of the sums of exp(logits), if they are known.
+    """
+
+    def of_part(part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x, targets, d_losses, *known = part
+        logits = logits_of(x, w, head) * head.scale
+        log_sums = known[0] if known else _log_sums(logits)
+        d_logits = _d_logits(logits, log_sums, targets, d_losses, head).astype(x.dtype)
+        return _losses_by(logits, log_sums, targets), dx_of(head, x, w, d_logits), d_logits
+
+    def of_block(block: tuple[jax.Array, ...]) -> _Differentiated:
+        losses, dx, d_logits = jax.lax.map(of_part, block)
+        dx, dw = barrier((dx, dw_of(head, block[0], w, d_logits, dw_dtype)))  # first dw, after which d_logits are free
+        return _Differentiated(losses, dx, dw)
+
+    def add_block(dw: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        own = of_block(block)
+        return dw + own.dw, (own.losses, own.dx)
+
+    num_parts, num_blocks = _num_parts(x, head.vocabulary(w)), _num_blocks(x, w, head)
+    dw_dtype = jnp.float32 if num_blocks > 1 or x.dtype == jnp.float16 else w.dtype
+    arrays = (x, targets, d_losses) if log_sums is None else (x, targets, d_losses, log_sums)
+    parts = tuple(_parts(array, num_parts) for array in arrays)
+    if num_blocks == 1:
+        losses, dx, dw = of_block(parts)
+    else:
+        blocks = tuple(each.reshape(num_blocks, -1, *each.shape[1:]) for each in parts)
+        none = vary_over(varying_axes(w), jnp.zeros(w.shape, jnp.float32))
+        dw, results = jax.lax.scan(add_block, none, blocks)
+        losses, dx = (each.reshape(num_parts, *each.shape[2:]) for each in results)
+    return _Differentiated(_whole(losses, targets.shape), _whole(dx, x.shape), dw)
+
+
+@jax.custom_jvp  # JAX has no rule for this reduction
+def _log_sums(logits: jax.Array) -> jax.Array:
+    """The logarithms of the sums of exp(logits) along the last axis, in one pass: it adds pairs of a maximum and a sum.
+
+    Source: the online softmax, https://arxiv.org/abs/1805.02867.
+    """
+
+    def add(one: Any, other: Any) -> Any:
+        greatest = jnp.maximum(one[0], other[0])
+        return greatest, one[1] * jnp.exp(one[0] - greatest) + other[1] * jnp.exp(other[0] - greatest)
+
+    pairs = alike((logits, jnp.ones_like(logits)))
+    none = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)  # -inf less -inf would be NaN
+    greatest, sums = jax.lax.reduce(pairs, none, add, (logits.ndim - 1,))
+    return greatest + jnp.log(sums)
+
+
+@_log_sums.defjvp
+def _differentiate_log_sums(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (logits,), (tangent,) = primals, tangents
+    log_sums = _log_sums(logits)
+    return log_sums, jnp.sum(jnp.exp(logits - log_sums[..., None]) * tangent, axis=-1)
+
+
+def _losses_by(logits: jax.Array, log_sums: jax.Array, targets: jax.Array) -> jax.Array:
+    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # else JAX would count from the last logit
+    return log_sums - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
+
+
+def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:
+    """The gradient of the unscaled logits by that of the losses."""
+    vocabulary = logits.shape[-1]
+    is_known = (targets >= 0) & (targets < vocabulary)
+    d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)
+    is_target = targets[..., None] == jnp.arange(vocabulary, dtype=jnp.int32)[None, None]
+    return (jnp.exp(logits - log_sums[..., None]) - is_target.astype(jnp.float32)) * (d_losses * head.scale)[..., None]
 
 
 def _num_parts(x: jax.Array, vocabulary: int) -> int:
     batch, length, _ = x.shape
     least = max(1, math.ceil(batch * length * vocabulary * 4 / _LOGITS_BYTES))
     return max(1, min(length, 1 << (least - 1).bit_length()))  # a power of two divides most lengths
+
+
+def _num_blocks(x: jax.Array, w: jax.Array, head: Head) -> int:
+    """In how many blocks of parts dw is computed: the gradients of a block's logits may take two float32 w's bytes."""
+    vocabulary, most = head.vocabulary(w), max(_LOGITS_BYTES, 2 * 4 * w.size)
+    num_parts = _num_parts(x, vocabulary)
+    least = math.ceil(x.shape[0] * x.shape[1] * vocabulary * x.dtype.itemsize / most)
+    return next((number for number in range(max(1, least), num_parts) if num_parts % number == 0), num_parts)
 
 
 def _parts(array: jax.Array, num_parts: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Arguments of whole models that are integers: tokens, targets, segments and lengths.
+"""Arguments of whole models with a number for each token: tokens, targets, segments, lengths and weights.
 
 Values are checked where they are known. A traced program has no values yet: there, an id that the vocabulary lacks
 gives NaN, in `jgg.models.embedding` and in the losses.
@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jgg.core.arguments import as_array, check, check_integers, check_rank
+from jgg.core.arguments import as_array, check, check_integers, check_rank, check_reals
 from jgg.core.schedule import saturated_int32
 from jgg.models.placement import on_host
 
@@ -63,6 +63,16 @@ def as_segments(name: str, value: ArrayLike) -> jax.Array:
         is_wrong = (numbers < info.min) | (numbers > info.max)
         check(not is_wrong.any(), f"{name} must be within {info.dtype}, got {_first(numbers, is_wrong)}.")
     return array
+
+
+def as_weights(name: str, value: ArrayLike | None, tokens: jax.Array) -> jax.Array:
+    """Weights as float32 with the shape of the tokens; by default those of their mean."""
+    if value is None:
+        return jnp.full(tokens.shape, 1 / max(1, tokens.size), jnp.float32)
+    array = as_array(name, value)
+    check_reals(name, array)
+    check_shape(name, array, tokens)
+    return array.astype(jnp.float32)
 
 
 def check_ids(name: str, ids: np.ndarray, vocabulary: int, is_read: np.ndarray | bool = True) -> None:

@@ -151,9 +151,9 @@ class Model(nnx.Module):
     def __init__(self):
         self.w = nnx.LoRAParam(jnp.float32(3))
 
-    def losses(self, tokens, targets, segments, *, mask):
+    def loss(self, tokens, targets, segments, *, weights, mask):
         self.sow(nnx.Intermediate, "load_balancing_loss", self.w[...] * jnp.sum(mask, dtype=jnp.float32)[None])
-        return jnp.broadcast_to(self.w[...], tokens.shape)
+        return jnp.sum(self.w[...] * weights)
 
 
 def test_what_counts_in_the_loss(folder):

@@ -1,7 +1,6 @@
 """Whole models learn as those of transformers do, with every option of training."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from flax import nnx
 import jgg
 import jgg.hf
 import jgg.models
-from jgg.models import loss
 from jgg.nnx import Frozen
 from tests.support.closeness import assert_close
 from tests.support.digests import digest
@@ -23,7 +21,7 @@ from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, refe
 def loss_of(model, tokens):
     """The mean loss of each next token."""
     tokens = jnp.asarray(tokens)
-    return model.losses(tokens[:, :-1], tokens[:, 1:]).mean()
+    return model.loss(tokens[:, :-1], tokens[:, 1:])
 
 
 def loss_and_gradients(model, tokens, kind=nnx.Param):
@@ -189,47 +187,13 @@ def test_programs_do_not_grow_with_the_number_of_layers():
     assert equations(24) <= equations(4) + 2
 
 
-# with a scale of the logits, tied; with a head
-@pytest.mark.parametrize(("family", "num_parts"), [("granitemoe", 16), ("qwen3_moe", 3)])
-def test_losses_by_parts_are_those_of_all_logits(family, num_parts, monkeypatch):
-    model, tokens = loaded(family), jnp.asarray(reference(family)["tokens"])
-    graphdef, state = nnx.split(model)
-    weights = jax.random.normal(jax.random.key(0), tokens[:, 1:].shape)
-    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * tokens[:, 1:].size * model.config.vocabulary // num_parts)
-
-    def by_logits(state):
-        logits = nnx.merge(graphdef, state)(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(losses * weights), losses
-
-    def by_parts(state):
-        losses = nnx.merge(graphdef, state).losses(tokens[:, :-1], tokens[:, 1:])
-        return jnp.sum(losses * weights), losses
-
-    want, got = (jax.jit(jax.value_and_grad(each, has_aux=True))(state) for each in (by_logits, by_parts))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
-
-
-def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
-    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 64))
-    targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)
-
-    @jax.jit
-    def run(targets, weights):
-        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, loss.Head(), None), x, w)
-        return pull_back(weights), losses
-
-    weights = is_known.astype(jnp.float32)
-    (gradients, losses), (want_gradients, want) = run(targets, weights), run(jnp.where(is_known, targets, 0), weights)
-    np.testing.assert_array_equal(losses, np.where(is_known, want, np.nan))
-    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)  # what has no weight has no part in them
-    dx, _ = run(targets, jnp.ones((2, 3)))[0]
-    np.testing.assert_array_equal(np.isnan(dx).all(axis=-1), ~is_known)
-
-
 @pytest.mark.parametrize(
     ("computed", "implementation"),
-    [("logits", "xla"), pytest.param("losses", "interpret", marks=(pytest.mark.interpret, pytest.mark.thorough))],
+    [
+        ("logits", "xla"),
+        pytest.param("loss", "xla", marks=pytest.mark.thorough),
+        pytest.param("losses", "interpret", marks=(pytest.mark.interpret, pytest.mark.thorough)),
+    ],
 )
 def test_gradients_inside_shard_map(computed, implementation):
     """A model whose weights all devices share, in a shard_map over tokens; one device has the same types as several."""
@@ -238,7 +202,9 @@ def test_gradients_inside_shard_map(computed, implementation):
 
     def run(state, tokens):
         model = nnx.merge(graphdef, state)
-        return jnp.sum(model(tokens) ** 2 if computed == "logits" else model.losses(tokens, tokens))
+        if computed == "logits":
+            return jnp.sum(model(tokens) ** 2)
+        return jnp.sum(getattr(model, computed)(tokens, tokens))
 
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.P(), jax.P("data")
@@ -247,37 +213,6 @@ def test_gradients_inside_shard_map(computed, implementation):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if other.dtype == jnp.float32:
             assert_close(one, other)
-
-
-def test_losses_never_have_all_logits():
-    config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
-    graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    tokens = jnp.zeros((4, 2048), jnp.int32)
-    mean = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state).losses(tokens, tokens).mean()))
-    shapes = {tuple(v.aval.shape) for v in every_variable(jax.make_jaxpr(mean)(state).jaxpr) if v.aval.shape}
-    assert max(np.prod(shape) for shape in shapes if shape[-1] == config.vocabulary) <= loss._LOGITS_BYTES // 4
-
-
-def every_variable(jaxpr):
-    for equation in jaxpr.eqns:
-        yield from equation.outvars
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from every_variable(getattr(inner, "jaxpr", inner))
-
-
-def test_wrong_targets_are_named():
-    model, tokens = loaded("mixtral"), np.zeros((2, 3), int)
-    with pytest.raises(ValueError, match=re.escape("targets must be [B, S], [2, 3], got [2, 4]")):
-        model.losses(tokens, np.zeros((2, 4), int))
-    with pytest.raises(TypeError, match="targets must be an integer array"):
-        model.losses(tokens, np.zeros((2, 3)))
-    with pytest.raises(ValueError, match=re.escape("mask must be [B, S] = [2, 3], got [3]")):
-        model.losses(tokens, tokens, mask=np.ones(3))
-    for unknown in (-100, -1, 64):
-        message = f"targets must be ids from 0 to 63, the last of the model's vocabulary, got {unknown} at [1, 2]."
-        with pytest.raises(ValueError, match=re.escape(message)):
-            model.losses(tokens, [[0, 0, 0], [0, 0, unknown]])
 
 
 @pytest.mark.gpu
@@ -298,7 +233,7 @@ def test_a_gpu_copies_no_experts_out_of_the_stack(experts, layers_copied):
     of_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / config.num_layers
     tokens = jnp.zeros((1, 64), jnp.int32)
     graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    step = jax.jit(jax.grad(lambda own, frozen: nnx.merge(graphdef, own, frozen).losses(tokens, tokens).mean()))
+    step = jax.jit(jax.grad(lambda own, frozen: nnx.merge(graphdef, own, frozen).loss(tokens, tokens)))
     with jax.numpy_dtype_promotion("standard"):  # of the gradient of JAX's dot_product_attention
         temporaries = step.lower(adapters, frozen).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < layers_copied * of_layer

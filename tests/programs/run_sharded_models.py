@@ -19,6 +19,8 @@ import jgg
 import jgg.hf
 import jgg.models
 import jgg.train
+from jgg.models import loss
+from jgg.models.head import Head
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.models.test_model_training import loss_and_gradients, loss_of
@@ -172,6 +174,25 @@ def check_mask():
     assert_close(*losses, 1e-5, "the routers' losses")
 
 
+def check_losses():
+    """The gradients of weighted losses of sequences that devices split, two of which have the same ones."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, weights = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, ((8, 7, 8), (8, 64), (8, 7)), strict=True)
+    )
+
+    def by_target(x, w, weights, sharding):
+        return jnp.sum(weights * loss.losses_of(x, w, jnp.asarray(TOKENS), Head(), sharding))
+
+    def as_one_sum(x, w, weights, sharding):
+        return loss.loss_of(x, w, jnp.asarray(TOKENS), weights, Head(), sharding)
+
+    sharding = MoESharding(mesh(), fsdp="a", expert="b", tensor="c")
+    for function in (by_target, as_one_sum):
+        run = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)), static_argnums=3)
+        assert_close(run(x, w, weights, sharding), run(x, w, weights, None), 1e-5, function.__name__)
+
+
 def check_what_is_kept():
     """The backward pass gathers parameters again: no device keeps one whole between the passes."""
     model = loaded("glm4_moe", sharding=MoESharding(mesh(), fsdp="a"))
@@ -201,6 +222,7 @@ def main():
         check_quantized,
         check_generation,
         check_mask,
+        check_losses,
         check_what_is_kept,
     ):
         further()
