@@ -292,7 +292,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--experts", choices=EXPERTS, default="bfloat16", help="dtype of the experts' weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--remat", choices=("none", "names", "all"), default="names", help="as in Decoder (default: %(default)s)"
+        "--remat",
+        choices=("none", "attention", "names", "all"),
+        default="names",
+        help="as in Decoder (default: %(default)s)",
     )
     parser.add_argument(
         "--batches",

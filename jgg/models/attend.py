@@ -1,4 +1,8 @@
-"""Causal attention among the tokens of whole sequences: within windows and segments, with sinks, by cuDNN on a GPU."""
+"""Causal attention among the tokens of whole sequences: within windows and segments, with sinks, by cuDNN on a GPU.
+
+On a GPU this is `flash_attention` where `jgg.models.cudnn` finds what it needs in JAX. The rest of this file is for
+CPUs, float32, large heads and other versions of JAX, with which cuDNN runs by JAX's public function and sinks are keys.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.models import cudnn, flash
 
 _LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
 _LARGEST_SINK = 1e9  # other logits are far smaller
@@ -101,8 +108,11 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
 ) -> jax.Array:
     """Attends by a mask [B, queries, keys], or causally without one."""
+    if _fits_cudnn(q) and cudnn.is_available() and (mask is None or _are_even(q, k)):
+        return flash.flash_attention(q, k, v, None if sinks is None else finite_sinks(sinks), mask, scale)
     run = functools.partial(_run, mask=mask, scale=scale)
-    return run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
+    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
+    return checkpoint_name(y, flash.NAMES[0])
 
 
 def _with_sinks(
@@ -136,12 +146,19 @@ def _with_sinks(
 def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, scale: float) -> jax.Array:
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (k.shape[1] - mask.shape[2], 0)), constant_values=True)[:, None]
-    # cuDNN's masks need even lengths
-    fits_cudnn = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
-    fits_cudnn &= mask is None or q.shape[1] % 2 == k.shape[1] % 2 == 0
-    is_flash = fits_cudnn and jax.default_backend() == "gpu"
-    implementation = "cudnn" if is_flash else None
+    # JAX's public function refuses odd lengths in training, without a mask too
+    implementation = "cudnn" if _fits_cudnn(q) and _are_even(q, k) else None
     return dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation)
+
+
+def _fits_cudnn(q: jax.Array) -> bool:
+    fits = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
+    return fits and jax.default_backend() == "gpu"
+
+
+def _are_even(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the lengths are even, as cuDNN's masks need."""
+    return q.shape[1] % 2 == k.shape[1] % 2 == 0
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
