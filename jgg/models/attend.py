@@ -16,6 +16,7 @@ from jgg.models import cudnn, flash
 
 _LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
 _LARGEST_SINK = 1e9  # other logits are far smaller
+_QUERIES, _BLOCKS = 4096, 8  # with segments: the least queries of a block, and the most blocks
 _SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eight: a head's features stay a multiple
 
 
@@ -58,12 +59,22 @@ def finite_sinks(sinks: jax.Array) -> jax.Array:
 def _attend_to_all(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float
 ) -> jax.Array:
+    """Without segments causally; else by blocks of queries, each with the keys before its end.
+
+    So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
+    """
     if segments is None:
         return _attend(q, k, v, sinks, None, scale)
-    position = jnp.arange(q.shape[1])
-    is_seen = position[:, None] >= position[None]
-    mask = is_seen[None] & (segments[:, :, None] == segments[:, None])
-    return _attend(q, k, v, sinks, mask, scale)
+    length, dtype = q.shape[1], q.dtype
+    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
+    position, blocks = jnp.arange(length), []
+    k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
+    for start in range(0, max(length, 1), size):
+        own, seen = slice(start, start + size), slice(start + size)
+        is_seen = position[own, None] >= position[None, seen]
+        mask = is_seen[None] & (segments[:, own, None] == segments[:, None, seen])
+        blocks.append(_attend(q[:, own], k[:, seen].astype(dtype), v[:, seen].astype(dtype), sinks, mask, scale))
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
 
 
 def _attend_to_window(

@@ -55,6 +55,11 @@ def test_values_and_gradients_are_those_of_the_definition(name, stand_in):
     check(name, jnp.float32, 1e-5)
 
 
+def test_blocks_of_queries_within_segments(stand_in, monkeypatch):
+    monkeypatch.setattr(attend, "_QUERIES", 20)
+    check("segments with sinks", jnp.float32, 1e-5)
+
+
 def test_infinite_sinks_take_nothing_or_all(stand_in):
     (q, k, v, _), dy = inputs(has_sinks=True)
 
