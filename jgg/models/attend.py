@@ -111,16 +111,23 @@ def _attend_to_window(
         array.reshape(batch * count, *array.shape[2:])
         for array in (blocks(q), with_previous(k), with_previous(v), mask)
     )
-    attended = _attend(q, k, v, sinks, mask, scale)
+    attended = _attend(q, k, v, sinks, mask, scale, blocks=count)
     return attended.reshape(batch, count * window, *attended.shape[2:])[:, :length]
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    mask: jax.Array | None,
+    scale: float,
+    blocks: int = 1,
 ) -> jax.Array:
-    """Attends by a mask [B, queries, keys], or causally without one."""
+    """Attends by a mask [B, queries, keys], or causally without one; `blocks` is how many make a sequence."""
     if _fits_cudnn(q) and cudnn.is_available() and (mask is None or _are_even(q, k)):
-        return flash.flash_attention(q, k, v, None if sinks is None else finite_sinks(sinks), mask, scale)
+        sinks = None if sinks is None else finite_sinks(sinks)
+        return flash.flash_attention(q, k, v, sinks, mask, scale, blocks)
     run = functools.partial(_run, mask=mask, scale=scale)
     y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
     return checkpoint_name(y, flash.NAMES[0])

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 
 import jgg.models
-from jgg.models import attend, cudnn
+from jgg.models import attend, cudnn, flash
 from tests.models.test_attend import OPTIONS, check, inputs
 from tests.support.models import config_of
 
@@ -120,6 +121,16 @@ def test_a_program_for_a_gpu_calls_cudnn_and_multiplies_nothing_itself(name, as_
     branches = 2 if "is_local" in options and name != "window past the end" else 1
     assert "dot_general" not in text
     assert (calls_in(text, CALLS), calls_in(text, BACKWARD_CALLS)) == (branches, branches)
+
+
+def test_a_layer_with_a_window_or_none_keeps_its_result_once(as_on_a_gpu):
+    (q, k, v, sinks), _ = inputs(has_sinks=True)
+    q, k, v = (array.astype(jnp.bfloat16) for array in (q, k, v))
+    run = functools.partial(attend.attend, scale=0.25, sinks=sinks, window=12, is_local=jnp.asarray(True))
+    policy = jax.checkpoint_policies.save_only_these_names(*flash.NAMES)
+    kept = saved_residuals(jax.checkpoint(run, policy=policy), q, k, v)
+    shapes = [(aval.shape, aval.dtype) for aval, source in kept if "argument" not in source and aval.ndim > 2]
+    assert sorted(shapes, key=str) == [(q.shape[:3], jnp.float32), (q.shape, jnp.bfloat16)]
 
 
 def test_an_odd_length_trains_by_cudnn_without_a_mask(as_on_a_gpu):
