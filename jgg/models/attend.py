@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.models import cudnn, flash
+from jgg.models.blocks import join, split
 
 _LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
 _LARGEST_SINK = 1e9  # other logits are far smaller
@@ -44,11 +45,11 @@ def attend(
     """
     of_all = functools.partial(_attend_to_all, scale=scale)
     if window is None or window >= q.shape[1]:
-        return of_all(q, k, v, segments, sinks)
-    of_window = functools.partial(_attend_to_window, scale=scale, window=window)
+        return of_all(q, k, v, sinks, segments)
+    of_window = functools.partial(_attend, scale=scale, window=window)
     if is_local is None:
-        return of_window(q, k, v, segments, sinks)
-    return jax.lax.cond(is_local, of_window, of_all, q, k, v, segments, sinks)
+        return of_window(q, k, v, sinks, segments)
+    return jax.lax.cond(is_local, of_window, of_all, q, k, v, sinks, segments)
 
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
@@ -57,62 +58,23 @@ def finite_sinks(sinks: jax.Array) -> jax.Array:
 
 
 def _attend_to_all(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None, *, scale: float
 ) -> jax.Array:
     """Without segments causally; else by blocks of queries, each with the keys before its end.
 
     So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
     """
-    if segments is None:
-        return _attend(q, k, v, sinks, None, scale)
     length, dtype = q.shape[1], q.dtype
     size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
-    position, blocks = jnp.arange(length), []
+    if segments is None or length <= size:
+        return _attend(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
-    for start in range(0, max(length, 1), size):
-        own, seen = slice(start, start + size), slice(start + size)
-        is_seen = position[own, None] >= position[None, seen]
-        mask = is_seen[None] & (segments[:, own, None] == segments[:, None, seen])
-        blocks.append(_attend(q[:, own], k[:, seen].astype(dtype), v[:, seen].astype(dtype), sinks, mask, scale))
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-
-
-def _attend_to_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
-    window: int,
-) -> jax.Array:
-    """Blocks of as many queries as a window has, each with the keys of its own block and of the one before."""
-    batch, length, *_ = q.shape
-    count = -(-length // window)
-
-    def blocks(array: jax.Array) -> jax.Array:
-        array = jnp.pad(array, ((0, 0), (0, count * window - length), *((0, 0) for _ in array.shape[2:])))
-        return array.reshape(batch, count, window, *array.shape[2:])
-
-    def with_previous(array: jax.Array) -> jax.Array:
-        own = blocks(array)
-        before = jnp.pad(own[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in own.shape[2:])))
-        return jnp.concatenate([before, own], axis=2)
-
-    keys = jnp.arange(2 * window)
-    distance = jnp.arange(window, 2 * window)[:, None] - keys[None]
-    is_near = (distance >= 0) & (distance < window)
-    has_key = (jnp.arange(count)[:, None] > 0) | (keys[None] >= window)  # no block is before the first
-    mask = jnp.broadcast_to(is_near[None] & has_key[:, None], (batch, count, window, 2 * window))
-    if segments is not None:
-        mask &= blocks(segments)[..., None] == with_previous(segments)[:, :, None]
-    q, k, v, mask = (
-        array.reshape(batch * count, *array.shape[2:])
-        for array in (blocks(q), with_previous(k), with_previous(v), mask)
-    )
-    attended = _attend(q, k, v, sinks, mask, scale, blocks=count)
-    return attended.reshape(batch, count * window, *attended.shape[2:])[:, :length]
+    blocks = []
+    for start in range(0, length, size):
+        seen = slice(start + size)
+        k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
+        blocks.append(_attend(q[:, start : start + size], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(
@@ -120,17 +82,22 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    mask: jax.Array | None,
+    segments: jax.Array | None,
+    *,
     scale: float,
-    blocks: int = 1,
+    window: int | None = None,
 ) -> jax.Array:
-    """Attends by a mask [B, queries, keys], or causally without one; `blocks` is how many make a sequence."""
-    if _fits_cudnn(q) and cudnn.is_available() and (mask is None or _are_even(q, k)):
+    """The result for q, the last of the tokens that k has."""
+    is_causal = window is None and segments is None
+    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
+    if _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths)):
         sinks = None if sinks is None else finite_sinks(sinks)
-        return flash.flash_attention(q, k, v, sinks, mask, scale, blocks)
+        return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
+    batch, length = q.shape[:2]
+    q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
-    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
-    return checkpoint_name(y, flash.NAMES[0])
+    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, is_causal, scale)
+    return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
 
 
 def _with_sinks(
@@ -165,7 +132,7 @@ def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, sc
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (k.shape[1] - mask.shape[2], 0)), constant_values=True)[:, None]
     # JAX's public function refuses odd lengths in training, without a mask too
-    implementation = "cudnn" if _fits_cudnn(q) and _are_even(q, k) else None
+    implementation = "cudnn" if _fits_cudnn(q) and _are_even(q.shape[1], k.shape[1]) else None
     return dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation)
 
 
@@ -174,9 +141,9 @@ def _fits_cudnn(q: jax.Array) -> bool:
     return fits and jax.default_backend() == "gpu"
 
 
-def _are_even(q: jax.Array, k: jax.Array) -> bool:
-    """Whether the lengths are even, as cuDNN's masks need."""
-    return q.shape[1] % 2 == k.shape[1] % 2 == 0
+def _are_even(*lengths: int) -> bool:
+    """Whether lengths are even, as cuDNN's masks need."""
+    return all(length % 2 == 0 for length in lengths)
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import alike
 from jgg.models import cudnn
+from jgg.models.blocks import blocks, join, split
 
 NAMES = "jgg_attention", "jgg_attention_log_sums"
 
@@ -18,69 +19,69 @@ def flash_attention(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    mask: jax.Array | None,
+    segments: jax.Array | None,
+    *,
     scale: float,
-    blocks: int = 1,
+    window: int | None,
 ) -> jax.Array:
-    """Causal attention, or attention by a mask, [B, blocks * S, heads, D].
+    """Causal attention within a window and segments, [B, S, heads, D].
 
     A sink takes part in the softmax and adds nothing to the result. With the logarithm l of the softmax's sum without
     it, the sum with it has the logarithm l' = log(exp(l) + exp(sink)), and the result is exp(l - l') times what it is
     without. For l' and that result, flash attention's backward pass gives the gradients of q, k and v.
 
+    What is kept for the backward pass has no masks or blocks, so that in a `jax.lax.cond` layers with and without a
+    window keep it in the same place.
+
     Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, for the statistics and the backward pass.
 
     Args:
-      q, k, v: [B * blocks, S or keys, heads or kv heads, D], bfloat16 or float16.
+      q, k, v, segments, window: as in `jgg.models.blocks.split`; q, k and v in bfloat16 or float16.
       sinks: finite logits, float32 [heads], or None.
-      mask: bool [B * blocks, S, keys], in place of causality; None for causal attention.
       scale: factor of the products of queries and keys.
-      blocks: into how many blocks of S queries each sequence is split. What is kept has whole sequences, so that layers
-        with and without blocks, one of which runs in a `jax.lax.cond`, keep it in the same place.
     """
-    return _flash_attention((scale, blocks), *alike((q, k, v, sinks, mask)))
+    return _flash_attention((scale, window), *alike((q, k, v, sinks, segments)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash_attention(options: tuple[float, int], *arrays: Any) -> jax.Array:
+def _flash_attention(options: tuple[float, int | None], *arrays: Any) -> jax.Array:
     return _forward(options, *arrays)[0]
 
 
 def _forward(
-    options: tuple[float, int],
+    options: tuple[float, int | None],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    mask: jax.Array | None,
+    segments: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    scale, blocks = options
-    y, log_sums = cudnn.forward(q, k, v, _bias(mask, q), scale)
-    y, log_sums = (_joined(array, blocks) for array in (y, log_sums.transpose(0, 2, 1)))
+    scale, window = options
+    of_blocks, mask = _split(q, k, v, segments, window)
+    y, log_sums = cudnn.forward(*of_blocks, _bias(mask, q), scale)
+    y, log_sums = (join(array, q.shape[0], q.shape[1], window) for array in (y, log_sums.transpose(0, 2, 1)))
     if sinks is not None:
         without, log_sums = log_sums, jnp.logaddexp(log_sums, sinks[None, None])
         y = (y.astype(jnp.float32) * jnp.exp(without - log_sums)[..., None]).astype(y.dtype)
     y, log_sums = (checkpoint_name(array, name) for array, name in zip((y, log_sums), NAMES, strict=True))
-    return y, (q, k, v, sinks, mask, y, log_sums)
+    return y, (q, k, v, sinks, segments, y, log_sums)
 
 
-def _backward(options: tuple[float, int], kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
-    scale, blocks = options
-    q, k, v, sinks, mask, y, log_sums = kept
-    in_blocks = [_split(array, blocks) for array in (y, log_sums, dy)]
-    in_blocks[1] = in_blocks[1].transpose(0, 2, 1)
-    dq, dk, dv = cudnn.backward(q, k, v, _bias(mask, q), scale, *in_blocks)
-    return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, y, log_sums, dy), None
+def _backward(options: tuple[float, int | None], kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    scale, window = options
+    q, k, v, sinks, segments, y, log_sums = kept
+    of_blocks: tuple[jax.Array, jax.Array, jax.Array]
+    of_blocks, pull_back, mask = jax.vjp(lambda *arrays: _split(*arrays, segments, window), q, k, v, has_aux=True)
+    # the queries after the last token have no gradient, as their dy is zero
+    y_blocks, sums_blocks, dy_blocks = (blocks(array, window) for array in (y, log_sums, dy))
+    sums_blocks = sums_blocks.transpose(0, 2, 1)
+    gradients = cudnn.backward(*of_blocks, _bias(mask, q), scale, y_blocks, sums_blocks, dy_blocks)
+    return *pull_back(gradients), None if sinks is None else _sinks_gradient(sinks, y, log_sums, dy), None
 
 
-def _joined(array: jax.Array, blocks: int) -> jax.Array:
-    """Blocks [B * blocks, S, ...] as sequences [B, blocks * S, ...]."""
-    return array.reshape(array.shape[0] // blocks, array.shape[1] * blocks, *array.shape[2:])
-
-
-def _split(array: jax.Array, blocks: int) -> jax.Array:
-    """Sequences [B, blocks * S, ...] as blocks [B * blocks, S, ...]."""
-    return array.reshape(array.shape[0] * blocks, array.shape[1] // blocks, *array.shape[2:])
+def _split(*arrays: Any) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
+    q, k, v, mask = split(*arrays)
+    return (q, k, v), mask
 
 
 def _sinks_gradient(sinks: jax.Array, y: jax.Array, log_sums: jax.Array, dy: jax.Array) -> jax.Array:
