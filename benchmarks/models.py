@@ -309,7 +309,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="of --run train; masters: bfloat16, and float32 masters in the optimizer (default: %(default)s)",
     )
     parser.add_argument(
-        "--remat", choices=("none", "names", "all"), default="names", help="as in Decoder (default: %(default)s)"
+        "--remat",
+        choices=("none", "attention", "names", "all"),
+        default="names",
+        help="as in Decoder (default: %(default)s)",
     )
     parser.add_argument(
         "--batches",

@@ -46,7 +46,7 @@ def parse(description: str | None, arguments: list[str] | None) -> argparse.Name
     parser.add_argument("--epochs", type=positive, default=1.0, help="(%(default)s)")
     parser.add_argument("--steps", type=count, help="in the place of --epochs")
     parser.add_argument("--learning-rate", type=positive, default=2e-4, help="after the warm-up (%(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "all"), default="names", help="(%(default)s)")
+    parser.add_argument("--remat", choices=("none", "attention", "names", "all"), default="names", help="(%(default)s)")
     parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
     parser.add_argument("--save-every", type=count, default=200, help="steps (%(default)s)")
     parser.add_argument("--log-every", type=count, default=10, help="steps (%(default)s)")

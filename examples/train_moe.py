@@ -126,7 +126,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
     parser.add_argument("--save-every", type=int, default=1000, help="steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "all"), default="none", help="as in jgg.models.Decoder")
+    parser.add_argument(
+        "--remat", choices=("none", "attention", "names", "all"), default="none", help="as in jgg.models.Decoder"
+    )
     parser.add_argument("--implementation", choices=("triton", "xla"), help="as in jgg.grouped_gemm")
     parser.add_argument("--fp8", action="store_true", help="multiply by the experts in FP8")
     for name in PRESETS[preset]:

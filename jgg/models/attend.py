@@ -1,4 +1,8 @@
-"""Causal attention among the tokens of whole sequences: within windows and segments, with sinks, by cuDNN on a GPU."""
+"""Causal attention among the tokens of whole sequences: within windows and segments, with sinks, by cuDNN on a GPU.
+
+On a GPU this is `flash_attention` where `jgg.models.cudnn` finds what it needs in JAX. The rest of this file is for
+CPUs, float32, large heads and other versions of JAX, with which cuDNN runs by JAX's public function and sinks are keys.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,9 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.models import cudnn, flash
+from jgg.models.blocks import join, split
 
 _LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
 _LARGEST_SINK = 1e9  # other logits are far smaller
+_QUERIES, _BLOCKS = 4096, 8  # with segments: the least queries of a block, and the most blocks
 _SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eight: a head's features stay a multiple
 
 
@@ -36,11 +45,11 @@ def attend(
     """
     of_all = functools.partial(_attend_to_all, scale=scale)
     if window is None or window >= q.shape[1]:
-        return of_all(q, k, v, segments, sinks)
-    of_window = functools.partial(_attend_to_window, scale=scale, window=window)
+        return of_all(q, k, v, sinks, segments)
+    of_window = functools.partial(_attend, scale=scale, window=window)
     if is_local is None:
-        return of_window(q, k, v, segments, sinks)
-    return jax.lax.cond(is_local, of_window, of_all, q, k, v, segments, sinks)
+        return of_window(q, k, v, sinks, segments)
+    return jax.lax.cond(is_local, of_window, of_all, q, k, v, sinks, segments)
 
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
@@ -49,60 +58,46 @@ def finite_sinks(sinks: jax.Array) -> jax.Array:
 
 
 def _attend_to_all(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, *, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None, *, scale: float
 ) -> jax.Array:
-    if segments is None:
-        return _attend(q, k, v, sinks, None, scale)
-    position = jnp.arange(q.shape[1])
-    is_seen = position[:, None] >= position[None]
-    mask = is_seen[None] & (segments[:, :, None] == segments[:, None])
-    return _attend(q, k, v, sinks, mask, scale)
+    """Without segments causally; else by blocks of queries, each with the keys before its end.
 
-
-def _attend_to_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
-    window: int,
-) -> jax.Array:
-    """Blocks of as many queries as a window has, each with the keys of its own block and of the one before."""
-    batch, length, *_ = q.shape
-    count = -(-length // window)
-
-    def blocks(array: jax.Array) -> jax.Array:
-        array = jnp.pad(array, ((0, 0), (0, count * window - length), *((0, 0) for _ in array.shape[2:])))
-        return array.reshape(batch, count, window, *array.shape[2:])
-
-    def with_previous(array: jax.Array) -> jax.Array:
-        own = blocks(array)
-        before = jnp.pad(own[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in own.shape[2:])))
-        return jnp.concatenate([before, own], axis=2)
-
-    keys = jnp.arange(2 * window)
-    distance = jnp.arange(window, 2 * window)[:, None] - keys[None]
-    is_near = (distance >= 0) & (distance < window)
-    has_key = (jnp.arange(count)[:, None] > 0) | (keys[None] >= window)  # no block is before the first
-    mask = jnp.broadcast_to(is_near[None] & has_key[:, None], (batch, count, window, 2 * window))
-    if segments is not None:
-        mask &= blocks(segments)[..., None] == with_previous(segments)[:, :, None]
-    q, k, v, mask = (
-        array.reshape(batch * count, *array.shape[2:])
-        for array in (blocks(q), with_previous(k), with_previous(v), mask)
-    )
-    attended = _attend(q, k, v, sinks, mask, scale)
-    return attended.reshape(batch, count * window, *attended.shape[2:])[:, :length]
+    So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
+    """
+    length, dtype = q.shape[1], q.dtype
+    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
+    if segments is None or length <= size:
+        return _attend(q, k, v, sinks, segments, scale=scale)
+    k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
+    blocks = []
+    for start in range(0, length, size):
+        seen = slice(start + size)
+        k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
+        blocks.append(_attend(q[:, start : start + size], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> jax.Array:
-    """Attends by a mask [B, queries, keys], or causally without one."""
+    """The result for q, the last of the tokens that k has."""
+    is_causal = window is None and segments is None
+    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
+    if _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths)):
+        sinks = None if sinks is None else finite_sinks(sinks)
+        return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
+    batch, length = q.shape[:2]
+    q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
-    return run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
+    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, is_causal, scale)
+    return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
 
 
 def _with_sinks(
@@ -136,12 +131,19 @@ def _with_sinks(
 def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, scale: float) -> jax.Array:
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (k.shape[1] - mask.shape[2], 0)), constant_values=True)[:, None]
-    # cuDNN's masks need even lengths
-    fits_cudnn = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
-    fits_cudnn &= mask is None or q.shape[1] % 2 == k.shape[1] % 2 == 0
-    is_flash = fits_cudnn and jax.default_backend() == "gpu"
-    implementation = "cudnn" if is_flash else None
+    # JAX's public function refuses odd lengths in training, without a mask too
+    implementation = "cudnn" if _fits_cudnn(q) and _are_even(q.shape[1], k.shape[1]) else None
     return dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation)
+
+
+def _fits_cudnn(q: jax.Array) -> bool:
+    fits = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
+    return fits and jax.default_backend() == "gpu"
+
+
+def _are_even(*lengths: int) -> bool:
+    """Whether lengths are even, as cuDNN's masks need."""
+    return all(length % 2 == 0 for length in lengths)
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from jgg.models.attention import Attention, Place
 from jgg.models.config import ModelConfig
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, norm, set_params
 
-# what remat="names" keeps for the backward pass: other code of jgg names all but the last
+# what remat="names" and "attention" keep for the backward pass: other code of jgg names all but the last
 SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
 
 

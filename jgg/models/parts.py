@@ -25,7 +25,7 @@ OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
 OF_DENSE = "w_dense_gate_up", "w_dense_down"
 TARGETS = *OF_ATTENTION, *OF_EXPERTS, *OF_DENSE
 ALL_TARGETS = *TARGETS, *OF_MOE  # the last are of MoE layers, and not of their experts
-REMAT = "none", "names", "all"
+REMAT = "none", "attention", "names", "all"
 
 
 @dataclasses.dataclass(frozen=True)
