@@ -65,15 +65,19 @@ def norm_backward_kernel(
     first = program * ROWS
     for row in tl.range(first, tl.minimum(first + ROWS, num_rows)):
         at = row * COLUMNS + columns
+        # all are loaded before the sums over the row, which wait for every thread
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        root = tl.rsqrt(tl.reduce(value * value, 0, add) / COLUMNS + EPSILON)
+        if d_total is not None:
+            other_ways = tl.load(d_total + at, mask=mask, other=0.0).to(tl.float32)
+        scaled = gradient * factors
+        squares = tl.reduce(value * value, 0, add)
+        products = tl.reduce(scaled * value, 0, add)
+        root = tl.rsqrt(squares / COLUMNS + EPSILON)
         normalized = value * root
         d_factors += gradient * normalized
-        gradient *= factors
-        along = tl.reduce(gradient * normalized, 0, add) / COLUMNS
-        result = root * (gradient - along * normalized)
+        result = root * (scaled - products * root / COLUMNS * normalized)
         if d_total is not None:
-            result += tl.load(d_total + at, mask=mask, other=0.0).to(tl.float32)
+            result += other_ways
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
     tl.store(d_scale + program * COLUMNS + columns, d_factors, mask=mask)

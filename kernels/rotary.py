@@ -104,15 +104,11 @@ def rotary_kernel(
     if block < blocks_q:
         rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         exists, position = rows < num_tokens * HEADS_Q, rows // HEADS_Q % num_positions
-        rotate_rows(
-            q, q_scale, cos, sin, rotated_q, rows, exists, position, D, PAIRS, EPSILON, BLOCK_PAIRS, BLOCK_REST
-        )
+        rotate_rows(q, q_scale, cos, sin, rotated_q, rows, exists, position, D, PAIRS, EPSILON, BLOCK_PAIRS, BLOCK_REST)
     else:
         rows = (block - blocks_q) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         exists, position = rows < num_tokens * HEADS_K, rows // HEADS_K % num_positions
-        rotate_rows(
-            k, k_scale, cos, sin, rotated_k, rows, exists, position, D, PAIRS, EPSILON, BLOCK_PAIRS, BLOCK_REST
-        )
+        rotate_rows(k, k_scale, cos, sin, rotated_k, rows, exists, position, D, PAIRS, EPSILON, BLOCK_PAIRS, BLOCK_REST)
 
 
 @triton.jit

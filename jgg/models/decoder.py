@@ -16,7 +16,8 @@ from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import Head, logits_of, losses_of
-from jgg.models.parts import TARGETS, Options, norm, set_params
+from jgg.models.norms import norm
+from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import merge_stack, new_stack, run_stack
@@ -209,7 +210,8 @@ class Decoder(nnx.Module):
                 sown.setdefault(name, []).append(value)
         for name, values in sown.items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
-        return norm(x, self.norm, config.norm_epsilon), None if caches is None else tuple(own_caches)
+        x = norm(x, self.norm[...], config.norm_epsilon, self.options.dense_implementation)
+        return x, None if caches is None else tuple(own_caches)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""

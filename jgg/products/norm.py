@@ -15,7 +15,8 @@ from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
 _LONGEST = 2**14  # columns that a program holds: 32 warps with 16 of each array in a thread
-_ROWS = 16  # of a program of the backward pass, which adds up their parts of the gradient of scale
+_PROGRAMS = 512  # of the backward pass with many rows, about four for each multiprocessor
+_MOST_ROWS = 16  # of one of them
 _EACH = "t" + WHOLE
 
 
@@ -75,11 +76,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
-def warps_of(elements: int) -> int:
-    """The warps of a program that holds a block of so many elements: a thread has 8 of each array, at least."""
-    return min(32, max(1, elements // 256))
-
-
 def _types(operands: Norm, **_: Any) -> Normalized:
     like = array_type(operands.x.shape, operands.x.dtype)
     return Normalized(None if operands.added is None else like, like)
@@ -111,11 +107,12 @@ def _launch(launcher: Launcher, operands: Norm, epsilon: float, added_scale: flo
             "BLOCK_COLUMNS": block,
         },
         grid=(x.shape[0],),
-        num_warps=warps_of(block),
+        num_warps=max(1, block // 512, min(8, block // 256)),
         flops=5 * x.size,
         bytes_accessed=2 * len(results) * x.size * x.dtype.itemsize,
     )
-    return Normalized(**{"total": None} | launcher.run(norm_kernel, launch))
+    written = launcher.run(norm_kernel, launch)
+    return Normalized(written.get("total"), written["y"])
 
 
 def _merge(how: How, operands: Norm, batched: Norm, **parameters: Any) -> Normalized | None:
@@ -159,15 +156,16 @@ def _launch_backward(launcher: Launcher, operands: NormBackward, epsilon: float)
     num_rows, num_columns = operands.x.shape
     if num_columns > _LONGEST:
         return _backward_plainly(operands, epsilon)
-    block, programs = power_of_2(num_columns), math.ceil(num_rows / _ROWS)
+    block, rows = power_of_2(num_columns), max(1, min(_MOST_ROWS, num_rows // _PROGRAMS))
+    programs = math.ceil(num_rows / rows)
     types = _backward_types(operands)
     arrays = [array for array in operands if array is not None and array.ndim == 2]
     launch = Launch(
         operands={**operands._asdict(), "num_rows": num_rows},
         outputs={"dx": types.dx, "d_scale": jax.ShapeDtypeStruct((programs, num_columns), jnp.float32)},
-        constants={"COLUMNS": num_columns, "EPSILON": epsilon, "ROWS": _ROWS, "BLOCK_COLUMNS": block},
+        constants={"COLUMNS": num_columns, "EPSILON": epsilon, "ROWS": rows, "BLOCK_COLUMNS": block},
         grid=(programs,),
-        num_warps=warps_of(block),
+        num_warps=min(32, max(1, block // 256)),
         flops=12 * operands.x.size,
         bytes_accessed=(1 + len(arrays)) * types.dx.size * types.dx.dtype.itemsize,
     )

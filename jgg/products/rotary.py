@@ -1,6 +1,5 @@
 """The rotary embedding of queries and keys, after the norm of each head where there is one, and its derivative."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -203,27 +202,25 @@ def _launch_backward(
     constants = _constants(operands.dq, operands.dk, cos, head_features, epsilon)
     if not _fits(num_tokens, constants):
         return _backward_plainly(operands, head_features, epsilon)
-    blocks = dict(zip(("d_q_scale", "d_k_scale"), _blocks(num_tokens, constants), strict=True))
+    given = operands._asdict()
+    given |= {"d_rotated_q": given.pop("dq"), "d_rotated_k": given.pop("dk")}
     outputs = {"dq": types.dq, "dk": types.dk}
-    if operands.q_scale is not None:
-        outputs |= {
-            name: jax.ShapeDtypeStruct((count, head_features), jnp.float32) for name, count in blocks.items()
-        }
-    given = {"d_rotated_q" if n == "dq" else "d_rotated_k" if n == "dk" else n: a for n, a in operands._asdict().items()}
-    absent = dict.fromkeys(blocks.keys() - outputs.keys())
-    read = 1 if operands.q_scale is None else 2
+    parts = dict(zip(("d_q_scale", "d_k_scale"), _blocks(num_tokens, constants), strict=True))
+    if operands.q_scale is None:
+        given |= dict.fromkeys(parts)
+    else:
+        outputs |= {name: array_type((count, head_features), jnp.float32) for name, count in parts.items()}
     launch = Launch(
-        operands={**given, **absent, "num_tokens": num_tokens, "num_positions": num_positions},
+        operands={**given, "num_tokens": num_tokens, "num_positions": num_positions},
         outputs=outputs,
         constants=constants,
-        grid=(sum(blocks.values()),),
+        grid=(sum(parts.values()),),
         flops=20 * (types.dq.size + types.dk.size),
-        bytes_accessed=(1 + read) * (types.dq.size + types.dk.size) * types.dq.dtype.itemsize,
+        bytes_accessed=(2 if operands.q is None else 3) * (types.dq.size + types.dk.size) * types.dq.dtype.itemsize,
     )
     results = launcher.run(rotary_backward_kernel, launch)
-    return RotaryGradients(
-        results["dq"], results["dk"], *(jnp.sum(results[n], axis=0) if n in results else None for n in blocks)
-    )
+    d_q_scale, d_k_scale = (jnp.sum(results[name], axis=0) if name in results else None for name in parts)
+    return RotaryGradients(results["dq"], results["dk"], d_q_scale, d_k_scale)
 
 
 ROTARY_BACKWARD: Product[RotaryGradients] = Product(
@@ -234,4 +231,7 @@ ROTARY_BACKWARD: Product[RotaryGradients] = Product(
     launch=_launch_backward,
     several=lambda how, operands, **parameters: _backward_plainly(operands, **parameters),
 )
-"""The gradients of ROTARY, as RotaryGradients, of its parameters. Those of the scales are summed as in NORM_BACKWARD."""
+"""The gradients of ROTARY, as RotaryGradients, with its parameters.
+
+The kernel adds up the gradients of scales in blocks of rows, which are summed last, as NORM_BACKWARD's does.
+"""
