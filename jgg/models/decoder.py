@@ -60,7 +60,8 @@ class Decoder(nnx.Module):
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
         the experts' products, and those of other matrices where a table of measurements says that they are faster than
-        XLA. With a sharding XLA computes the latter in any case.
+        XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts in any
+        case.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also

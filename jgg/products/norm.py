@@ -14,7 +14,7 @@ from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
-_LONGEST = 2**14  # columns that a program holds: 32 warps with 16 of each array in a thread
+_LONGEST = 2**13  # columns that a program holds; with more the backward pass would spill registers
 _PROGRAMS = 512  # of the backward pass with many rows, about four for each multiprocessor
 _MOST_ROWS = 16  # of one of them
 _EACH = "t" + WHOLE
