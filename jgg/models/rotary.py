@@ -41,7 +41,7 @@ def rotated(
     """
     shapes = [(*x.shape[:2], x.shape[2] // head_features, head_features) for x in (q, k)]
     how = how_of_rows(implementation)
-    if how is None:
+    if how is None or 0 in q.shape:
         q, k = (x.reshape(shape) for x, shape in zip((q, k), shapes, strict=True))
         if scales is not None:
             q, k = (norm(x, scale, epsilon, implementation) for x, scale in zip((q, k), scales, strict=True))

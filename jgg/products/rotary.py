@@ -85,9 +85,7 @@ def _plain(operands: Rotary, head_features: int, epsilon: float) -> Rotated:
     q, k, q_scale, k_scale, *angles = operands
 
     def one(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-        num_tokens, num_positions = x.shape[0], angles[0].shape[0]
-        if num_tokens % max(1, num_positions):
-            raise ValueError(f"the tokens must be a multiple of the {num_positions} positions, got {num_tokens}.")
+        num_positions = angles[0].shape[0]
         heads = x.reshape(-1, num_positions, x.shape[1] // head_features, head_features).astype(jnp.float32)
         heads = heads if scale is None else rms_norm(heads, scale, epsilon)
         return rotate(heads, *(part[None, :, None] for part in angles)).astype(x.dtype).reshape(x.shape)
