@@ -2,7 +2,8 @@
 
 Kernels in plain Triton run on every GPU and, in Triton's interpreter, on a CPU. `forward`, `dx` and `dw` are the three
 products (`forward` also takes FP8 operands) and share the helpers in `tiles`. `combine`, `group_sums`, `activation` and
-`routing` are the rest of a layer. `quantize` and `activation_fp8` are for FP8, from compute capability 8.9 on.
+`routing` are the rest of a layer; `norm` and `rotary` are for whole models. `quantize` and `activation_fp8` are for
+FP8, from compute capability 8.9 on.
 
 Kernels in Gluon run only on compute capability 9.0 (H100, H200), with Triton 3.9 and jax-triton 0.4.1. `hopper` is the
 three products of 16-bit operands, warp-specialized; `hopper_results` stores its finished tiles. `hopper_fp8` and

@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 
 from jgg.models.attend import attend, dot_product_attention, finite_sinks
 from jgg.models.config import ModelConfig
-from jgg.models.parts import Options, linear, norm, set_params
-from jgg.models.rotary import rotate
+from jgg.models.norms import norm
+from jgg.models.parts import Options, linear, set_params
+from jgg.models.rotary import Rotation, rotated
 
 
 class Cache(NamedTuple):
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
-      rotation: cosines and sines of the rotary embedding, as `rotate` takes them.
+      rotation: cosines and sines of the rotary embedding, as `rotated` takes them.
       layer: int32 [], the layer's place among those that are stacked with it.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
@@ -48,7 +49,7 @@ class Place(NamedTuple):
     """
 
     positions: jax.Array
-    rotation: tuple[jax.Array, jax.Array]
+    rotation: Rotation
     layer: jax.Array
     window: int | None
     is_local: jax.Array | None
@@ -60,6 +61,8 @@ class Place(NamedTuple):
 class Attention(nnx.Module):
     """Attention of one layer: projections, norms of queries and keys, rotary embedding, softmax, output."""
 
+    q_norm: nnx.Param[jax.Array]
+    k_norm: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None:
@@ -71,8 +74,7 @@ class Attention(nnx.Module):
 
         Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment.
         """
-        q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
-        q, k = rotate(q, place.rotation), rotate(k, place.rotation)
+        q, k, v = self._heads(x, place.rotation)
         if place.lengths is not None:
             is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
@@ -100,18 +102,21 @@ class Attention(nnx.Module):
         shape = (layers, batch, positions, config.num_kv_heads, config.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _heads(self, x: jax.Array, name: str) -> jax.Array:
-        """Queries, keys or values [B, S, heads, D]."""
+    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries and keys, and values: [B, S, heads, D]."""
+        config = self.config
+        q, k, v = self._projected(x, "q"), self._projected(x, "k"), self._projected(x, "v")
+        scales = (self.q_norm[...], self.k_norm[...]) if config.qk_norm == "head" else None
+        implementation = self.options.dense_implementation
+        q, k = rotated(q, k, scales, rotation, config.head_features, config.norm_epsilon, implementation)
+        return q, k, v.reshape(*v.shape[:-1], config.num_kv_heads, config.head_features)
+
+    def _projected(self, x: jax.Array, name: str) -> jax.Array:
+        """Queries, keys or values of all heads together, [B, S, heads * D]."""
         config, y = self.config, linear(self, x, name, self.options)
-        has_norm = config.qk_norm is not None and name != "v"
-        if has_norm and config.qk_norm == "all":
-            y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
-        if config.clip_qkv is not None:
-            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
-        y = y.reshape(*y.shape[:-1], y.shape[-1] // config.head_features, config.head_features)
-        if has_norm and config.qk_norm == "head":
-            y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
-        return y
+        if config.qk_norm == "all" and name != "v":
+            y = norm(y, getattr(self, f"{name}_norm")[...], config.norm_epsilon, self.options.dense_implementation)
+        return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
 
     def _attend_to_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
         """The result for the one query of each sequence [B, 1, heads, D], among the keys of all positions."""

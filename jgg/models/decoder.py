@@ -17,7 +17,8 @@ from jgg.models.embedding import embed, embedded
 from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import loss_of, losses_of
-from jgg.models.parts import TARGETS, Options, norm, set_params
+from jgg.models.norms import norm
+from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import merge_stack, new_stack, run_stack
@@ -62,7 +63,8 @@ class Decoder(nnx.Module):
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
         the experts' products, and those of other matrices where a table of measurements says that they are faster than
-        XLA. With a sharding XLA computes the latter in any case.
+        XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts in any
+        case.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
@@ -242,7 +244,8 @@ class Decoder(nnx.Module):
                 sown.setdefault(name, []).append(value)
         for name, values in sown.items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
-        return norm(x, self.norm, config.norm_epsilon), None if caches is None else tuple(own_caches)
+        x = norm(x, self.norm[...], config.norm_epsilon, self.options.dense_implementation)
+        return x, None if caches is None else tuple(own_caches)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""

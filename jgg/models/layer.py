@@ -4,16 +4,25 @@ from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 import jgg.nnx
-from jgg.models.attention import Attention, Place
+from jgg.models import flash
+from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
-from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, norm, set_params
+from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside
+from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
 
-# what remat="names" and "attention" keep for the backward pass: other code of jgg names all but the last
-SAVED_NAMES = "jgg_x", "jgg_pre_activation", "jgg_routing", "attention"
+
+def saved_names(options: Options) -> tuple[str, ...]:
+    """What `options.remat` keeps for the backward pass; other code of jgg names those with "jgg"."""
+    if options.remat not in ("names", "attention"):
+        return ()
+    of_experts = TOTAL, "jgg_pre_activation", "jgg_routing"
+    if options.remat == "attention":  # the experts' rows are the norm of what is kept, computed again
+        return *of_experts, PROJECTIONS, *flash.NAMES
+    x = "jgg_x" if how_of_rows(options.dense_implementation) is None else NORMALIZED  # two names of the experts' rows
+    return x, *of_experts
 
 
 class Mixer(Protocol):
@@ -59,9 +68,10 @@ class Layer(nnx.Module):
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
         config, decodes = self.config, cache is not None and x.shape[1] == 1
         mixer: Mixer = getattr(self, self.mixer)
-        mixed, cache = mixer(norm(x, self.attention_norm, config.norm_epsilon), place, cache)
-        x = checkpoint_name(x + mixed * config.residual_scale, "attention")
-        normalized = norm(x, self.mlp_norm, config.norm_epsilon)
+        norms = config.norm_epsilon, mixer.options.dense_implementation
+        x, normalized = norm_beside(x, self.attention_norm[...], *norms)
+        mixed, cache = mixer(normalized, place, cache)
+        x, normalized = add_and_norm(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
         if hasattr(self, "moe"):
             # a decoded token takes the time of reading the weights, which FP8 products would not shorten
             y = self.moe._compute(normalized, None, place.mask, None if decodes else self.moe.quantization)

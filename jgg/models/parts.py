@@ -1,11 +1,9 @@
-"""What the modules of a decoder share: options, parameters by name, products with LoRA, norms, the dense MLP."""
+"""What the modules of a decoder share: options, parameters by name, products with LoRA, the dense MLP."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -44,7 +42,7 @@ class Options:
 
     @property
     def dense_implementation(self) -> str | None:
-        """How matrices that are no experts' are multiplied: where a mesh splits sequences, by XLA."""
+        """How all but the experts is computed: where a mesh splits sequences, by XLA."""
         return self.implementation if self.sharding is None else "xla"
 
     @classmethod
@@ -114,18 +112,6 @@ def _params(module: nnx.Module, name: str, lora: Lora) -> dict[str, jax.Array]:
     """A module's matrix of this name and its adapter, if it has one, by their names."""
     w = getattr(module, name)[...]
     return {name: w} | {part: getattr(module, part)[...] for part in lora.shapes({name: w.shape})}
-
-
-def norm(x: jax.Array, scale: nnx.Param[jax.Array], epsilon: float) -> jax.Array:
-    """RMS norm of the last axis, computed in float32. Source: Zhang and Sennrich, 2019."""
-    return _norm(x, scale[...], epsilon)
-
-
-@functools.partial(jax.checkpoint, static_argnums=2)  # the backward pass keeps x alone, not float32 copies of it
-def _norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
 class Mlp(nnx.Module):

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models import flash
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig, StackPlan
-from jgg.models.layer import SAVED_NAMES, Layer
+from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
 from jgg.models.placement import gathered, remat_policy_of_gathered, split, split_batch
 
@@ -68,7 +67,7 @@ def _rematerialized(body: Callable[..., Any], options: Options) -> Callable[...,
     """The body of a scan, of which the backward pass computes again what `options.remat` does not keep."""
     if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
         return body
-    names = {"attention": (*SAVED_NAMES, *flash.NAMES), "names": SAVED_NAMES}.get(options.remat, ())
+    names = saved_names(options)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     if options.remat == "none":
         policy = remat_policy_of_gathered

@@ -35,6 +35,8 @@ from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.forward import Forward
+from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
+from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.up import UP
 
 EXPERTS = 4
@@ -57,6 +59,10 @@ LAYER_KERNELS = (
     "count_experts_kernel",
     "sum_counts_kernel",
     "place_rows_kernel",
+    "norm_kernel",
+    "norm_backward_kernel",
+    "rotary_kernel",
+    "rotary_backward_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -194,6 +200,36 @@ def lower_activation(compute_capability, name, interleaved, features, dtype):
         jax.jit(forward_and_backward).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
+def lower_norm(compute_capability, features, dtype):
+    """Norms with what is added before, forward and backward."""
+    rows, scale = jax.ShapeDtypeStruct((8192, features), dtype), jax.ShapeDtypeStruct((features,), dtype)
+    with jgg.target(compute_capability):
+        how = How("triton", current_target())
+
+        def compute(x, added, scale):
+            total, y = NORM(how, Norm(x, added, scale), epsilon=1e-6)
+            return NORM_BACKWARD(how, NormBackward(total, scale, y, added), epsilon=1e-6)
+
+        jax.jit(compute).trace(rows, rows, scale).lower(lowering_platforms=("cuda",))
+
+
+def lower_rotary(compute_capability, heads, features, pairs, has_norm):
+    """Queries, as many keys, and their norms, forward and backward."""
+    rows, scale = ((8192, heads * features), "bfloat16"), ((features,), "bfloat16")
+    shapes = [rows, rows, *[scale if has_norm else None] * 2, *[((4096, pairs), "float32")] * 2]
+    parameters = {"head_features": features, "epsilon": 1e-6}
+    with jgg.target(compute_capability):
+        how = How("triton", current_target())
+
+        def compute(operands):
+            rotated = ROTARY(how, operands, **parameters)
+            kept = operands if has_norm else operands._replace(q=None, k=None)
+            return ROTARY_BACKWARD(how, RotaryBackward(*kept, *rotated), **parameters)
+
+        operands = Rotary(*(shape and jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        jax.jit(compute).trace(operands).lower(lowering_platforms=("cuda",))
+
+
 def lower_up(compute_capability, name, interleaved, w_layout, keeps):
     """The first product of a layer that gathers as it loads, and its activation."""
     activation = ACTIVATIONS[name]
@@ -276,6 +312,10 @@ def layer_kernels(compute_capability, takes_all):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
+    for case in ((17, "float32"), (2880, "bfloat16"), (8192, "bfloat16"), (8192, "float32")):
+        yield ["norm", *case], functools.partial(lower_norm, compute_capability, *case)
+    for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
+        yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     if compute_capability >= 89:
         for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
