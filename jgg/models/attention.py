@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jgg.models.attend import attend, dot_product_attention, finite_sinks
 from jgg.models.config import ModelConfig
-from jgg.models.parts import Options, linear, norm, set_params
+from jgg.models.parts import Options, linear, linear_several, norm, set_params
 from jgg.models.rotary import rotate
 
 
@@ -71,7 +71,8 @@ class Attention(nnx.Module):
 
         Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment.
         """
-        q, k, v = self._heads(x, "q"), self._heads(x, "k"), self._heads(x, "v")
+        products = zip("qkv", linear_several(self, x, "qkv", self.options), strict=True)
+        q, k, v = (self._heads(y, name) for name, y in products)
         q, k = rotate(q, place.rotation), rotate(k, place.rotation)
         if place.lengths is not None:
             is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
@@ -100,9 +101,9 @@ class Attention(nnx.Module):
         shape = (layers, batch, positions, config.num_kv_heads, config.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _heads(self, x: jax.Array, name: str) -> jax.Array:
-        """Queries, keys or values [B, S, heads, D]."""
-        config, y = self.config, linear(self, x, name, self.options)
+    def _heads(self, y: jax.Array, name: str) -> jax.Array:
+        """Queries, keys or values [B, S, heads, D] of their product [B, S, heads * D]."""
+        config = self.config
         has_norm = config.qk_norm is not None and name != "v"
         if has_norm and config.qk_norm == "all":
             y = norm(y, getattr(self, f"{name}_norm"), config.norm_epsilon)
