@@ -74,47 +74,43 @@ def _differentiable(layers: Layers, operands: Operands) -> tuple[jax.Array, ...]
 
 
 class _Residuals(NamedTuple):
-    """The operands with prepared matrices, and the rows x @ a of each layer."""
+    """The operands with prepared matrices, and the rows x @ a [M, sum of r] of all layers side by side."""
 
     operands: Operands
-    rows: tuple[jax.Array, ...]
+    rows: jax.Array
 
 
 def _forward(layers: Layers, operands: Operands) -> tuple[tuple[jax.Array, ...], _Residuals]:
     x, matrices, biases, routes = operands
     matrices = tuple(layer.prepared(own, matrix, keeps=True) for own, matrix in zip(layers, matrices, strict=True))
-    factors = _factors(matrices)
-    rows = _split(layer.rows_of_a(layers[0], x, _joined(factors), routes), factors)
-    results = tuple(
-        layer.forward(own, x, matrix, routes, bias, of_a)
-        for own, matrix, bias, of_a in zip(layers, matrices, biases, rows, strict=True)
+    rows = layer.rows_of_a(layers[0], x, _joined_a(matrices), routes)
+    results = (
+        layer.forward(own, x, matrix, routes, bias, rows)
+        for own, matrix, bias in zip(layers, _with_joined(matrices), biases, strict=True)
     )
-    y, kept = zip(*results, strict=True)
+    y, (kept, *_) = zip(*results, strict=True)  # all keep the same rows
     return y, _Residuals(operands._replace(matrices=matrices), kept)
 
 
 def _backward(layers: Layers, residuals: _Residuals, gradients: tuple[jax.Array, ...]) -> tuple[Operands]:
     """All gradients; those that nobody asks for are dropped as dead code, with their products."""
     (x, matrices, biases, routes), rows = residuals
-    factors, dtype = _factors(matrices), layers[0].problem.dtype
-    gradients = tuple(dy.astype(dtype) for dy in gradients)
-    each = list(zip(layers, gradients, factors, strict=True))
+    each = list(zip(layers, gradients, _factors(matrices), strict=True))
     d_rows = jnp.concatenate([layer.rows_of_b(own, dy, of_own.b, routes) for own, dy, of_own in each], axis=1)
     dx = _gradient_of_x(layers, gradients, matrices, d_rows, routes)
-    da = _split(layer.gradient_of_a(layers[0], x, d_rows, _joined(factors), routes), factors)
-    db = (
-        layer.gradient_of_b(own, of_a, dy, of_own.b, routes) for (own, dy, of_own), of_a in zip(each, rows, strict=True)
-    )
-    d_matrices = tuple(
-        Matrix(dense=layer.weight_gradient(own, x, dy, routes), factors=Factors(of_a.astype(of_own.a.dtype), of_b))
-        for (own, dy, of_own), of_a, of_b in zip(each, da, db, strict=True)
-    )
+    joined_a = _joined_a(matrices)
+    da = layer.gradient_of_a(layers[0], x, d_rows, joined_a, routes)
+    d_matrices = []
+    for (own, dy, of_own), joined, at in zip(each, _factors(_with_joined(matrices)), _places(matrices), strict=True):
+        db = layer.gradient_of_b(own, rows, dy, joined.b, routes)[at]
+        d_factors = Factors(da[:, at].astype(of_own.a.dtype), db)
+        d_matrices.append(Matrix(dense=layer.weight_gradient(own, x, dy, routes), factors=d_factors))
     d_biases = tuple(
         None if bias is None else _sum_of_rows(own, dy, routes).astype(bias.dtype)
         for own, dy, bias in zip(layers, gradients, biases, strict=True)
     )
     none = Routes(bounds=None)  # type: ignore[arg-type]
-    return (Operands(dx, d_matrices, d_biases, none),)
+    return (Operands(dx, tuple(d_matrices), d_biases, none),)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -127,7 +123,7 @@ def _gradient_of_x(
     dtype, (dy, *others) = layers[0].problem.dtype, gradients
     first, *further = (matrix.dense for matrix in matrices)
     rows = jnp.concatenate([*others, d_rows], axis=1)
-    reduced = jnp.concatenate([*further, _joined(_factors(matrices)).astype(dtype)], axis=1)
+    reduced = jnp.concatenate([*further, _joined_a(matrices).astype(dtype)], axis=1)
     operands = Dx(dy, first[None], routes.bounds, low_rank=LowRankTerm(rows, reduced[None]))
     return DX(layers[0].how, operands, problem=layers[0].problem).dx
 
@@ -140,12 +136,25 @@ def _factors(matrices: Sequence[Matrix]) -> tuple[Factors, ...]:
     return tuple(matrix.factors for matrix in matrices if matrix.factors is not None)
 
 
-def _joined(factors: Sequence[Factors]) -> jax.Array:
+def _joined_a(matrices: Sequence[Matrix]) -> jax.Array:
     """a of all layers side by side, [K, sum of r]."""
-    return jnp.concatenate([own.a for own in factors], axis=1)
+    return jnp.concatenate([own.a for own in _factors(matrices)], axis=1)
 
 
-def _split(joined: jax.Array, factors: Sequence[Factors]) -> list[jax.Array]:
-    """The columns of each layer's a."""
-    ends = list(itertools.accumulate(own.a.shape[1] for own in factors))
-    return jnp.split(joined, ends[:-1], axis=1)
+def _places(matrices: Sequence[Matrix]) -> list[slice]:
+    """The columns of each layer's a among those of all."""
+    ends = list(itertools.accumulate(own.a.shape[1] for own in _factors(matrices)))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _with_joined(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """The matrices with the a of all layers, and with zeros in b for those of the others.
+
+    So a layer reads the rows x @ a of all, and no slice of them is copied; a product's step has more columns than they.
+    """
+    joined, places = _joined_a(matrices), _places(matrices)
+    missing = ((at.start, joined.shape[1] - at.stop) for at in places)
+    return tuple(
+        matrix._replace(factors=Factors(joined, jnp.pad(own.b, (pads, (0, 0)))))
+        for matrix, own, pads in zip(matrices, _factors(matrices), missing, strict=True)
+    )
