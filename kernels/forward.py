@@ -2,8 +2,8 @@
 
 In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
-product, which is scaled and added in float32. If only w has scales, it is converted to the dtype of x as it is read,
-and a step covers no more features than a scale does.
+product, which is scaled and added in float32. If only one of them has scales, it is converted to the dtype of the other
+as it is read, and a step covers no more features than a scale does.
 """
 
 import triton
@@ -69,6 +69,14 @@ def load_weight_scales(
 
 
 @triton.jit
+def load_row_scales(x_scales, rows, exists, k, REDUCED: tl.constexpr, BLOCK_REDUCED: tl.constexpr):
+    """The scales [rows, 1] of the rows' features from k on, BLOCK_REDUCED of which share one; zero past the rows."""
+    tl.static_assert(BLOCK % BLOCK_REDUCED == 0)
+    SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
+    return tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)[:, None]
+
+
+@triton.jit
 def multiply_rows(
     x,
     x_scales,
@@ -97,8 +105,8 @@ def multiply_rows(
 
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
     Without TMA_X they are `rows`, and a row that does not exist is zero. With num_pieces [1], x is the sum of that many
-    matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x and w are quantized;
-    a scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns.
+    matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x or w is quantized; a
+    scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns.
     """
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
@@ -114,8 +122,11 @@ def multiply_rows(
         w_block = load_weight(
             w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
         )
-        if w_scales is None:
+        if x_scales is None and w_scales is None:
             acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+        elif w_scales is None:
+            of_rows = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
+            acc += tl.dot(x_block.to(w_block.dtype), w_block, input_precision=PRECISION) * of_rows
         else:
             tl.static_assert(SCALED_REDUCED % BLOCK_REDUCED == 0)
             of_columns = load_weight_scales(
@@ -133,10 +144,8 @@ def multiply_rows(
             if x_scales is None:
                 acc += tl.dot(x_block, w_block.to(x_block.dtype), input_precision=PRECISION) * of_columns
             else:
-                tl.static_assert(BLOCK_REDUCED == BLOCK)
-                SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
-                of_rows = tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)
-                acc += tl.dot(x_block, w_block) * (of_rows[:, None] * of_columns)
+                of_rows = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
+                acc += tl.dot(x_block, w_block) * (of_rows * of_columns)
     return acc
 
 

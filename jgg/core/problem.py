@@ -27,6 +27,7 @@ DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
 MAX_ROWS = 2**30 - 1
+_FEW_ROWS = 32  # of a group, on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,14 @@ class GroupedGemmProblem:
         if self.is_quantized:  # scales
             total += 4 * -(-self.in_features // BLOCK) * (self.x_shape[0] + read * -(-self.out_features // BLOCK))
         return total
+
+
+def has_few_rows(num_rows: int, num_groups: int) -> bool:
+    """Whether groups have so few rows, on average, that a product takes the time of reading the weights.
+
+    Quantized weights are then read as they are stored, and converted to the dtype of x on the way.
+    """
+    return num_rows <= _FEW_ROWS * num_groups
 
 
 def check_problem(

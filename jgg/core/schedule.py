@@ -105,6 +105,18 @@ def group_bounds(
     return GroupBounds(starts, ends, sizes)
 
 
+def row_parts(bounds: GroupBounds, parts: int, step: int) -> GroupBounds:
+    """The ranges of `parts` parts of each group's rows, [G * parts]; a part has a multiple of `step` rows or fewer.
+
+    A group of rows 3 to 13 in three parts with a step of 2 gives the ranges 3 to 7, 7 to 11 and 11 to 13.
+    """
+    starts, ends = bounds.starts[:, None], bounds.ends[:, None]
+    size = -(-(ends - starts) // (parts * step)) * step
+    firsts = jnp.minimum(starts + size * jnp.arange(parts, dtype=jnp.int32)[None], ends)
+    lasts = jnp.minimum(firsts + size, ends)
+    return GroupBounds(firsts.reshape(-1), lasts.reshape(-1), (lasts - firsts).reshape(-1))
+
+
 def _running_sums(limit: int, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums before each term and through each term, int32, both cut off at `limit`; terms are from 0 to `limit`."""
     if len(terms) > _MAX_COMPARED:

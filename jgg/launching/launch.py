@@ -146,9 +146,9 @@ def _tma_can(target: Target, dtype: Any, row_length: int) -> bool:
     return target.has_tma and row_length * dtype.itemsize % 16 == 0
 
 
-def x_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:
-    """Whether TMA can load x."""
-    return not problem.permute_x and _tma_can(target, problem.dtype, problem.in_features)
+def x_by_tma(target: Target, problem: GroupedGemmProblem, dtype: Any = None) -> bool:
+    """Whether TMA can load x, which may have another dtype than the problem."""
+    return not problem.permute_x and _tma_can(target, dtype or problem.dtype, problem.in_features)
 
 
 def dy_by_tma(target: Target, problem: GroupedGemmProblem) -> bool:

@@ -20,6 +20,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize
 from jgg.linear.fp8 import both_forms
 from jgg.linear.linear import Linear, Routes, Rows
+from jgg.primitives.barrier import barrier
 from jgg.products.activate import Activated
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx, DxResults
@@ -71,13 +72,30 @@ def restored(linear: Linear, matrix: Matrix) -> Matrix:
 
 
 def forward(
-    linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None = None
+    linear: Linear,
+    x: Rows,
+    matrix: Matrix,
+    routes: Routes,
+    bias: jax.Array | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes y, and the rows x @ a that `gradients` takes, [M, r], or None without factors."""
-    operands = _operands(linear, x, matrix, routes, bias)
+    """Computes y, and the rows x @ a that `gradients` takes, [M, r], or None without factors.
+
+    Args:
+      rows: x @ a, where they are there already.
+    """
+    operands = _operands(linear, x, matrix, routes, bias, rows)
     problem = linear.problem.quantized if isinstance(operands.x, QuantizedArray) else linear.problem
     y = FORWARD(linear.how_or_plain, operands, linear.configs.forward, problem=problem)
-    return y, operands.low_rank and operands.low_rank.rows
+    return y, _kept_rows(operands)
+
+
+def rows_of_a(linear: Linear, x: Rows, a: jax.Array, routes: Routes) -> jax.Array:
+    """Computes the rows x @ a [M, r], in expert order."""
+    problem = dataclasses.replace(linear.problem_of_a(a), has_topk_weights=False)
+    indices = routes.gather_indices if problem.permute_x else None
+    operands = Forward(x, _of_groups(linear, a.astype(problem.dtype)), routes.bounds, indices)
+    return FORWARD(linear.how_or_plain, operands, problem=problem)
 
 
 def forward_activated(
@@ -103,7 +121,7 @@ def forward_activated(
         keeps=keeps,
         stored_as=stored_as,
     )
-    return activated, operands.low_rank and operands.low_rank.rows
+    return activated, _kept_rows(operands)
 
 
 def dx(
@@ -122,14 +140,10 @@ def dx(
       x: the layer's x, if row sums for the gradient of topk_weights are wanted.
       quantized_dy: dy in the recipe's format for gradients, if the layer has a recipe.
     """
-    matrix, term = _of_groups(linear, matrix), None
-    if matrix.factors is not None:
-        factors = _cast(linear, matrix.factors)
-        problem = dataclasses.replace(linear.problem_of_b(factors), has_topk_weights=False)
-        indices = routes.gather_indices if problem.permute_y else None
-        of_rows = Dx(dy, factors.b, routes.bounds, gather_indices=indices)
-        rows = DX(linear.how_or_plain, of_rows, problem=problem).dx
-        term = LowRankTerm(rows, factors.a)
+    factors, matrix, term = matrix.factors, _of_groups(linear, matrix), None
+    if factors is not None:
+        rows = rows_of_b(linear, dy, factors.b, routes)
+        term = LowRankTerm(rows, _of_groups(linear, factors.a.astype(linear.problem.dtype)))
     if quantized_dy is not None:
         problem = linear.transposed_problem
         w = _read(linear, matrix, problem.w_layout)
@@ -137,6 +151,14 @@ def dx(
         return DxResults(FORWARD(linear.how, operands, problem=problem.quantized)), term and term.rows
     of_dx = Dx(dy, matrix.dense, routes.bounds, x, routes.gather_indices, routes.topk_weights, term)
     return DX(linear.how_or_plain, of_dx, linear.configs.dx, problem=linear.problem), term and term.rows
+
+
+def rows_of_b(linear: Linear, dy: jax.Array, b: jax.Array, routes: Routes) -> jax.Array:
+    """Computes the rows dy @ b [M, r], in expert order."""
+    problem = dataclasses.replace(linear.problem_of_b(b), has_topk_weights=False)
+    indices = routes.gather_indices if problem.permute_y else None
+    operands = Dx(dy, _of_groups(linear, b.astype(problem.dtype)), routes.bounds, gather_indices=indices)
+    return DX(linear.how_or_plain, operands, problem=problem).dx
 
 
 def gradients(
@@ -182,10 +204,29 @@ def factor_gradients(
     if matrix.factors is None:
         return None
     assert rows is not None and d_rows is not None
-    of_a, of_b = linear.problem_of_a(matrix.factors), linear.problem_of_b(matrix.factors)
-    da = DW(linear.how_or_plain, _outer_operands(of_a, x, d_rows, routes), problem=of_a)
-    db = DW(linear.how_or_plain, _outer_operands(of_b, rows, dy, routes), problem=of_b)
-    return _of_matrix(linear, Factors(da, db))
+    da = gradient_of_a(linear, x, d_rows, matrix.factors.a, routes)
+    return Factors(da, gradient_of_b(linear, rows, dy, matrix.factors.b, routes))
+
+
+def gradient_of_a(linear: Linear, x: jax.Array, d_rows: jax.Array, a: jax.Array, routes: Routes) -> jax.Array:
+    """Computes the gradient of a; d_rows are the rows dy @ b."""
+    problem = linear.problem_of_a(a)
+    return _of_matrix(linear, DW(linear.how_or_plain, _outer_operands(problem, x, d_rows, routes), problem=problem))
+
+
+def gradient_of_b(linear: Linear, rows: jax.Array, dy: jax.Array, b: jax.Array, routes: Routes) -> jax.Array:
+    """Computes the gradient of b; rows are x @ a."""
+    problem = linear.problem_of_b(b)
+    return _of_matrix(linear, DW(linear.how_or_plain, _outer_operands(problem, rows, dy, routes), problem=problem))
+
+
+def _kept_rows(operands: Forward) -> jax.Array | None:
+    """The rows x @ a for the backward pass.
+
+    Without the barrier XLA launches their kernel twice in a scan: once for the product, and once to write them into the
+    stack of what the scan keeps.
+    """
+    return None if operands.low_rank is None else barrier(operands.low_rank.rows)
 
 
 def _of_groups[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
@@ -204,16 +245,21 @@ def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, ro
     return Dw(x, dy, routes.bounds, routes.gather_indices if reads_indices else None, routes.topk_weights)
 
 
-def _operands(linear: Linear, x: Rows, matrix: Matrix, routes: Routes, bias: jax.Array | None) -> Forward:
+def _operands(
+    linear: Linear,
+    x: Rows,
+    matrix: Matrix,
+    routes: Routes,
+    bias: jax.Array | None,
+    rows: jax.Array | None = None,
+) -> Forward:
     """The operands of the forward product: rows and weights quantized if the layer has a recipe, and the term."""
     bounds, gather_indices, topk_weights = routes
-    matrix, bias, term = _of_groups(linear, matrix), _of_groups(linear, bias), None
-    if matrix.factors is not None:
-        a, b = _cast(linear, matrix.factors)
-        problem = dataclasses.replace(linear.problem_of_a(matrix.factors), has_topk_weights=False)
-        dense = x.dequantize(problem.dtype) if isinstance(x, QuantizedArray) else x
-        rows = Forward(dense, a, bounds, gather_indices if problem.permute_x else None)
-        term = LowRankTerm(FORWARD(linear.how_or_plain, rows, problem=problem), b)
+    factors, term = matrix.factors, None
+    matrix, bias = _of_groups(linear, matrix), _of_groups(linear, bias)
+    if factors is not None:
+        rows = rows_of_a(linear, x, factors.a, routes) if rows is None else rows
+        term = LowRankTerm(rows, _of_groups(linear, factors.b.astype(linear.problem.dtype)))
     if linear.row_format is not None and not isinstance(x, QuantizedArray):
         x = QUANTIZE_ROWS(linear.how, Quantize(x), stored_as=linear.row_format)
     if isinstance(x, QuantizedArray):
@@ -238,8 +284,3 @@ def _read(linear: Linear, matrix: Matrix, w_layout: str) -> QuantizedArray | ToQ
 def _in_enk(term: LowRankTerm | None, problem: GroupedGemmProblem) -> LowRankTerm | None:
     """A term beside weights in the problem's layout as the term beside quantized weights, which are [E, N, K]."""
     return term if term is None or problem.w_layout == "enk" else term._replace(matrices=term.matrices.mT)
-
-
-def _cast(linear: Linear, factors: Factors) -> Factors:
-    dtype = linear.problem.dtype
-    return Factors(factors.a.astype(dtype), factors.b.astype(dtype))

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.core.matrix import Factors
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format, QuantizedArray
 from jgg.core.schedule import GroupBounds
@@ -92,30 +91,26 @@ class Linear:
             combine_y=problem.permute_x,
         )
 
-    def problem_of_a(self, factors: Factors) -> GroupedGemmProblem:
+    def problem_of_a(self, a: jax.Array) -> GroupedGemmProblem:
         """The product x @ a, whose rows [M, r] are in expert order."""
         return dataclasses.replace(
             self.problem,
-            out_features=_rank(self.problem, factors),
+            out_features=a.shape[-2 if self.problem.w_layout == "enk" else -1],
             permute_y=False,
             combine_y=False,
             has_bias=False,
             out_dtype=self.problem.dtype,
-            dw_dtype=factors.a.dtype,
+            dw_dtype=a.dtype,
             num_tokens=self.problem.num_tokens if self.problem.permute_x else None,
         )
 
-    def problem_of_b(self, factors: Factors) -> GroupedGemmProblem:
+    def problem_of_b(self, b: jax.Array) -> GroupedGemmProblem:
         """The product of rows [M, r] in expert order with b."""
         return dataclasses.replace(
             self.problem,
-            in_features=_rank(self.problem, factors),
+            in_features=b.shape[-1 if self.problem.w_layout == "enk" else -2],
             permute_x=False,
             has_bias=False,
-            dw_dtype=factors.b.dtype,
+            dw_dtype=b.dtype,
             num_tokens=None,
         )
-
-
-def _rank(problem: GroupedGemmProblem, factors: Factors) -> int:
-    return factors.a.shape[-2 if problem.w_layout == "enk" else -1]

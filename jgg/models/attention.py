@@ -5,13 +5,16 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgg.models.attend import attend, dot_product_attention, finite_sinks
 from jgg.models.config import ModelConfig
 from jgg.models.norms import norm
-from jgg.models.parts import Options, linear, set_params
+from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, rotated
+
+PROJECTIONS = "attention_projections"  # a name of queries, keys and values, for a policy of `jax.checkpoint`
 
 
 class Cache(NamedTuple):
@@ -105,15 +108,16 @@ class Attention(nnx.Module):
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries and keys, and values: [B, S, heads, D]."""
         config = self.config
-        q, k, v = self._projected(x, "q"), self._projected(x, "k"), self._projected(x, "v")
+        products = zip("qkv", linear_several(self, x, "qkv", self.options), strict=True)
+        q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
         scales = (self.q_norm[...], self.k_norm[...]) if config.qk_norm == "head" else None
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, rotation, config.head_features, config.norm_epsilon, implementation)
         return q, k, v.reshape(*v.shape[:-1], config.num_kv_heads, config.head_features)
 
-    def _projected(self, x: jax.Array, name: str) -> jax.Array:
-        """Queries, keys or values of all heads together, [B, S, heads * D]."""
-        config, y = self.config, linear(self, x, name, self.options)
+    def _projected(self, y: jax.Array, name: str) -> jax.Array:
+        """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""
+        config = self.config
         if config.qk_norm == "all" and name != "v":
             y = norm(y, getattr(self, f"{name}_norm")[...], config.norm_epsilon, self.options.dense_implementation)
         return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)

@@ -7,10 +7,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import jgg.nnx
+from jgg.core.problem import has_few_rows
+from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
-from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside
+from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
 
 
@@ -66,18 +68,28 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
-        config, decodes = self.config, cache is not None and x.shape[1] == 1
+        config, generates = self.config, cache is not None
         mixer: Mixer = getattr(self, self.mixer)
         norms = config.norm_epsilon, mixer.options.dense_implementation
         x, normalized = norm_beside(x, self.attention_norm[...], *norms)
         mixed, cache = mixer(normalized, place, cache)
-        x, normalized = add_and_norm(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
+        add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
+        x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
         if hasattr(self, "moe"):
-            # a decoded token takes the time of reading the weights, which FP8 products would not shorten
-            y = self.moe._compute(normalized, None, place.mask, None if decodes else self.moe.quantization)
+            y = self.moe._compute(normalized, None, place.mask, self._quantization(x, generates))
         else:
             y = self.mlp(normalized)
         return x + y * config.residual_scale, cache
+
+    def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:
+        """The recipe of the experts' products; none where text is generated and an expert has few rows.
+
+        FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
+        number of rows alone, so that calls with as many tokens compute alike.
+        """
+        moe = self.config.moe
+        few = has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts)
+        return None if generates and few else self.moe.quantization
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""

@@ -1,7 +1,7 @@
 """What the modules of a decoder share: options, parameters by name, products with LoRA, the dense MLP."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from flax import nnx
@@ -9,12 +9,14 @@ from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_int, check_one_of
+from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import OF_DENSE as OF_MOE
 from jgg.linear.lora import TARGETS as OF_EXPERTS
 from jgg.linear.lora import Lora, adapter_init
+from jgg.linear.several import dense_several
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
@@ -93,9 +95,18 @@ def set_params(
 
 def linear(module: nnx.Module, x: jax.Array, name: str, options: Options) -> jax.Array:
     """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x."""
+    return dense(x, *_matrix_and_bias(module, name, options), implementation=options.dense_implementation)
+
+
+def linear_several(module: nnx.Module, x: jax.Array, names: Sequence[str], options: Options) -> tuple[jax.Array, ...]:
+    """What `linear` computes for each of the names, with what these share computed once."""
+    matrices, biases = zip(*(_matrix_and_bias(module, name, options) for name in names), strict=True)
+    return dense_several(x, matrices, biases, implementation=options.dense_implementation)
+
+
+def _matrix_and_bias(module: nnx.Module, name: str, options: Options) -> tuple[Matrix, jax.Array | None]:
     matrix = options.lora.matrix(f"w_{name}", _params(module, f"w_{name}", options.lora))
-    bias = getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
-    return dense(x, matrix, bias, implementation=options.dense_implementation)
+    return matrix, getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
 
 
 def merge_adapters(module: nnx.Module, lora: Lora) -> None:

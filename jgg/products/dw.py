@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.core.problem import GroupedGemmProblem
-from jgg.core.schedule import GroupBounds, Rows, guarded
+from jgg.core.schedule import GroupBounds, Rows, guarded, row_parts
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
@@ -65,7 +65,7 @@ def _launch(
         multiply = hopper.multiply_dw if plan.config.kernel == "hopper" else every_gpu.multiply_dw
         if plan.copies_x:
             product = dataclasses.replace(product, x=expert_order(launcher, x, gather_indices, problem.topk))
-        return multiply(launcher, product)
+        return multiply(launcher, product) if plan.row_parts == 1 else _sum_of_parts(launcher, product, plan.row_parts)
     dw: Any = None
     for features in column_parts.ranges(problem.in_features, plan.part_features):
         x, dw = column_parts.after(x, dw)
@@ -73,6 +73,18 @@ def _launch(
         part = dataclasses.replace(product, x=rows, first_feature=features.start)
         dw = hopper.multiply_dw(launcher, part, dw)
     return dw
+
+
+def _sum_of_parts(launcher: Launcher, product: OuterProduct, parts: int) -> jax.Array:
+    """Computes dw as the sum of the products of parts of each group's rows, in float32 and in their order."""
+    problem, config = product.problem, product.config
+    of_parts = dataclasses.replace(
+        problem, num_experts=problem.num_experts * parts, dw_dtype=jnp.dtype(jnp.float32), is_dense=False
+    )
+    bounds = row_parts(product.bounds, parts, config.block_m)
+    dw = every_gpu.multiply_dw(launcher, dataclasses.replace(product, problem=of_parts, bounds=bounds))
+    dw = dw.reshape(problem.num_experts, parts, *dw.shape[1:])
+    return jnp.sum(dw, axis=1).astype(config.result_dtype(problem))
 
 
 def row_scales(topk_weights: jax.Array | None, gather_indices: jax.Array | None) -> jax.Array | None:

@@ -38,7 +38,8 @@ class Forward(NamedTuple):
 
     x and w may both be QuantizedArrays, with a scale for 128 features of a row of x and for each 128 x 128 block of w
     [E, N, K]; the problem's dtype is then the dtype of their values. With a quantized x, w may also be ToQuantize.
-    Beside an x that is not quantized, a QuantizedArray w of any blocks stands for what it dequantizes to.
+    In a problem that is not quantized, one of them may be a QuantizedArray, which stands for what it dequantizes to: an
+    x as above, or a w of any blocks.
     """
 
     x: jax.Array | QuantizedArray
@@ -51,7 +52,7 @@ class Forward(NamedTuple):
 
 
 def _plain(operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
-    operands = _with_dense_weights(operands, problem)
+    operands = _dequantized(operands, problem)
     if problem.is_dense:
         arrays: tuple[Any, Any] = operands.x, operands.w
         return dense.forward(problem, *arrays, operands.low_rank, operands.bias)
@@ -78,9 +79,11 @@ def _plain(operands: Forward, problem: GroupedGemmProblem) -> jax.Array:
     return (y + rows_dot(Rows(low_rank.rows), low_rank.matrices, operands.bounds, **options)).astype(problem.out_dtype)
 
 
-def _with_dense_weights(operands: Forward, problem: GroupedGemmProblem) -> Forward:
-    """The operands, with w dequantized if it is quantized and x is not."""
-    return operands if problem.is_quantized else operands._replace(w=_dense(operands.w, problem.dtype))
+def _dequantized(operands: Forward, problem: GroupedGemmProblem) -> Forward:
+    """The operands, dequantized unless the problem is quantized."""
+    if problem.is_quantized:
+        return operands
+    return operands._replace(x=_dense(operands.x, problem.dtype), w=_dense(operands.w, problem.dtype))
 
 
 def _dense(array: jax.Array | QuantizedArray | ToQuantize, dtype: DTypeLike) -> jax.Array:
@@ -121,7 +124,8 @@ def prepared(launcher: Launcher, plan: ForwardPlan, operands: Forward) -> RowPro
 def _launch(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, config: KernelConfigForward | None = None
 ) -> jax.Array:
-    plan = plan_forward(problem, launcher.target, config, w_block_of(operands, problem))
+    w_block, x_is_quantized = w_block_of(operands, problem), isinstance(operands.x, QuantizedArray)
+    plan = plan_forward(problem, launcher.target, config, w_block, x_is_quantized=x_is_quantized)
     product = prepared(launcher, plan, operands)
     multiply = every_gpu.multiply_forward
     if plan.config.kernel == "hopper":
@@ -144,7 +148,7 @@ def _several(how: How, operands: Forward, problem: GroupedGemmProblem) -> jax.Ar
     if operands.low_rank is not None:
         return _add_term(functools.partial(FORWARD, how), operands, problem)
     if not problem.is_quantized:
-        return FORWARD(how, _with_dense_weights(operands, problem), problem=problem)
+        return FORWARD(how, _dequantized(operands, problem), problem=problem)
     operands = operands._replace(x=_dense(operands.x, problem.out_dtype), w=_dense(operands.w, problem.out_dtype))
     return FORWARD(how, operands, problem=problem.dequantized)
 
@@ -192,7 +196,7 @@ def _merge_batch(
     compute = functools.partial(FORWARD, how, config=config)
     if problem.is_quantized:
         return merge_shared_weights(functools.partial(compute, problem=problem), how, operands, batched)
-    if is_quantized(operands.w):
+    if is_quantized(operands.x) or is_quantized(operands.w):
         return None
     batch = vmap.Batch.of(problem, operands, batched, "x")
     if batch is None or (batched.bias and not batched.w) or operands.low_rank is not None:
@@ -235,7 +239,7 @@ def _more_rows(compute: Callable[..., jax.Array], how: How, batch: vmap.Batch, o
 
 
 def _letters(operands: Forward, problem: GroupedGemmProblem) -> Letters | None:
-    if problem.is_quantized or is_quantized(operands.w) or operands.low_rank is not None:
+    if is_quantized(operands.x) or is_quantized(operands.w) or operands.low_rank is not None:
         return None
     rows = {"x": ".k", "w": problem.w_layout, "gather_indices": ".", "topk_weights": None, "bias": "en"}
     return Letters(rows, (".n",), ("ek",))

@@ -13,6 +13,7 @@ import jgg.models
 import jgg.nnx
 from tests.models.test_model_folders import assert_holds_same
 from tests.models.test_model_training import loss_and_gradients
+from tests.support.closeness import largest_error
 from tests.support.models import DATA, config_of, loaded, reference
 
 TOKENS = np.arange(12).reshape(2, 6)
@@ -97,6 +98,21 @@ def test_experts_may_be_quantized_as_they_are_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"w_gate_up \[4, 32, 16\] of 2 tensors side by side must have whole blocks"):
         jgg.models.save(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(("tokens", "reads_as_stored"), [(64, True), (65, False)])  # 32 rows of an expert, and more
+def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_stored):
+    model = loaded("qwen3_moe", experts=jgg.Fp8())
+    ids = jnp.arange(tokens, dtype=jnp.int32)[None] % 64
+
+    def run(caches):
+        return model.run_layers(ids, jnp.arange(tokens, dtype=jnp.int32)[None], caches)[0]
+
+    prompt, whole = run(model.empty_caches(1, tokens)), run(None)
+    model.layers.moe.quantization = None
+    as_stored = run(None)
+    assert largest_error(as_stored, whole) > 1e-3
+    assert largest_error(prompt, as_stored if reads_as_stored else whole) < 1e-5
 
 
 def test_a_folder_without_quantization_has_none_to_keep():

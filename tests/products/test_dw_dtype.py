@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.launching import interpret
+from jgg.measuring.workloads import gemm
+from jgg.products.launches.plans import plan_dw
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, make_data
 from tests.support.comparison import error_of, oracle_arguments, small_configs
@@ -79,3 +82,24 @@ def test_unknown_dtype():
     rows = jnp.ones((4, 8), "bfloat16")
     with pytest.raises(TypeError, match=r"^preferred_element_type must be one of .*float32.*, got int8"):
         jgg.grouped_gemm_dw(rows, rows, group_sizes=jnp.array([4]), preferred_element_type="int8")
+
+
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+@on(pytest.param("interpret", marks=pytest.mark.interpret), pytest.param("triton", marks=pytest.mark.gpu))
+def test_rows_of_few_groups_are_reduced_in_parts(layout, implementation):
+    rng = np.random.default_rng(0)
+    sizes, dtype = np.array([97, 0, 150]), "float32" if implementation == "interpret" else "bfloat16"
+    x, dy = (jnp.asarray(rng.standard_normal((260, features)), dtype) for features in (24, 17))
+    config = jgg.KernelConfigDW(block_m=16, block_n=16, block_k=16, num_warps=4, programs_per_sm=4)
+    problem = gemm(num_rows=260, in_features=24, out_features=17, num_experts=3, w_layout=layout, dtype=dtype)
+    assert plan_dw(problem, interpret.TARGET, False, config).row_parts == 1
+    config = dataclasses.replace(config, programs_per_sm=24)
+    assert plan_dw(problem, interpret.TARGET, False, config).row_parts > 1
+    options = {"w_layout": layout, "implementation": implementation, "preferred_element_type": "float32"}
+    compute = functools.partial(jgg.grouped_gemm_dw, group_sizes=jnp.asarray(sizes), kernel_config=config, **options)
+    got = jax.jit(compute)(x, dy)
+    ends = np.cumsum(sizes)
+    x, dy = (np.asarray(array.astype("float32"), np.float64) for array in (x, dy))
+    left, right = (dy, x) if layout == "enk" else (x, dy)
+    want = [left[end - size : end].T @ right[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)

@@ -133,3 +133,17 @@ def test_what_is_copied_for_dw(config, scales_dy, copies):
     plan = plan_dw(problem, HOPPER, scales_dy, config)
     assert (plan.copies_x, plan.copies_dy, plan.part_features) == copies
     assert plan.problem.permute_x != plan.copies_x and plan.problem.permute_y != plan.copies_dy
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({"num_rows": 8192, "in_features": 2048, "out_features": 16, "num_experts": 1}, 16),
+        ({"num_rows": 8192, "in_features": 16, "out_features": 512, "num_experts": 1}, 32),  # of two steps each
+        ({"num_rows": 8192, "in_features": 2048, "out_features": 16, "num_experts": 128}, 1),  # tiles enough
+        ({"num_rows": 200, "in_features": 2048, "out_features": 16, "num_experts": 1}, 1),
+    ],
+)
+def test_in_how_many_parts_rows_are_reduced_for_dw(sizes, parts):
+    problem = gemm(w_layout="ekn", dtype="bfloat16", topk=1, **sizes)
+    assert plan_dw(problem, HOPPER, scales_dy=False).row_parts == parts

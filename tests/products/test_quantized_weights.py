@@ -1,4 +1,4 @@
-"""Products of rows and quantized weights: what they give with the dequantized weights, whoever dequantizes."""
+"""Products with one quantized operand: what they give with the dequantized one, whoever dequantizes."""
 
 import dataclasses
 import functools
@@ -132,3 +132,52 @@ def test_layers_give_what_dequantized_weights_give(implementation):
     for got, expected in zip(run(x, w_gate_up, w_down, implementation), want, strict=True):
         assert largest_error(got, expected) < 1e-5
     assert isinstance(w_gate_up, QuantizedArray)
+
+
+def with_quantized_rows(name, dtype="float32"):
+    """The problem of a case, its arrays, and rows of x in FP8 with a scale for 128 features."""
+    problem, arrays, _ = make(name, dtype)
+    return problem, arrays, quantize(arrays["x"], (1, 128), Format())
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("deepseek's blocks", None),
+        *(
+            pytest.param(name, "interpret", marks=pytest.mark.interpret)
+            for name in ("deepseek's blocks, enk", "gathered, scattered, weighted")
+        ),
+    ],
+)
+def test_quantized_rows_times_dense_weights(name, implementation):
+    problem, arrays, x = with_quantized_rows(name)
+    got = compute(problem, arrays | {"x": x}, arrays["w"], implementation)
+    want = compute(problem, arrays | {"x": x.dequantize(jnp.float32)}, arrays["w"], "xla")
+    assert got.dtype == want.dtype and largest_error(got, want) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["deepseek's blocks, enk", "gathered, scattered, weighted"])
+def test_quantized_rows_on_a_gpu(name):
+    problem, arrays, x = with_quantized_rows(name, "bfloat16")
+    got = compute(problem, arrays | {"x": x}, arrays["w"], "triton")
+    want = compute(problem, arrays | {"x": x.dequantize(jnp.bfloat16)}, arrays["w"], "xla")
+    assert largest_error(got, want) < 0.02
+
+
+def test_quantized_rows_are_read_as_they_are(launched):
+    problem, arrays, x = with_quantized_rows("deepseek's blocks", "bfloat16")
+    with jgg.target(90, 132):
+        run = jax.jit(lambda arrays, w: compute(problem, arrays, w, "triton"))
+        run.trace(arrays | {"x": x}, arrays["w"]).lower(lowering_platforms=("cuda",))
+    [read] = [launch.operands["x"] for name, launch in launched if name == "forward_kernel"]
+    assert read.dtype == x.values.dtype
+
+
+def test_quantized_rows_under_vmap():
+    problem, arrays, x = with_quantized_rows("deepseek's blocks")
+    y = compute(problem, arrays | {"x": x}, arrays["w"], None)
+    several = jax.tree.map(lambda array: jnp.stack([array, array]), x)
+    each = jax.vmap(lambda x: compute(problem, arrays | {"x": x}, arrays["w"], None))(several)
+    assert largest_error(each, jnp.stack([y, y])) < 2e-6

@@ -11,6 +11,7 @@ from jgg.core.schedule import (
     group_of_rows,
     inverse_permutation,
     largest_first,
+    row_parts,
     tile_schedule,
 )
 from tests.support import oracle
@@ -269,3 +270,11 @@ def test_largest_first_counts_rows_that_are_there():
     assert groups.tolist() == [1, 3, 0, 2, 4]
     assert starts.tolist() == [2, 11, 0, 11, 16]
     assert ends.tolist() == [11, 16, 2, 11, 16]
+
+
+def test_parts_of_the_rows_of_each_group():
+    bounds = GroupBounds(*(jnp.asarray(each, jnp.int32) for each in ([3, 13, 13], [13, 13, 14], [10, 0, 1])))
+    starts, ends, sizes = row_parts(bounds, 3, 2)
+    np.testing.assert_array_equal(starts, [3, 7, 11, 13, 13, 13, 13, 14, 14])
+    np.testing.assert_array_equal(ends, [7, 11, 13, 13, 13, 13, 14, 14, 14])
+    np.testing.assert_array_equal(sizes, ends - starts)

@@ -41,7 +41,7 @@ def multiply_forward(launcher: Launcher, product: RowProduct) -> jax.Array:
     launch = _launch_of_rows(
         launcher.target,
         product,
-        _Operand("x", x, config.use_tma_load_x and x_by_tma(launcher.target, problem)),
+        _Operand("x", x, config.use_tma_load_x and x_by_tma(launcher.target, problem, x.dtype)),
         _Operand("w", w, config.use_tma_load_w and w_by_tma(launcher.target, w)),
         operands={"x_scales": x_scales, "w_scales": w_scales, "bias": product.bias},
         outputs={"y": jax.ShapeDtypeStruct(problem.y_shape, problem.out_dtype)},

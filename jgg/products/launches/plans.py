@@ -5,19 +5,20 @@ before it or after it, and large results that are only added up are computed one
 """
 
 import dataclasses
+import math
 
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import Target
-from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem import GroupedGemmProblem, has_few_rows
 from jgg.core.quantized import BLOCK
 from jgg.products.launches import column_parts
 from jgg.products.launches.activations import Hidden
 
-_FEW_ROWS = 32  # rows of a group, on average, for which weights are converted as they are read
 _MOST_STAGES = 8
 _LEAST_STEP = 32  # features that share a scale, at least
+_LEAST_STEPS = 2  # of a part of a group's rows, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +48,23 @@ def plan_forward(
     target: Target,
     config: KernelConfigForward | None = None,
     w_block: tuple[int, int] | None = None,
+    x_is_quantized: bool = False,
 ) -> ForwardPlan:
     """Decides in which steps kernels compute y.
 
     Args:
       config: the configuration asked for; None to choose one.
       w_block: the rows and columns of a block of w, if w is quantized and x is not.
+      x_is_quantized: whether x is quantized; w may not be.
     """
     dequantizes, part_columns = False, None
     if w_block is not None:
         reading = _config_for_reading(problem, target, config, w_block)
         config, dequantizes = reading or config, reading is None
+    elif x_is_quantized and not problem.is_quantized:
+        config = choose_config(KernelConfigForward, problem, target, config)
+        is_read = config.kernel == "plain" and target.compute_capability >= FP8_COMPUTE_CAPABILITY
+        dequantizes = not (is_read and config.block_k <= BLOCK)  # a step has features that share a scale
     elif problem.is_quantized and why_not_quantized(problem, target) is not None:
         problem, config, dequantizes = problem.dequantized, None, True
     if problem.combine_y:
@@ -84,7 +91,7 @@ def _config_for_reading(
     config = choose_config(KernelConfigForward, problem, target, config)
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
     is_read = config.kernel == "plain" and target.compute_capability >= FP8_COMPUTE_CAPABILITY
-    is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= _FEW_ROWS * problem.num_experts
+    is_read &= scaled_features >= _LEAST_STEP and has_few_rows(problem.num_rows, problem.num_experts)
     if not is_read:
         return None
     block_k = min(config.block_k, scaled_features)
@@ -167,6 +174,7 @@ class DwPlan:
       copies_x: whether x is first copied to expert order.
       copies_dy: whether dy is first copied to expert order, scaled if there are weights.
       part_features: how many features of x are copied, and then multiplied, at a time; None for all.
+      row_parts: in how many parts the rows of each group are multiplied; the parts' products are added up in float32.
     """
 
     problem: GroupedGemmProblem
@@ -174,6 +182,7 @@ class DwPlan:
     copies_x: bool = False
     copies_dy: bool = False
     part_features: int | None = None
+    row_parts: int = 1
 
 
 def plan_dw(
@@ -188,4 +197,19 @@ def plan_dw(
     copies_dy = scales_dy or (problem.permute_y and not gathers_dy)
     problem = dataclasses.replace(problem, permute_x=gathers_x, permute_y=problem.permute_y and not copies_dy)
     part_features = column_parts.copied_width(problem) if copies_x and is_hopper else None
-    return DwPlan(problem, config, copies_x, copies_dy, part_features)
+    return DwPlan(problem, config, copies_x, copies_dy, part_features, row_parts(problem, target, config))
+
+
+def row_parts(problem: GroupedGemmProblem, target: Target, config: KernelConfigDW) -> int:
+    """The `row_parts` of dW by the plain kernel: so many that, with few tiles, every program has one.
+
+    An adapter's dW, [K, r], has few tiles and reduces over all rows. Each part takes at least _LEAST_STEPS steps.
+    """
+    rows, columns, step = config.tile(problem.w_layout)
+    num_rows, num_columns, reduced = config.sizes(problem)
+    tiles = problem.num_experts * math.ceil(num_rows / rows) * math.ceil(num_columns / columns)
+    if config.kernel == "hopper" or problem.is_empty:
+        return 1
+    programs = target.num_sms * config.programs_per_sm
+    steps = reduced // (problem.num_experts * step)
+    return max(1, min(programs // tiles, steps // _LEAST_STEPS))

@@ -1,0 +1,160 @@
+"""Dense layers with LoRA that share x, as the queries, keys and values of attention do: x is read once for all a.
+
+The rows x @ a of all layers are one product, and so is the gradient of every a. The gradient of x is one product too,
+of the first layer's dy, which the others' dy follow along the reduced axis; a sum of separate products would be read
+and written once for each layer.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.core.manual_axes import alike
+from jgg.core.matrix import Factors, Matrix
+from jgg.linear import layer
+from jgg.linear.dense import dense, dense_layer, dense_operands
+from jgg.linear.linear import Linear, Routes
+from jgg.products.dbias import DBIAS, Dbias
+from jgg.products.dx import DX, Dx
+from jgg.products.low_rank import LowRankTerm
+
+Layers = tuple[Linear, ...]
+
+
+class Operands(NamedTuple):
+    """The arrays of several layers.
+
+    Attributes:
+      x: [M, K].
+      matrices: [K, N] of each layer, with factors.
+      biases: [N] or None of each layer.
+      routes: all rows are of one group.
+    """
+
+    x: jax.Array
+    matrices: tuple[Matrix, ...]
+    biases: tuple[jax.Array | None, ...]
+    routes: Routes
+
+
+def dense_several(
+    x: jax.Array,
+    matrices: Sequence[Matrix],
+    biases: Sequence[jax.Array | None],
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes `dense(x, matrix, bias)` for each matrix and bias.
+
+    Args:
+      x, implementation: as in `dense`.
+      matrices, biases: as many of each as there are layers.
+
+    Returns: [..., N] of each layer.
+    """
+    pairs = list(zip(matrices, biases, strict=True))
+    layers = tuple(
+        dense_layer(x, matrix, has_bias=bias is not None, implementation=implementation) for matrix, bias in pairs
+    )
+    if any(own.is_plain for own in layers) or any(matrix.factors is None for matrix in matrices):
+        return tuple(dense(x, matrix, bias, implementation=implementation) for matrix, bias in pairs)
+    each = [dense_operands(own, x, *pair) for own, pair in zip(layers, pairs, strict=True)]
+    rows, own_matrices, routes, own_biases = zip(*each, strict=True)
+    results = _differentiable(layers, alike(Operands(rows[0], own_matrices, own_biases, routes[0])))
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(layers: Layers, operands: Operands) -> tuple[jax.Array, ...]:
+    return _forward(layers, operands)[0]
+
+
+class _Residuals(NamedTuple):
+    """The operands with prepared matrices, and the rows x @ a [M, sum of r] of all layers side by side."""
+
+    operands: Operands
+    rows: jax.Array
+
+
+def _forward(layers: Layers, operands: Operands) -> tuple[tuple[jax.Array, ...], _Residuals]:
+    x, matrices, biases, routes = operands
+    matrices = tuple(layer.prepared(own, matrix, keeps=True) for own, matrix in zip(layers, matrices, strict=True))
+    rows = layer.rows_of_a(layers[0], x, _joined_a(matrices), routes)
+    results = (
+        layer.forward(own, x, matrix, routes, bias, rows)
+        for own, matrix, bias in zip(layers, _with_joined(matrices), biases, strict=True)
+    )
+    y, (kept, *_) = zip(*results, strict=True)  # all keep the same rows
+    return y, _Residuals(operands._replace(matrices=matrices), kept)
+
+
+def _backward(layers: Layers, residuals: _Residuals, gradients: tuple[jax.Array, ...]) -> tuple[Operands]:
+    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
+    (x, matrices, biases, routes), rows = residuals
+    each = list(zip(layers, gradients, _factors(matrices), strict=True))
+    d_rows = jnp.concatenate([layer.rows_of_b(own, dy, of_own.b, routes) for own, dy, of_own in each], axis=1)
+    dx = _gradient_of_x(layers, gradients, matrices, d_rows, routes)
+    joined_a = _joined_a(matrices)
+    da = layer.gradient_of_a(layers[0], x, d_rows, joined_a, routes)
+    d_matrices = []
+    for (own, dy, of_own), joined, at in zip(each, _factors(_with_joined(matrices)), _places(matrices), strict=True):
+        db = layer.gradient_of_b(own, rows, dy, joined.b, routes)[at]
+        d_factors = Factors(da[:, at].astype(of_own.a.dtype), db)
+        d_matrices.append(Matrix(dense=layer.weight_gradient(own, x, dy, routes), factors=d_factors))
+    d_biases = tuple(
+        None if bias is None else _sum_of_rows(own, dy, routes).astype(bias.dtype)
+        for own, dy, bias in zip(layers, gradients, biases, strict=True)
+    )
+    none = Routes(bounds=None)  # type: ignore[arg-type]
+    return (Operands(dx, tuple(d_matrices), d_biases, none),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _gradient_of_x(
+    layers: Layers, gradients: tuple[jax.Array, ...], matrices: tuple[Matrix, ...], d_rows: jax.Array, routes: Routes
+) -> jax.Array:
+    """The sum of dy @ (w + a b)^T over the layers: the first one's product, with all other factors as its term."""
+    dtype, (dy, *others) = layers[0].problem.dtype, gradients
+    first, *further = (matrix.dense for matrix in matrices)
+    rows = jnp.concatenate([*others, d_rows], axis=1)
+    reduced = jnp.concatenate([*further, _joined_a(matrices).astype(dtype)], axis=1)
+    operands = Dx(dy, first[None], routes.bounds, low_rank=LowRankTerm(rows, reduced[None]))
+    return DX(layers[0].how, operands, problem=layers[0].problem).dx
+
+
+def _sum_of_rows(own: Linear, dy: jax.Array, routes: Routes) -> jax.Array:
+    return DBIAS(own.how, Dbias(dy, routes.bounds), problem=own.problem).reshape(-1)
+
+
+def _factors(matrices: Sequence[Matrix]) -> tuple[Factors, ...]:
+    return tuple(matrix.factors for matrix in matrices if matrix.factors is not None)
+
+
+def _joined_a(matrices: Sequence[Matrix]) -> jax.Array:
+    """a of all layers side by side, [K, sum of r]."""
+    return jnp.concatenate([own.a for own in _factors(matrices)], axis=1)
+
+
+def _places(matrices: Sequence[Matrix]) -> list[slice]:
+    """The columns of each layer's a among those of all."""
+    ends = list(itertools.accumulate(own.a.shape[1] for own in _factors(matrices)))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _with_joined(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """The matrices with the a of all layers, and with zeros in b for those of the others.
+
+    So a layer reads the rows x @ a of all, and no slice of them is copied; a product's step has more columns than they.
+    """
+    joined, places = _joined_a(matrices), _places(matrices)
+    missing = ((at.start, joined.shape[1] - at.stop) for at in places)
+    return tuple(
+        matrix._replace(factors=Factors(joined, jnp.pad(own.b, (pads, (0, 0)))))
+        for matrix, own, pads in zip(matrices, _factors(matrices), missing, strict=True)
+    )

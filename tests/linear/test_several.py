@@ -1,0 +1,117 @@
+"""Layers with LoRA that share x: what each gives alone, values and gradients, alone and under JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.core.matrix import Factors, Matrix
+from jgg.linear.dense import dense
+from jgg.linear.several import dense_several
+from tests.linear.test_dense import assert_same, expected
+
+K, FEATURES, RANKS = 24, (40, 17, 8), (3, 1, 5)
+
+
+def make(rows=(2, 3), ranks=RANKS, seed=0):
+    """x, matrices and biases, of which one is None, and dy of each layer."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    matrices = tuple(
+        Matrix(dense=normal(K, n), factors=None if rank is None else Factors(normal(K, rank), normal(rank, n)))
+        for n, rank in zip(FEATURES, ranks, strict=True)
+    )
+    biases = normal(FEATURES[0]), None, normal(FEATURES[2])
+    return normal(*rows, K), matrices, biases, tuple(normal(*rows, n) for n in FEATURES)
+
+
+def with_gradients(layers, x, matrices, biases, dy):
+    y, pull_back = jax.vjp(layers, x, matrices, biases)
+    return y, pull_back(dy)
+
+
+def each_alone(x, matrices, biases, layer=expected):
+    return tuple(layer(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True))
+
+
+several = functools.partial(dense_several, implementation="interpret")
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("interpret", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("ranks", [RANKS, (3, None, 5)])
+def test_values_and_gradients(ranks, implementation):
+    arrays = make(ranks=ranks)
+    layers = functools.partial(dense_several, implementation=implementation)
+    got = jax.jit(functools.partial(with_gradients, layers))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        assert_same(got, with_gradients(each_alone, *arrays))
+
+
+@pytest.mark.interpret
+def test_under_vmap():
+    elements = [make(rows=(3,), seed=seed)[:3] for seed in range(2)]
+    arrays = jax.tree.map(lambda *each: jnp.stack(each), *elements)
+    assert_same(jax.vmap(several)(*arrays), jax.vmap(each_alone)(*arrays))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("remat", [False, True])
+def test_over_a_stack_of_layers_with_frozen_weights(remat):
+    elements = [make(rows=(5,), seed=seed) for seed in range(2)]
+    x = elements[0][0]
+    matrices, biases = jax.tree.map(lambda *each: jnp.stack(each), *[element[1:3] for element in elements])
+
+    def loss(factors, layers):
+        def step(x, inputs):
+            factors, matrices, biases = inputs
+            pairs = zip(jax.lax.stop_gradient(matrices), factors, strict=True)
+            q, k, v = layers(x, tuple(frozen._replace(factors=own) for frozen, own in pairs), biases)
+            return jnp.tanh(q[:, :K] + k.sum(1, keepdims=True) + v.sum(1, keepdims=True)), None
+
+        step = jax.checkpoint(step, prevent_cse=False) if remat else step
+        return jnp.sum(jax.lax.scan(step, x, (factors, matrices, biases))[0] ** 2)
+
+    factors = tuple(matrix.factors for matrix in matrices)
+    got = jax.jit(jax.grad(loss), static_argnums=1)(factors, several)
+    with jax.default_matmul_precision("highest"):
+        assert_same(got, jax.grad(loss)(factors, each_alone), 1e-4)
+
+
+def test_inside_shard_map():
+    x, matrices, biases, dy = make(rows=(4,))
+
+    def loss(layers, *arrays):
+        return sum(jnp.sum(y * own) for y, own in zip(layers(*arrays[:3]), arrays[3], strict=True))
+
+    def split(*arrays):
+        return jax.shard_map(
+            lambda *arrays: jax.lax.psum(loss(several, *arrays), "data"),
+            mesh=jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=(jax.P("data"), jax.P(), jax.P(), jax.P("data")),
+            out_specs=jax.P(),
+        )(*arrays)
+
+    got = jax.jit(jax.grad(split, (0, 1, 2)))(x, matrices, biases, dy)
+    with jax.default_matmul_precision("highest"):
+        assert_same(got, jax.grad(functools.partial(loss, each_alone), (0, 1, 2))(x, matrices, biases, dy))
+
+
+def test_x_is_read_once_for_all_factors(launched):
+    x, matrices, biases, dy = jax.tree.map(lambda array: array.astype(jnp.bfloat16), make(rows=(4096,)))
+
+    def count(layers):
+        before = len(launched)
+        with jgg.target(90, 132):
+            run = jax.jit(functools.partial(with_gradients, layers))
+            run.trace(x, matrices, biases, dy).lower(lowering_platforms=("cuda",))
+        return len(launched) - before
+
+    alone = functools.partial(each_alone, layer=functools.partial(dense, implementation="triton"))
+    # one launch rather than three for x @ a, for the gradient of a, and for the gradient of x
+    assert count(functools.partial(dense_several, implementation="triton")) == count(alone) - 3 * 2
