@@ -11,6 +11,7 @@ import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
+from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
@@ -38,6 +39,20 @@ def test_equal_infinite_and_bad_scores_have_the_order_of_xla(num_experts, implem
     hows = [How(name, current_target()) for name in (implementation, "xla")]
     got, want = (TOP_K(how, TopK(scores), topk=topk) for how in hows)
     np.testing.assert_array_equal(got, want)
+
+
+@KERNELS
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(1, 1, 1), (1, 128, 8), (5, 130, 8), (33, 17, 17)])
+def test_few_tokens_are_routed_bit_for_bit_as_by_xla(num_tokens, num_experts, topk, implementation):
+    rng = np.random.default_rng(num_experts)
+    logits = rng.normal(size=(num_tokens, num_experts)).round(1).astype(np.float32)  # many are equal
+    logits[:, ::7], logits[-1, ::3], logits[0, ::5] = -0.0, np.nan, -np.inf
+    logits = jnp.asarray(logits)
+    hows = [How(name, current_target()) for name in (implementation, "xla")]
+    assert are_few(logits, hows[0])
+    got, want = (ROUTE_FEW(how, RouteFew(logits), topk=topk) for how in hows)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_array_equal(np.signbit(got.chosen_logits), np.signbit(want.chosen_logits))
 
 
 @KERNELS

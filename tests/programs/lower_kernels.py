@@ -54,6 +54,7 @@ LAYER_KERNELS = (
     "activate_kernel",
     "activate_backward_kernel",
     "top_k_kernel",
+    "route_few_kernel",
     "sort_few_kernel",
     "count_experts_kernel",
     "sum_counts_kernel",
