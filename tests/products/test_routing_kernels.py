@@ -11,6 +11,7 @@ import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
+from jgg.products.logits_few import logits_few
 from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.marks import KERNELS
@@ -53,6 +54,18 @@ def test_few_tokens_are_routed_bit_for_bit_as_by_xla(num_tokens, num_experts, to
     got, want = (ROUTE_FEW(how, RouteFew(logits), topk=topk) for how in hows)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     np.testing.assert_array_equal(np.signbit(got.chosen_logits), np.signbit(want.chosen_logits))
+
+
+@KERNELS
+@pytest.mark.parametrize(("num_tokens", "features", "num_experts"), [(1, 256, 128), (5, 300, 17), (33, 2880, 32)])
+def test_logits_of_few_tokens(num_tokens, features, num_experts, implementation):
+    rng = np.random.default_rng(features)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((num_tokens, features), (features, num_experts)))
+    how = How(implementation, current_target())
+    got = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x), jnp.asarray(w))
+    np.testing.assert_allclose(got, x.astype(np.float64) @ w, rtol=1e-5, atol=1e-4)
+    alone = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x[-1:]), jnp.asarray(w))
+    np.testing.assert_array_equal(alone[0], got[-1])
 
 
 @KERNELS

@@ -55,6 +55,7 @@ LAYER_KERNELS = (
     "activate_backward_kernel",
     "top_k_kernel",
     "route_few_kernel",
+    "logits_few_kernel",
     "sort_few_kernel",
     "count_experts_kernel",
     "sum_counts_kernel",
@@ -175,6 +176,11 @@ def lower_routing(compute_capability, num_experts):
         for num_tokens in (1, 32, 8192):
             logits = jax.ShapeDtypeStruct((num_tokens, num_experts), "float32")
             jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
+        router = functools.partial(jgg.router_logits, implementation="triton")
+        for num_tokens in (1, 64):
+            x, w = ((num_tokens, 2880), "bfloat16"), ((2880, num_experts), "bfloat16")
+            arrays = [jax.ShapeDtypeStruct(*array) for array in (x, w)]
+            jax.jit(router).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
 def lower_activation(compute_capability, name, interleaved, features, dtype):
