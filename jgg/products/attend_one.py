@@ -149,7 +149,19 @@ def _several(how: How, operands: AttendOne, scale: float, window: int | None) ->
     return _plain(operands, scale, window)
 
 
+def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, scale: float, window: int | None) -> Attended:
+    """Attends in plain JAX: a loop, or one call for all, would copy caches that XLA batches as they are."""
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+    return jax.vmap(lambda each: _plain(each, scale, window), in_axes=(axes,))(operands)
+
+
 ATTEND_ONE: Product[Attended] = Product(
-    "attend_one", AttendOne, result_types=_result_types, plain=_plain, launch=_launch, several=_several
+    "attend_one",
+    AttendOne,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=_several,
+    merge_batch=_merge_batch,
 )
 """Attended; the parameters are the factor of the logits, and how many of the last tokens are seen, None for all."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher, is_plain_jax
 from jgg.launching.launch import Launch
+from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type
 
 _MOST_ROWS = 64
@@ -85,7 +86,22 @@ def _launch(launcher: Launcher, operands: LogitsFew) -> jax.Array:
     return launcher.run(logits_few_kernel, launch)["parts"]
 
 
+def _merge_batch(how: How, operands: LogitsFew, batched: LogitsFew) -> jax.Array:
+    x, w = operands
+    if batched.w or x.shape[0] * x.shape[1] > _MOST_ROWS:
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        return jax.vmap(_plain, in_axes=(axes,))(operands)
+    parts = LOGITS_FEW(how, LogitsFew(vmap.flat(x), w))
+    return jnp.moveaxis(parts.reshape(len(parts), *x.shape[:2], w.shape[1]), 1, 0)
+
+
 LOGITS_FEW: Product[jax.Array] = Product(
-    "logits_few", LogitsFew, result_types=_result_types, plain=_plain, launch=_launch, several=_several
+    "logits_few",
+    LogitsFew,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=_several,
+    merge_batch=_merge_batch,
 )
 """The products of parts of the reduced axis, float32 [parts, T, E], whose sum is x @ w."""

@@ -69,6 +69,18 @@ def test_logits_of_few_tokens(num_tokens, features, num_experts, implementation)
 
 
 @KERNELS
+@pytest.mark.parametrize(("count", "has_own_w"), [(3, False), (20, False), (3, True)])
+def test_logits_of_few_tokens_under_vmap(count, has_own_w, implementation):
+    rng = np.random.default_rng(count)
+    x = jnp.asarray(rng.normal(size=(count, 5, 300)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(count, 300, 17) if has_own_w else (300, 17)), jnp.float32)
+    multiply = functools.partial(logits_few, How(implementation, current_target()))
+    got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
+    wanted = np.matmul(np.asarray(x, np.float64), np.asarray(w, np.float64))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@KERNELS
 def test_bad_logits_choose_different_experts(implementation):
     logits = jnp.asarray(list(BAD_TOKENS.values()), jnp.float32)
     routing = jgg.route(logits, 8, implementation=implementation)
