@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
@@ -172,6 +173,13 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
         for values in (jnp.arange(num_groups, dtype=jnp.int32)[None, :], starts, bounds.ends[None, :])
     )
     return TileSchedule(group, start, end, tiles_through)
+
+
+def schedule_of_one_group(num_rows: int, block_rows: int) -> TileSchedule:
+    """The `tile_schedule` of one group that has all rows: constants, where XLA would compute them in each step."""
+    start = np.arange(0, num_rows, block_rows, dtype=np.int32)
+    end, tiles_through = np.full_like(start, num_rows), np.array([len(start)], np.int32)
+    return TileSchedule(*map(jnp.asarray, (np.zeros_like(start), start, end, tiles_through)))
 
 
 def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:

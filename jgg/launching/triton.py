@@ -23,13 +23,16 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
     check_kernels_can_run()
     jax_triton = _jax_triton()
     # An array that a kernel writes over can be a slice of a larger array, or its result can go into such a slice, as in
-    # a scan. XLA would then let the kernel work on the slice in place, and forget that it writes over what it reads.
-    # Barriers keep the kernel's array apart from the slice.
+    # a scan. XLA would then let the kernel work on the slice in place, and forget that it writes over what it reads. It
+    # forgets that too where another operand is a slice. Barriers keep the arrays of such a kernel apart from slices.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
+    operands = launch.operands
+    if refs:
+        operands = {key: barrier(each) if isinstance(each, jax.Array) else each for key, each in operands.items()}
     new = [key for key in launch.outputs if key not in refs]
     _check_order(kernel, launch, new)
-    operands, descriptions = launch.operands | refs, _descriptions(kernel, launch)
+    operands, descriptions = operands | refs, _descriptions(kernel, launch)
     for key in descriptions.keys() - new:
         operands[key] = jax_triton.TensorDescriptor(operands[key], *descriptions[key])
     described = {number: descriptions[key] for number, key in enumerate(new) if key in descriptions}

@@ -8,11 +8,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jgg.models.attend import attend, dot_product_attention, finite_sinks
+from jgg.core.gpu_target import current_target
+from jgg.launching.choice import How
+from jgg.models.attend import attend, finite_sinks
 from jgg.models.config import ModelConfig
 from jgg.models.norms import norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, rotated
+from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of queries, keys and values, for a policy of `jax.checkpoint`
 
@@ -25,15 +28,7 @@ class Cache(NamedTuple):
 
     def write(self, layer: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """Puts a layer's k and v [B, S, kv heads, D] at their positions [B, S]."""
-        rows = jnp.arange(k.shape[0])[:, None]
-
-        def put(array: jax.Array, own: jax.Array) -> jax.Array:
-            if positions.size == 1:  # a scatter of one row would take three kernels more
-                start = (jnp.asarray(index, jnp.int32) for index in (layer, 0, positions[0, 0], 0, 0))  # of one dtype
-                return jax.lax.dynamic_update_slice(array, own[None], tuple(start))
-            return array.at[layer, rows, positions].set(own)
-
-        return self._replace(k=put(self.k, k), v=put(self.v, v))
+        return self._replace(k=written(self.k, layer, positions, k), v=written(self.v, layer, positions, v))
 
 
 class Place(NamedTuple):
@@ -81,11 +76,11 @@ class Attention(nnx.Module):
         if place.lengths is not None:
             is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
-        if cache is not None:
-            cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
         if cache is not None and x.shape[1] == 1:
-            attended = self._attend_to_cache(q, cache.k[place.layer], cache.v[place.layer], place)
+            attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
+            if cache is not None:
+                cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
             attended = attend(
                 q,
                 k,
@@ -122,18 +117,23 @@ class Attention(nnx.Module):
             y = norm(y, getattr(self, f"{name}_norm")[...], config.norm_epsilon, self.options.dense_implementation)
         return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
 
-    def _attend_to_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
-        """The result for the one query of each sequence [B, 1, heads, D], among the keys of all positions."""
-        distance = place.positions[:, None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None]
-        mask = distance >= 0
-        if place.window is not None:
-            is_near = distance < place.window
-            mask &= is_near if place.is_local is None else is_near | ~place.is_local
-        bias = None
-        if self.config.use_sinks:
-            # a sink is one more key, whose logit is the bias and whose value is zero
-            k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (k, v))
-            sinks = finite_sinks(self.sinks[...])[None, :, None, None]
-            bias = jnp.pad(sinks, ((0, 0), (0, 0), (0, 0), (k.shape[1] - 1, 0)))
-            mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
-        return dot_product_attention(q, k, v, bias=bias, mask=mask, scale=self.config.attention_scale)
+    def _attend_to_cache(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """The result for one token of each sequence [B, 1, heads, D], and the cache with its key and value."""
+        sharding, sinks = self.options.sharding, self.sinks[...] if self.config.use_sinks else None
+        operands = AttendOne(
+            q=q[:, 0],
+            k=k[:, 0],
+            v=v[:, 0],
+            k_cache=cache.k,
+            v_cache=cache.v,
+            layer=place.layer,
+            positions=jnp.broadcast_to(place.positions[:, 0], q.shape[:1]),
+            is_local=None if place.window is None else place.is_local,
+            sinks=None if sinks is None else finite_sinks(sinks),
+        )
+        # XLA splits plain JAX over the devices of a sharding
+        how = How(self.options.implementation, current_target()) if sharding is None else None
+        attended, *of_cache = ATTEND_ONE(how, operands, scale=self.config.attention_scale, window=place.window)
+        return attended[:, None], Cache(*of_cache)

@@ -35,17 +35,17 @@ def run_stack(
     graphdef, state = nnx.split(layers)
     is_local = None if plan.has_window is None else jnp.asarray(plan.has_window)
 
-    def body(carry: tuple[jax.Array, Any], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        own, number, is_local = inputs
+    def body(carry: tuple[jax.Array, Any, jax.Array], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
+        (own, is_local), number = inputs, carry[2]
         layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
         own_place = place(layer=number, window=plan.window, is_local=is_local)
         (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(carry[0], own_place, carry[1])
         values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
-        return (split_batch(x, options.sharding), cache), values
+        return (split_batch(x, options.sharding), cache, number + 1), values
 
-    xs = state, jnp.arange(plan.count, dtype=jnp.int32), is_local
+    xs = state, is_local
     unroll = min(options.unroll, plan.count)
-    (x, cache), sown = jax.lax.scan(_rematerialized(body, options), (x, cache), xs, unroll=unroll)
+    (x, cache, _), sown = jax.lax.scan(_rematerialized(body, options), (x, cache, jnp.int32(0)), xs, unroll=unroll)
     return x, cache, sown
 
 

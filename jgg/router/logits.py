@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_precision, check_floats, check_rank
+from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import vary_over, varying_axes
-from jgg.launching.choice import check_implementation
+from jgg.launching.choice import How, check_implementation
 from jgg.products.launches.pieces import two_pieces
+from jgg.products.logits_few import are_few, logits_few
 
 
 def router_logits(
@@ -64,23 +66,26 @@ def compute_logits(
     if x.dtype == jnp.bfloat16 and precision == jax.lax.Precision.DEFAULT and implementation != "xla":
         axes = varying_axes(x, w_router)
         in_pieces = w_router if w_router.dtype == x.dtype else w_router.astype(jnp.float32)
-        logits = _multiply(vary_over(axes, x), vary_over(axes, in_pieces))
+        how = How(implementation, current_target())
+        logits = _multiply(how, vary_over(axes, x), vary_over(axes, in_pieces))
     else:
         logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=precision)
     return logits if bias is None else logits + bias.astype(jnp.float32)[None, :]
 
 
-@jax.custom_vjp
-def _multiply(x: jax.Array, w_router: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how: How, x: jax.Array, w_router: jax.Array) -> jax.Array:
     """Float32 logits of bfloat16 x and a w_router in bfloat16 or float32."""
+    if are_few(x, w_router, how):
+        return logits_few(how, x, w_router)
     return _sum_of_products(x, _pieces(w_router), x_axis=1)
 
 
-def _forward(x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _multiply(x, w_router), (x, w_router)
+def _forward(how: How, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _multiply(how, x, w_router), (x, w_router)
 
 
-def _backward(residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(how: How, residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w_router = residuals
     d_pieces, w_pieces = _pieces(d_logits), _pieces(w_router)
     dw_router = _sum_of_products(x, d_pieces, x_axis=0, like=w_router).astype(w_router.dtype)

@@ -22,9 +22,10 @@ from jgg.core.arguments import (
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How, check_implementation
+from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
-from jgg.router.weights import weigh
+from jgg.router.weights import weigh, weigh_chosen
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
@@ -146,6 +147,11 @@ def compute_routing(
 ) -> Routing:
     """`route` of checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
+    ranks_logits = selection_bias is None and given is None and topk_groups == num_groups
+    keeps_logits = score != "softmax" or normalize  # otherwise the weights need the logits of all experts
+    if ranks_logits and keeps_logits and are_few(logits, how):
+        chosen, *order = ROUTE_FEW(how, RouteFew(logits), topk=topk)
+        return Routing(weigh_chosen(chosen, score, normalize) * scale, *order)
     if selection_bias is not None:
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
     top_k = functools.partial(_top_k, how=how)

@@ -11,6 +11,8 @@ import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
+from jgg.products.logits_few import logits_few
+from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
@@ -38,6 +40,44 @@ def test_equal_infinite_and_bad_scores_have_the_order_of_xla(num_experts, implem
     hows = [How(name, current_target()) for name in (implementation, "xla")]
     got, want = (TOP_K(how, TopK(scores), topk=topk) for how in hows)
     np.testing.assert_array_equal(got, want)
+
+
+@KERNELS
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(1, 1, 1), (1, 128, 8), (5, 130, 8), (33, 17, 17)])
+def test_few_tokens_are_routed_bit_for_bit_as_by_xla(num_tokens, num_experts, topk, implementation):
+    rng = np.random.default_rng(num_experts)
+    logits = rng.normal(size=(num_tokens, num_experts)).round(1).astype(np.float32)  # many are equal
+    logits[:, ::7], logits[-1, ::3], logits[0, ::5] = -0.0, np.nan, -np.inf
+    logits = jnp.asarray(logits)
+    hows = [How(name, current_target()) for name in (implementation, "xla")]
+    assert are_few(logits, hows[0])
+    got, want = (ROUTE_FEW(how, RouteFew(logits), topk=topk) for how in hows)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_array_equal(np.signbit(got.chosen_logits), np.signbit(want.chosen_logits))
+
+
+@KERNELS
+@pytest.mark.parametrize(("num_tokens", "features", "num_experts"), [(1, 256, 128), (5, 300, 17), (33, 2880, 32)])
+def test_logits_of_few_tokens(num_tokens, features, num_experts, implementation):
+    rng = np.random.default_rng(features)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((num_tokens, features), (features, num_experts)))
+    how = How(implementation, current_target())
+    got = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x), jnp.asarray(w))
+    np.testing.assert_allclose(got, x.astype(np.float64) @ w, rtol=1e-5, atol=1e-4)
+    alone = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x[-1:]), jnp.asarray(w))
+    np.testing.assert_array_equal(alone[0], got[-1])
+
+
+@KERNELS
+@pytest.mark.parametrize(("count", "has_own_w"), [(3, False), (20, False), (3, True)])
+def test_logits_of_few_tokens_under_vmap(count, has_own_w, implementation):
+    rng = np.random.default_rng(count)
+    x = jnp.asarray(rng.normal(size=(count, 5, 300)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(count, 300, 17) if has_own_w else (300, 17)), jnp.float32)
+    multiply = functools.partial(logits_few, How(implementation, current_target()))
+    got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
+    wanted = np.matmul(np.asarray(x, np.float64), np.asarray(w, np.float64))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
 
 
 @KERNELS

@@ -12,6 +12,7 @@ from jgg.core.schedule import (
     inverse_permutation,
     largest_first,
     row_parts,
+    schedule_of_one_group,
     tile_schedule,
 )
 from tests.support import oracle
@@ -152,6 +153,17 @@ def test_tile_schedule_of_the_docstring():
 )
 def test_tile_schedule(group_sizes, num_rows, block_rows):
     assert_schedule(group_sizes, num_rows, block_rows)
+
+
+@pytest.mark.parametrize(("num_rows", "block_rows"), [(1, 16), (16, 16), (33, 16), (128, 128)])
+def test_the_schedule_of_one_group_is_its_tile_schedule(num_rows, block_rows):
+    schedule = schedule_of_one_group(num_rows, block_rows)
+    count = schedule.tiles_through[0].item()
+    expected = jitted_schedule(jitted_bounds(jnp.array([num_rows]), num_rows), num_rows, block_rows)
+    np.testing.assert_array_equal(schedule.tiles_through, expected.tiles_through)
+    for array, wanted in zip(schedule[:3], expected[:3], strict=True):
+        assert array.dtype == jnp.int32
+        np.testing.assert_array_equal(array, wanted[:count])
 
 
 def test_tile_schedule_of_random_sizes():

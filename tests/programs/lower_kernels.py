@@ -34,6 +34,7 @@ from jgg.launching.choice import How
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
@@ -55,6 +56,8 @@ LAYER_KERNELS = (
     "activate_kernel",
     "activate_backward_kernel",
     "top_k_kernel",
+    "route_few_kernel",
+    "logits_few_kernel",
     "sort_few_kernel",
     "count_experts_kernel",
     "sum_counts_kernel",
@@ -63,6 +66,8 @@ LAYER_KERNELS = (
     "norm_backward_kernel",
     "rotary_kernel",
     "rotary_backward_kernel",
+    "attend_one_kernel",
+    "add_parts_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -177,6 +182,11 @@ def lower_routing(compute_capability, num_experts):
         for num_tokens in (1, 32, 8192):
             logits = jax.ShapeDtypeStruct((num_tokens, num_experts), "float32")
             jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
+        router = functools.partial(jgg.router_logits, implementation="triton")
+        for num_tokens in (1, 64):
+            x, w = ((num_tokens, 2880), "bfloat16"), ((2880, num_experts), "bfloat16")
+            arrays = [jax.ShapeDtypeStruct(*array) for array in (x, w)]
+            jax.jit(router).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
 def lower_activation(compute_capability, name, interleaved, features, dtype):
@@ -299,10 +309,28 @@ def lower_fp8_product(compute_capability, out_dtype, options):
         jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))
 
 
+def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, dtype):
+    """Attention of one token to a cache that takes several programs."""
+    batch, capacity, layers = 3, 1000, 2
+    query, key = (batch, heads, features), (batch, kv_heads, features)
+    cache = layers, batch, capacity, kv_heads, features
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key, cache, cache)]
+    arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (batch,))]
+    more = [jax.ShapeDtypeStruct((), "bool"), jax.ShapeDtypeStruct((heads,), "float32")]
+    with jgg.target(compute_capability):
+        attend = functools.partial(ATTEND_ONE, How("triton", current_target()), scale=0.1)
+        attend = functools.partial(attend, window=128 if has_window else None)
+        operands = AttendOne(*arrays, *(more if has_window else ()))
+        jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
+
+
 def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS if takes_all else EXPERT_COUNTS[::3]:
         yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
+    attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
+    for case in attention if takes_all else attention[:1]:
+        yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
     gated = [name for name, activation in ACTIVATIONS.items() if activation.is_gated]
     cases = [(name, True, 96, "bfloat16") for name in gated]
     cases += [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import KernelConfigDX, KernelConfigForward
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of, values_and_scales
-from jgg.core.schedule import between_groups, tile_schedule
+from jgg.core.schedule import between_groups, schedule_of_one_group, tile_schedule
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import (
     PRECISIONS,
@@ -105,7 +105,10 @@ def _launch_of_rows(
     problem, config, low_rank = product.problem, product.config, product.low_rank
     block_rows, block_columns, step = config.tile(problem.w_layout)
     _, columns, reduced = config.sizes(problem)
-    schedule = tile_schedule(product.bounds, problem.num_rows, block_rows)
+    if problem.is_dense:
+        schedule = schedule_of_one_group(problem.num_rows, block_rows)
+    else:
+        schedule = tile_schedule(product.bounds, problem.num_rows, block_rows)
     w_block = (block_columns, step) if product.reduced_is_minor else (step, block_columns)
     return Launch(
         operands={

@@ -1,0 +1,167 @@
+"""Attention of one new token of each sequence to a cache of keys and values, which takes the token's own."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives.product import Product, array_type
+
+_PART = 256  # keys of a program; longer caches take a second kernel
+_STEP_BYTES = 16_384  # of the keys of a step, of which there are 64 if features are few
+_BLOCK_PARTS = 16
+_MOST_STAGES = 3
+_LARGEST_HEAD = 256  # features of a head that kernels take, a multiple of _HEAD_STEP
+_HEAD_STEP = 16
+
+
+class AttendOne(NamedTuple):
+    """One token of each of B sequences, and the cache of a stack of layers.
+
+    Attributes:
+      q: [B, heads, D].
+      k, v: [B, kv heads, D], the token's own.
+      k_cache, v_cache: [layers, B, C, kv heads, D], in the dtype of k and v.
+      layer: int32 [], the layer of the cache.
+      positions: int32 [B], the positions of the tokens, from 0 to C - 1.
+      is_local: bool [], whether the window holds; None if it does, or if there is none.
+      sinks: float32 [heads], finite: logits that take part in the softmax and add nothing to the result; None for none.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    k_cache: jax.Array
+    v_cache: jax.Array
+    layer: jax.Array
+    positions: jax.Array
+    is_local: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+class Attended(NamedTuple):
+    """The result [B, heads, D], and the caches with the tokens' keys and values."""
+
+    attended: jax.Array
+    k_cache: jax.Array
+    v_cache: jax.Array
+
+
+def written(cache: jax.Array, layer: jax.Array, positions: jax.Array, own: jax.Array) -> jax.Array:
+    """A cache [layers, B, C, kv heads, D] with a layer's own keys or values [B, S, kv heads, D] at positions [B, S]."""
+    if positions.size == 1:  # a scatter of one row would take three kernels more
+        start = (jnp.asarray(index, jnp.int32) for index in (layer, 0, positions[0, 0], 0, 0))  # of one dtype
+        return jax.lax.dynamic_update_slice(cache, own[None], tuple(start))
+    return cache.at[layer, jnp.arange(own.shape[0])[:, None], positions].set(own)
+
+
+def _result_types(operands: AttendOne, scale: float, window: int | None) -> Attended:
+    return Attended(*(array_type(array.shape, array.dtype) for array in (operands.q, *operands[3:5])))
+
+
+def _plain(operands: AttendOne, scale: float, window: int | None) -> Attended:
+    q, layer, positions = operands.q, operands.layer, operands.positions[:, None]
+    k_cache = written(operands.k_cache, layer, positions, operands.k[:, None])
+    v_cache = written(operands.v_cache, layer, positions, operands.v[:, None])
+    k, v = k_cache[layer], v_cache[layer]  # [B, C, kv heads, D]
+    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
+        q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
+    distance = positions - jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    mask = distance >= 0
+    if window is not None:
+        is_near = distance < window
+        mask &= is_near if operands.is_local is None else is_near | ~operands.is_local
+    q = q.reshape(q.shape[0], k.shape[2], q.shape[1] // k.shape[2], q.shape[2])
+    logits = jnp.einsum("bghd,bcgd->bghc", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
+    if operands.sinks is not None:
+        sinks = operands.sinks.reshape(1, *q.shape[1:3], 1)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*q.shape[:3], 1))], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    attended = jnp.einsum("bghc,bcgd->bghd", weights, v).astype(operands.q.dtype)
+    return Attended(attended.reshape(operands.q.shape), k_cache, v_cache)
+
+
+def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int | None) -> Attended:
+    from jgg.kernels.attend_one import add_parts_kernel, attend_one_kernel
+
+    batch, heads, features = operands.q.shape
+    capacity, kv_heads = operands.k_cache.shape[2:4]
+    if features > _LARGEST_HEAD or features % _HEAD_STEP:
+        return _plain(operands, scale, window)
+    parts = math.ceil(capacity / _PART)
+    sizes = {
+        "FEATURES": features,
+        "WINDOW": window or 0,
+        "PART": _PART,
+        "BLOCK_FEATURES": power_of_2(features),
+    }
+    row_bytes = power_of_2(features) * operands.k.dtype.itemsize
+    block_keys = min(64, _STEP_BYTES // row_bytes)
+    stages = launcher.target.shared_memory * 3 // 4 // (2 * block_keys * row_bytes)
+    outputs: dict[str, Any] = {"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)}
+    if parts > 1:
+        of_parts = jax.ShapeDtypeStruct((parts, batch, heads), jnp.float32)
+        attended = jax.ShapeDtypeStruct((*of_parts.shape, features), jnp.float32)
+        outputs = {"attended": attended, "highest_logits": of_parts, "totals": of_parts}
+    of_part = Launch(
+        operands=operands._asdict()
+        | {"capacity": capacity}
+        | ({} if parts > 1 else {"highest_logits": None, "totals": None}),
+        outputs={"k_cache": operands.k_cache, "v_cache": operands.v_cache, **outputs},
+        constants=sizes
+        | {
+            "KV_HEADS": kv_heads,
+            "GROUP": heads // kv_heads,
+            "SCALE": scale,
+            "PRECISION": "ieee" if operands.q.dtype == jnp.float32 else "tf32",
+            "BLOCK_GROUP": max(16, power_of_2(heads // kv_heads)),
+            "BLOCK_KEYS": block_keys,
+        },
+        grid=(batch, kv_heads, parts),
+        num_stages=min(_MOST_STAGES, stages),
+        bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
+    )
+    results = launcher.run(attend_one_kernel, of_part)
+    if parts > 1:
+        names = "positions", "is_local", "sinks"
+        added = Launch(
+            operands={
+                "parts": results["attended"],
+                "highest_logits": results["highest_logits"],
+                "totals": results["totals"],
+                **{name: getattr(operands, name) for name in names},
+            },
+            outputs={"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)},
+            constants=sizes | {"HEADS": heads, "BLOCK_PARTS": _BLOCK_PARTS},
+            grid=(batch, heads),
+            bytes_accessed=4 * results["attended"].size,
+        )
+        results |= launcher.run(add_parts_kernel, added)
+    return Attended(results["attended"], results["k_cache"], results["v_cache"])
+
+
+def _several(how: How, operands: AttendOne, scale: float, window: int | None) -> Attended:
+    return _plain(operands, scale, window)
+
+
+def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, scale: float, window: int | None) -> Attended:
+    """Attends in plain JAX: a loop, or one call for all, would copy caches that XLA batches as they are."""
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+    return jax.vmap(lambda each: _plain(each, scale, window), in_axes=(axes,))(operands)
+
+
+ATTEND_ONE: Product[Attended] = Product(
+    "attend_one",
+    AttendOne,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=_several,
+    merge_batch=_merge_batch,
+)
+"""Attended; the parameters are the factor of the logits, and how many of the last tokens are seen, None for all."""

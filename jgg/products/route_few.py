@@ -1,0 +1,109 @@
+"""The choices of few tokens, as in decoding, and their order: one kernel."""
+
+from typing import NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher, is_plain_jax
+from jgg.launching.launch import Launch
+from jgg.primitives.product import Product, array_type
+from jgg.products.plain.choices import of_choices
+from jgg.products.sort import SORT, Sort
+from jgg.products.top_k import TOP_K, TopK
+
+_MOST_SCORES = 8192  # that one program holds
+_SCORES_OF_WARP = 512
+_MOST_WARPS = 16
+
+
+class RouteFew(NamedTuple):
+    """The router's logits, float32 [T, E]; a NaN is ranked as infinity."""
+
+    logits: jax.Array
+
+
+class Routed(NamedTuple):
+    """The choices of few tokens, and their order.
+
+    Attributes:
+      chosen_logits: float32 [T, k], the logits of the chosen experts.
+      topk_indices: int32 [T, k], the chosen experts, highest logit first and of equal ones the lower index.
+      group_sizes, gather_indices: int32 [E] and [T * k], as in `jgg.products.sort.Sorted`.
+    """
+
+    chosen_logits: jax.Array
+    topk_indices: jax.Array
+    group_sizes: jax.Array
+    gather_indices: jax.Array
+
+
+def are_few(logits: jax.Array, how: How) -> bool:
+    """Whether ROUTE_FEW takes so many tokens, and kernels may compute it."""
+    num_tokens, num_experts = logits.shape
+    if jax.export.is_symbolic_dim(num_tokens) or is_plain_jax(how.implementation):
+        return False
+    return power_of_2(num_tokens, least=1) * power_of_2(num_experts, least=1) <= _MOST_SCORES
+
+
+def _result_types(operands: RouteFew, topk: int) -> Routed:
+    num_tokens, num_experts = operands.logits.shape
+    choices = num_tokens, topk
+    return Routed(
+        chosen_logits=array_type(choices, jnp.float32),
+        topk_indices=array_type(choices, jnp.int32),
+        group_sizes=array_type((num_experts,), jnp.int32),
+        gather_indices=array_type((num_tokens * topk,), jnp.int32),
+    )
+
+
+def _several(how: How | None, operands: RouteFew, topk: int) -> Routed:
+    (logits,) = operands
+    topk_indices = TOP_K(how, TopK(jax.lax.stop_gradient(logits)), topk=topk)
+    order = SORT(how, Sort(topk_indices.reshape(-1)), num_experts=logits.shape[1])
+    return Routed(of_choices(logits, topk_indices), topk_indices, *order)
+
+
+def _plain(operands: RouteFew, topk: int) -> Routed:
+    return _several(None, operands, topk)
+
+
+def _launch(launcher: Launcher, operands: RouteFew, topk: int) -> Routed:
+    from jgg.kernels.route_few import route_few_kernel
+
+    (logits,) = operands
+    num_tokens, num_experts = logits.shape
+    block_tokens, block_experts = power_of_2(num_tokens, least=1), power_of_2(num_experts, least=1)
+    launch = Launch(
+        operands={"logits": logits, "num_tokens": num_tokens},
+        outputs=_result_types(operands, topk)._asdict(),
+        constants={
+            "NUM_EXPERTS": num_experts,
+            "TOPK": topk,
+            "BLOCK_TOKENS": block_tokens,
+            "BLOCK_TOPK": power_of_2(topk, least=1),
+            "BLOCK_EXPERTS": block_experts,
+        },
+        grid=(1,),
+        num_warps=max(1, min(_MOST_WARPS, block_tokens * block_experts // _SCORES_OF_WARP)),
+        bytes_accessed=4 * logits.size,
+    )
+    return Routed(**launcher.run(route_few_kernel, launch))
+
+
+def _merge_batch(how: How, operands: RouteFew, batched: RouteFew, topk: int) -> Routed:
+    return jax.vmap(lambda each: _several(how, each, topk))(operands)
+
+
+ROUTE_FEW: Product[Routed] = Product(
+    "route_few",
+    RouteFew,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=_several,
+    merge_batch=_merge_batch,
+)
+"""Routed; the parameter is k."""
