@@ -50,8 +50,9 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
     if recipe is None:
         block_of(straight, f"{name}.")
         return matrix
-    as_dtype(f"{name}.values", straight.values.dtype, DTYPES)
-    if straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
+    if not straight.is_packed:
+        as_dtype(f"{name}.values", straight.values.dtype, DTYPES)
+    if straight.is_packed or straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
         array = jax.lax.stop_gradient(straight.dequantize(dtype))
         return matrix.with_forms(quantize_once(name, array, recipe).forms)
     # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
