@@ -4,13 +4,13 @@ In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step cover
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
 product, which is scaled and added in float32. If only w has scales, it is converted to the dtype of x as it is read,
 and a step covers no more features than a scale does. A packed w is unpacked and scaled as it is read, without rounding
-in bfloat16, so its product has the bits of that with the unpacked w.
+in bfloat16.
 """
 
 import triton
 import triton.language as tl
 
-from .mxfp4 import GROUP, for_threads, for_threads_of_x, unpack_rows
+from .mxfp4 import GROUP, for_threads_of_x, unpack_rows
 from .quantize import BLOCK
 from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
@@ -85,7 +85,10 @@ def load_packed_weight(
     BLOCK_REDUCED: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A block as `load_weight` returns it, of weights that are packed along the reduced axis, in `dtype`."""
+    """A block as `load_weight` returns it, of weights that are packed along the reduced axis, in `dtype`.
+
+    The reduced features are in the places of `for_threads_of_x`.
+    """
     HALF: tl.constexpr = BLOCK_REDUCED // 2
     STEPS: tl.constexpr = REDUCED // GROUP
     pairs = load_weight(w, group, k // 2, column, REDUCED // 2, W_COLUMNS, REDUCED_IS_MINOR, TMA, HALF, BLOCK_COLUMNS)
@@ -97,7 +100,7 @@ def load_packed_weight(
         offsets = steps[:, None] * W_COLUMNS + columns[None, :]
     mask = (steps < STEPS)[:, None] & (columns < W_COLUMNS)[None, :]
     scales = tl.load(w_scales + group.to(tl.int64) * (STEPS * W_COLUMNS) + offsets, mask=mask, other=0)
-    return unpack_rows(for_threads(pairs), scales, dtype)
+    return unpack_rows(pairs, scales, dtype)
 
 
 @triton.jit

@@ -314,5 +314,6 @@ def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
 def as_dense(name: str, value: ArrayLike | QuantizedArray, dtype: DTypeLike) -> jax.Array:
     """The value as `as_array` returns it; a QuantizedArray is dequantized to `dtype` and gets no gradient."""
     if isinstance(value, QuantizedArray):
+        block_of(value, f"{name}.")
         return jax.lax.stop_gradient(value.dequantize(dtype))
     return as_array(name, value)

@@ -14,14 +14,17 @@ Weights = jax.Array | QuantizedArray | QuantizedWeights
 
 
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
-    """Weights as a Matrix; what is in FP8 gets no gradient.
+    """Weights as a Matrix; what is quantized gets no gradient.
 
-    Raises: TypeError: they are no array.
+    Raises: TypeError: they are no array, or are packed with other scales than uint8. ValueError: they are packed with
+      scales of another shape.
     """
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
         return Matrix(dense=array).with_forms(jax.lax.stop_gradient(value.forms))
     if isinstance(value, QuantizedArray):
+        if value.is_packed:  # or it has no shape
+            block_of(value, f"{name}.")
         return Matrix(straight=jax.lax.stop_gradient(value))
     return Matrix(dense=as_array(name, value))
 
