@@ -34,7 +34,7 @@ from jgg.launching.choice import How
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
-from jgg.products.forward import Forward
+from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 
 EXPERTS = 4
@@ -57,6 +57,7 @@ LAYER_KERNELS = (
     "count_experts_kernel",
     "sum_counts_kernel",
     "place_rows_kernel",
+    "unpack_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -263,6 +264,27 @@ def lower_fp8_product(compute_capability, out_dtype, options):
         jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))
 
 
+def lower_packed(compute_capability, w_layout, rows):
+    """A product that gathers few rows, or many, of weights in MXFP4."""
+    in_features, out_features = 2880, 5760
+    arrays, static = arguments(rows, in_features, out_features, w_layout, "up", "bfloat16", None)
+    floats = {key: arrays.pop(key) for key in ("x", "w", "topk_weights", "bias")}
+    axis = 1 if w_layout == "ekn" else 2
+    values, scales = ([*floats["w"].shape] for _ in range(2))
+    values[axis] //= 2
+    scales[axis] //= 32
+    w = jgg.QuantizedArray(*(jax.ShapeDtypeStruct(tuple(shape), "uint8") for shape in (values, scales)))
+    problem = check_problem(**floats, **arrays, **static)
+
+    def compute(x, w, group_sizes, gather_indices):
+        bounds = group_bounds(group_sizes, problem.num_rows)
+        how = How("triton", current_target())
+        return FORWARD(how, Forward(x, w, bounds, gather_indices), problem=problem)
+
+    with jgg.target(compute_capability):
+        jax.jit(compute).trace(floats["x"], w, **arrays).lower(lowering_platforms=("cuda",))
+
+
 def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS if takes_all else EXPERT_COUNTS[::3]:
@@ -276,6 +298,8 @@ def layer_kernels(compute_capability, takes_all):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
+    for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
+        yield ["packed", *case], functools.partial(lower_packed, compute_capability, *case)
     if compute_capability >= 89:
         for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
