@@ -11,6 +11,7 @@ uniformly: E (1 - (1 - k / E) ** tokens). Activations, adapters' FLOPs and norms
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,6 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
-from jgg.core.quantized import QuantizedArray
 from jgg.measuring import ways
 from jgg.measuring.roofline import copy_bandwidth, least_seconds
 from jgg.measuring.workloads import FP8, gemm, operands
@@ -76,7 +76,7 @@ def tensors_of(model: jgg.models.Decoder) -> list[Tensor]:
 def _tensor(path: tuple[Any, ...], value: Any, is_tied: bool) -> Tensor:
     name = str(path[-1])
     return Tensor(
-        num_elements=(value.values if isinstance(value, QuantizedArray) else value).size,
+        num_elements=math.prod(value.shape),
         num_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(value)),
         is_of_experts="moe" in path and name.startswith(("w_gate_up", "w_down")),
         is_matrix=name.startswith("w_") and "lora" not in name,

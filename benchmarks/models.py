@@ -151,9 +151,9 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
     w = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
     if experts == "fp8":
         return jgg.quantize_weights(w)
-    if experts == "as-stored":  # MXFP4: a scale for 32 rows of a column
-        numbers = (w / scale).astype(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
-        return QuantizedArray(numbers, jnp.full((shape[0], shape[1] // 32, shape[2]), 2.0**-6, jnp.float32))
+    if experts == "as-stored":  # MXFP4: two rows of a column in a byte, and a scale of 2**-6 for 32
+        pairs = jax.random.bits(key, (shape[0], shape[1] // 2, shape[2]), jnp.uint8)
+        return QuantizedArray(pairs, jnp.full((shape[0], shape[1] // 32, shape[2]), 121, jnp.uint8))
     return w
 
 

@@ -299,7 +299,8 @@ def _check_kind(name: str, array: Any, value: Any) -> None:
     elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):
         check_instance(name, array, np.ndarray | jax.Array, "a NumPy or JAX array")
     if isinstance(array, QuantizedArray):
-        as_dtype(f"{name}.values", array.values.dtype, DTYPES)
+        if not array.is_packed:
+            as_dtype(f"{name}.values", array.values.dtype, DTYPES)
         block_of(array, f"{name}.")
     else:
         as_dtype(f"the dtype of {name}", array.dtype)

@@ -3,12 +3,14 @@
 In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
 product, which is scaled and added in float32. If only one of them has scales, it is converted to the dtype of the other
-as it is read, and a step covers no more features than a scale does.
+as it is read, and a step covers no more features than a scale does. A packed w is unpacked and scaled as it is read,
+without rounding in bfloat16.
 """
 
 import triton
 import triton.language as tl
 
+from .mxfp4 import GROUP, for_threads_of_x, unpack_rows
 from .quantize import BLOCK
 from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
 
@@ -77,6 +79,39 @@ def load_row_scales(x_scales, rows, exists, k, REDUCED: tl.constexpr, BLOCK_REDU
 
 
 @triton.jit
+def load_packed_weight(
+    w,
+    w_scales,
+    group,
+    k,
+    column,
+    dtype: tl.constexpr,
+    REDUCED: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+    REDUCED_IS_MINOR: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_REDUCED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A block as `load_weight` returns it, of weights that are packed along the reduced axis, in `dtype`.
+
+    The reduced features are in the places of `for_threads_of_x`.
+    """
+    HALF: tl.constexpr = BLOCK_REDUCED // 2
+    STEPS: tl.constexpr = REDUCED // GROUP
+    pairs = load_weight(w, group, k // 2, column, REDUCED // 2, W_COLUMNS, REDUCED_IS_MINOR, TMA, HALF, BLOCK_COLUMNS)
+    steps = k // GROUP + tl.arange(0, BLOCK_REDUCED // GROUP)
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    if REDUCED_IS_MINOR:
+        offsets = columns[None, :] * STEPS + steps[:, None]
+    else:
+        offsets = steps[:, None] * W_COLUMNS + columns[None, :]
+    mask = (steps < STEPS)[:, None] & (columns < W_COLUMNS)[None, :]
+    scales = tl.load(w_scales + group.to(tl.int64) * (STEPS * W_COLUMNS) + offsets, mask=mask, other=0)
+    return unpack_rows(pairs, scales, dtype)
+
+
+@triton.jit
 def multiply_rows(
     x,
     x_scales,
@@ -106,8 +141,9 @@ def multiply_rows(
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
     Without TMA_X they are `rows`, and a row that does not exist is zero. With num_pieces [1], x is the sum of that many
     matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x or w is quantized; a
-    scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns.
+    scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns. Scales of a packed w are bytes.
     """
+    is_packed: tl.constexpr = w_scales is not None and w_scales.dtype.element_ty == tl.uint8
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
     for step in tl.range(0, REDUCED if num_pieces is None else padded * tl.load(num_pieces), BLOCK_REDUCED):
@@ -119,10 +155,27 @@ def multiply_rows(
             reduced = k + tl.arange(0, BLOCK_REDUCED)
             mask = exists[:, None] & (reduced < REDUCED)[None, :]
             x_block = tl.load(row_pointers(x, rows + piece, reduced, REDUCED), mask=mask, other=0.0)
-        w_block = load_weight(
-            w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
-        )
-        if x_scales is None and w_scales is None:
+        if is_packed:
+            w_block = load_packed_weight(
+                w,
+                w_scales,
+                group,
+                k,
+                column,
+                x_block.dtype,
+                REDUCED,
+                W_COLUMNS,
+                REDUCED_IS_MINOR,
+                TMA_W,
+                BLOCK_REDUCED,
+                BLOCK_COLUMNS,
+            )
+            x_block = for_threads_of_x(x_block)
+        else:
+            w_block = load_weight(
+                w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
+            )
+        if x_scales is None and (w_scales is None or is_packed):
             acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
         elif w_scales is None:
             of_rows = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
@@ -226,7 +279,8 @@ def forward_kernel(
     tiles_through. Only COLUMNS columns of w are multiplied, from first_column on, a multiple of 16. bias, topk_weights
     and gather_indices may be None; with TMA_X and TMA_W, x and w are TMA descriptors. A quantized x has
     x_scales [rows of x, REDUCED / BLOCK], a quantized w w_scales [groups, W_COLUMNS / SCALED_COLUMNS, REDUCED /
-    SCALED_REDUCED], laid out as w is, rounded up; others have None.
+    SCALED_REDUCED], laid out as w is, rounded up; others have None. A packed w and its scales are bytes, and w has
+    REDUCED / 2 of them for a column.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     low_rows [num_rows, RANK], in expert order, times low_matrices, laid out as w is, are added unless they are None.
     Rows of y without a group become zeros; after the last group, only those before zeros_end.

@@ -1,5 +1,6 @@
 """What the weights of a linear layer may be made of, as one value."""
 
+import dataclasses
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -62,6 +63,12 @@ class Matrix(NamedTuple):
     def with_forms(self, forms: WeightForms) -> Self:
         """The same with these quantized forms."""
         return self._replace(straight=forms.straight, transposed=forms.transposed)
+
+    def with_scales(self, scales: jax.Array | Any) -> Self:
+        """The same with these scales of its straight form, if it has one."""
+        if self.straight is None:
+            return self
+        return self._replace(straight=dataclasses.replace(self.straight, scales=scales))
 
     @property
     def of_transposed_layer(self) -> Self:

@@ -1,4 +1,4 @@
-"""Arrays in FP8 with a scale for each block, as in the training and the checkpoints of DeepSeek-V3."""
+"""Arrays in FP8 with a scale for each block, as DeepSeek-V3's, or packed in MXFP4, as gpt-oss's."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jgg.core import mxfp4
 from jgg.core.arguments import Shaped, as_array, as_dtype, check, check_instance
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
@@ -40,12 +41,16 @@ class Format:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """An array in FP8: values of 8 bits and a scale for each block of values; a pytree of the two.
+    """An array in FP8 or MXFP4: values of few bits and a scale for each block of values; a pytree of the two.
+
+    In FP8, a block has 1, 32 or 128 rows and 1, 32 or 128 columns. In MXFP4, which is packed, a block is 32 numbers
+    that follow each other along one axis, the rows or the columns.
 
     Attributes:
-      values: float8_e4m3fn or float8_e5m2 [..., rows, columns].
-      scales: float32 [..., rows / rows of a block, columns / columns of a block], rounded up. A block has 1, 32 or 128
-        rows and 1, 32 or 128 columns.
+      values: float8_e4m3fn or float8_e5m2 [..., rows, columns]; or uint8 [..., rows / 2, columns] or
+        [..., rows, columns / 2], two numbers of 4 bits in a byte, the first in the low bits.
+      scales: float32 [..., rows / rows of a block, columns / columns of a block], rounded up; or uint8 of that shape,
+        of which e stands for 2**(e - 127), and 255 for NaN.
     """
 
     values: jax.Array | np.ndarray
@@ -81,9 +86,15 @@ class QuantizedArray:
         return cls(array.qvalue, scales)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the array is in MXFP4, two numbers in a byte."""
+        return self.values.dtype == mxfp4.PACKED_DTYPE
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.values.shape
+        """The shape of the array, which has twice as many numbers as bytes if it is packed."""
+        shape = self.values.shape
+        return mxfp4.unpacked_shape(shape, mxfp4.packed_axis(shape, self.scales.shape)) if self.is_packed else shape
 
     @property
     def mT(self) -> "QuantizedArray":
@@ -93,12 +104,15 @@ class QuantizedArray:
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         """Computes values * scales, rounded once to `dtype`.
 
-        A product that passes the dtype's largest number only because quantization rounded it up becomes that number.
+        In FP8, a product that passes the dtype's largest number only because quantization rounded it up becomes that
+        number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
         """
         block = block_of(self)
         values, scales = jnp.asarray(self.values), jnp.asarray(self.scales)
+        if self.is_packed:
+            return mxfp4.unpack(values, scales, dtype)
         product = scaled(values, scales, block, jnp)
         limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
         # quantization rounds by at most an eighth, in float8_e5m2
@@ -114,9 +128,13 @@ def type_of(part: Any) -> str:
 def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     """The rows and columns of a block, the largest that explain the scales; errors put `prefix` before names.
 
-    Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
+    Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain. TypeError:
+      values are packed and scales are not uint8.
     """
-    shape, scales = array.shape, array.scales.shape
+    shape, scales = array.values.shape, array.scales.shape
+    if array.is_packed:
+        as_dtype(f"{prefix}scales", array.scales.dtype, (mxfp4.PACKED_DTYPE,))
+        return (mxfp4.GROUP, 1) if mxfp4.packed_axis(shape, scales, prefix) == -2 else (1, mxfp4.GROUP)
     check(len(shape) >= 2, f"{prefix}values must be [..., rows, columns], got {list(shape)}.")
     for block in itertools.product(BLOCKS[::-1], BLOCKS[::-1]):
         if scales_shape(shape, block) == scales:
@@ -296,5 +314,6 @@ def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
 def as_dense(name: str, value: ArrayLike | QuantizedArray, dtype: DTypeLike) -> jax.Array:
     """The value as `as_array` returns it; a QuantizedArray is dequantized to `dtype` and gets no gradient."""
     if isinstance(value, QuantizedArray):
+        block_of(value, f"{name}.")
         return jax.lax.stop_gradient(value.dequantize(dtype))
     return as_array(name, value)

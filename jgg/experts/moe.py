@@ -190,12 +190,14 @@ def _forward(mlp: MoeMlp, operands: Operands) -> tuple[jax.Array, tuple[Operands
 def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
     """What the backward pass reads.
 
-    The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense.
+    The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense. Only scales
+    are behind it: XLA copies what a barrier takes out of the stacked weights of all layers.
     """
     gate_up, down = operands.gate_up, operands.down
     if mlp.up.recipe is None and (gate_up.is_quantized or down.is_quantized):
-        straight_up, straight_down, dy = barrier((gate_up.straight, down.straight, dy))
-        gate_up, down = gate_up._replace(straight=straight_up), down._replace(straight=straight_down)
+        scales = [matrix.straight and matrix.straight.scales for matrix in (gate_up, down)]
+        (scales_up, scales_down), dy = barrier((scales, dy))
+        gate_up, down = gate_up.with_scales(scales_up), down.with_scales(scales_down)
     gate_up, down = layer.restored(mlp.up, gate_up), layer.restored(mlp.down, down)
     return operands._replace(gate_up=gate_up, down=down), dy
 

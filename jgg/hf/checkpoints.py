@@ -78,8 +78,8 @@ def from_hf(
       tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
         read once.
       layer: index of the decoder layer.
-      keep_quantized: if True, quantized weights become a QuantizedArray with values in float8_e4m3fn; if False, the
-        default, they are converted to bfloat16. A QuantizedArray takes eight bits for each 4-bit number of MXFP4.
+      keep_quantized: if True, quantized weights become a QuantizedArray, with values in float8_e4m3fn or, of MXFP4,
+        two numbers in a byte; if False, the default, they are converted to bfloat16.
 
     Raises:
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
@@ -106,7 +106,8 @@ def read_params(
         first, _ = next(stored.shapes(block, shape))
         if keep_quantized and quantized is not None and first in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
-            values = stored.filled(block, shape, quantized.read_values)
+            of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
+            values = stored.filled(block, of_values, quantized.read_values)
             scales = stored.filled(block, of_scales, quantized.read_scales, "scales of ")
             yield name, QuantizedArray(values, scales)
         else:

@@ -7,11 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.core import mxfp4
+from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
 from jgg.hf.files import as_weights
 from jgg.hf.settings import language_model
 
-GROUP = 32  # elements of MXFP4 that share a scale
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
 _MAGNITUDES = ", ".join(f"{number:g}" for number in _NUMBERS[:8].astype(np.float32)) + " and their negatives"
@@ -28,9 +29,10 @@ class Quantization:
     Attributes:
       suffixes: added to a tensor's name, they give the names of its values and of its scales.
       block: number of rows and of columns that share a scale, in the layout that the tensor has in transformers.
-      read_values: converts stored values to float8_e4m3fn [..., rows, columns].
-      read_scales: converts stored scales to floats [..., rows / block, columns / block].
+      read_values: converts stored values to those of a QuantizedArray [..., rows, columns].
+      read_scales: converts stored scales to those of a QuantizedArray, [..., rows / block, columns / block].
       write_values, write_scales: the inverse of `read_values` and of `read_scales`.
+      is_packed: whether two rows share a byte.
     """
 
     suffixes: tuple[str, str]
@@ -39,9 +41,18 @@ class Quantization:
     read_scales: Callable[[str, np.ndarray], np.ndarray]
     write_values: Callable[[str, np.ndarray], np.ndarray]
     write_scales: Callable[[str, np.ndarray], np.ndarray]
+    is_packed: bool = False
+
+    def values_shape(self, shape: tuple[int, ...], *, is_transposed: bool = False) -> tuple[int, ...]:
+        """The shape of the values of a tensor of this shape, or of a tensor whose transpose has it."""
+        axis = -1 if is_transposed else -2
+        return mxfp4.packed_shape(shape, axis) if self.is_packed else shape
 
     def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Returns the tensor with these values and scales, in bfloat16."""
+        if self.is_packed:
+            values = _NUMBERS[mxfp4.unpacked_codes(values, -2, np)]
+            scales = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
         expected = scales_shape(values.shape, self.block)
         if scales.shape != expected:
             raise ValueError(f"The scales of {name} must have shape {list(expected)}, got {list(scales.shape)}.")
@@ -91,18 +102,20 @@ def _as_is(name, scales):
     return as_weights(name, scales)
 
 
-def _unpacked(name, blocks):
-    """Unpacks bytes [..., columns, groups, 16] of two numbers each, the low four bits first, to [..., rows, columns].
-
-    Source: OCP Microscaling Formats (MX) Specification 1.0; the order is the same as in `convert_moe_packed_tensors`
-    of transformers.
-    """
+def _read_blocks(name, blocks):
+    """Bytes [..., columns, groups, 16] of two numbers each as [..., rows / 2, columns]."""
     if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != GROUP // 2:
         raise ValueError(
             f"{name} must be uint8 [..., groups, {GROUP // 2}] in MXFP4, got {blocks.dtype} {list(blocks.shape)}."
         )
-    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1)
-    return _NUMBERS[numbers.reshape(*blocks.shape[:-2], -1)].swapaxes(-1, -2)
+    return blocks.reshape(*blocks.shape[:-2], -1).swapaxes(-1, -2)
+
+
+def _write_blocks(name, values):
+    """The inverse of `_read_blocks`; values may also be numbers in float8_e4m3fn."""
+    values = values if values.dtype == mxfp4.PACKED_DTYPE else _packed(name, values)
+    columns = values.swapaxes(-1, -2)
+    return columns.reshape(*columns.shape[:-1], -1, GROUP // 2)
 
 
 def _packed(name, values):
@@ -110,17 +123,17 @@ def _packed(name, values):
     if rows % GROUP:
         raise ValueError(f"{name} must have a multiple of {GROUP} rows in MXFP4, got {rows}.")
     _check_each(name, values, _IS_NUMBER[values.view(np.uint8)], f"numbers that MXFP4 has ({_MAGNITUDES})")
-    numbers = values.swapaxes(-1, -2).astype(jnp.float4_e2m1fn).view(np.uint8) & 15
-    pairs = numbers.reshape(*numbers.shape[:-1], -1, GROUP // 2, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    return mxfp4.packed(values.astype(jnp.float4_e2m1fn).view(np.uint8) & 15, -2)
 
 
 def _read_exponents(name, exponents):
     _check_dtype(name, exponents, np.uint8, "uint8 in MXFP4")
-    return exponents.view(jnp.float8_e8m0fnu).astype(np.float32).swapaxes(-1, -2)
+    return exponents.swapaxes(-1, -2)
 
 
 def _write_exponents(name, scales):
+    if scales.dtype == mxfp4.PACKED_DTYPE:
+        return np.ascontiguousarray(scales.swapaxes(-1, -2))
     written = scales.astype(jnp.float8_e8m0fnu)
     fits = (written.astype(np.float32) == scales) | np.isnan(scales)
     _check_each(name, scales, fits, "powers of 2 from 2**-127 to 2**127, or NaN, in MXFP4")
@@ -129,7 +142,9 @@ def _write_exponents(name, scales):
 
 # Source: `weight_dequant` of DeepSeek-V3's inference/kernel.py
 _FP8 = Quantization(("", "_scale_inv"), (BLOCK, BLOCK), _float8, _as_is, _float8, _as_is)
-_MXFP4 = Quantization(("_blocks", "_scales"), (GROUP, 1), _unpacked, _read_exponents, _packed, _write_exponents)
+_MXFP4 = Quantization(
+    ("_blocks", "_scales"), (GROUP, 1), _read_blocks, _read_exponents, _write_blocks, _write_exponents, is_packed=True
+)
 
 
 class QuantizedTensors(Mapping[str, np.ndarray]):
@@ -149,7 +164,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         self._all = dict.fromkeys([name for name in tensors if name not in parts] + sorted(self.names))
 
     def read_values(self, name: str) -> np.ndarray:
-        """Reads the values of a quantized tensor, in float8_e4m3fn."""
+        """Reads the values of a quantized tensor, in float8_e4m3fn or packed."""
         stored = name + self.how.suffixes[0]
         return self.how.read_values(stored, np.asarray(self._tensors[stored]))
 

@@ -10,6 +10,7 @@ so that a backward pass keeps the matrix as it was given and no copy of it.
 """
 
 import dataclasses
+import functools
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -27,6 +28,7 @@ from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.quantize import QUANTIZE_ROWS, Quantize
+from jgg.products.unpack import UNPACK, dequantized
 from jgg.products.up import UP
 
 
@@ -68,7 +70,8 @@ def restored(linear: Linear, matrix: Matrix) -> Matrix:
     """
     if linear.recipe is not None or matrix.straight is None:
         return matrix
-    return matrix._replace(dense=matrix.straight.dequantize(linear.problem.dtype), straight=None)
+    unpack = functools.partial(UNPACK, linear.how_or_plain)
+    return matrix._replace(dense=dequantized(matrix.straight, linear.problem.dtype, unpack), straight=None)
 
 
 def forward(

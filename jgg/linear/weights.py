@@ -14,14 +14,17 @@ Weights = jax.Array | QuantizedArray | QuantizedWeights
 
 
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
-    """Weights as a Matrix; what is in FP8 gets no gradient.
+    """Weights as a Matrix; what is quantized gets no gradient.
 
-    Raises: TypeError: they are no array.
+    Raises: TypeError: they are no array, or are packed with other scales than uint8. ValueError: they are packed with
+      scales of another shape.
     """
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
         return Matrix(dense=array).with_forms(jax.lax.stop_gradient(value.forms))
     if isinstance(value, QuantizedArray):
+        if value.is_packed:  # or it has no shape
+            block_of(value, f"{name}.")
         return Matrix(straight=jax.lax.stop_gradient(value))
     return Matrix(dense=as_array(name, value))
 
@@ -50,8 +53,9 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
     if recipe is None:
         block_of(straight, f"{name}.")
         return matrix
-    as_dtype(f"{name}.values", straight.values.dtype, DTYPES)
-    if straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
+    if not straight.is_packed:
+        as_dtype(f"{name}.values", straight.values.dtype, DTYPES)
+    if straight.is_packed or straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
         array = jax.lax.stop_gradient(straight.dequantize(dtype))
         return matrix.with_forms(quantize_once(name, array, recipe).forms)
     # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop

@@ -31,6 +31,7 @@ from jgg.products.plain import dense
 from jgg.products.plain import rows as plain
 from jgg.products.plain.multilinear import rows_dot
 from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
+from jgg.products.unpack import UNPACK, dequantized
 
 
 class Forward(NamedTuple):
@@ -91,17 +92,20 @@ def _dense(array: jax.Array | QuantizedArray | ToQuantize, dtype: DTypeLike) -> 
     return array.dequantize(dtype) if isinstance(array, QuantizedArray | ToQuantize) else array
 
 
-def w_block_of(operands: Forward, problem: GroupedGemmProblem) -> tuple[int, int] | None:
-    """The `w_block` that `plan_forward` takes."""
+def plan_of_w(operands: Forward, problem: GroupedGemmProblem) -> dict[str, Any]:
+    """What `plan_forward` is told of weights that are quantized beside an x that is not."""
     if problem.is_quantized or not isinstance(operands.w, QuantizedArray):
-        return None
-    return block_of(operands.w)
+        return {}
+    return {"w_block": block_of(operands.w), "w_is_packed": operands.w.is_packed}
 
 
 def prepared(launcher: Launcher, plan: ForwardPlan, operands: Forward) -> RowProduct:
     """What the multiplying kernel computes, after the steps of the plan that come before it."""
     x, w = operands.x, operands.w
-    if plan.dequantizes:
+    if plan.dequantizes and isinstance(w, QuantizedArray):
+        x = _dense(x, plan.problem.dtype)
+        w = dequantized(w, plan.problem.dtype, functools.partial(UNPACK.launch, launcher))
+    elif plan.dequantizes:
         x, w = _dense(x, plan.problem.dtype), _dense(w, plan.problem.dtype)
     elif isinstance(w, ToQuantize):
         w = with_quantized(w, functools.partial(QUANTIZE_WEIGHTS.launch, launcher))
@@ -124,8 +128,8 @@ def prepared(launcher: Launcher, plan: ForwardPlan, operands: Forward) -> RowPro
 def _launch(
     launcher: Launcher, operands: Forward, problem: GroupedGemmProblem, config: KernelConfigForward | None = None
 ) -> jax.Array:
-    w_block, x_is_quantized = w_block_of(operands, problem), isinstance(operands.x, QuantizedArray)
-    plan = plan_forward(problem, launcher.target, config, w_block, x_is_quantized=x_is_quantized)
+    x_is_quantized = isinstance(operands.x, QuantizedArray)
+    plan = plan_forward(problem, launcher.target, config, **plan_of_w(operands, problem), x_is_quantized=x_is_quantized)
     product = prepared(launcher, plan, operands)
     multiply = every_gpu.multiply_forward
     if plan.config.kernel == "hopper":

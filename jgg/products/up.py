@@ -45,7 +45,7 @@ def _launch(
     **parameters: Any,
 ) -> Activated:
     hidden = Hidden(**parameters)
-    plan = plan_up(problem, launcher.target, hidden, config, forward.w_block_of(operands, problem))
+    plan = plan_up(problem, launcher.target, hidden, config, **forward.plan_of_w(operands, problem))
     if plan is None:
         pre_activation = FORWARD.launch(launcher, operands, problem=problem, config=config)
         return _activated(functools.partial(ACTIVATE.launch, launcher), pre_activation, hidden)

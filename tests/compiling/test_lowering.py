@@ -52,7 +52,13 @@ def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
     check_shared_memory(kernels, compute_capability)
     # four registers of warps that multiply, where hidden features and what is kept are made beside gathers
     allowed = {"hopper_fp8_kernel": 64}
-    spilling = [kernel for kernel in kernels if kernel["spills"] > allowed.get(kernel["kernel"], 0)]
+    # two registers where w is unpacked beside gathers: so the assembler has room for four programs
+    of_packed = {"forward_kernel": 16}
+    spilling = [
+        kernel
+        for kernel in kernels
+        if kernel["spills"] > (of_packed if kernel["problem"][0] == "packed" else allowed).get(kernel["kernel"], 0)
+    ]
     assert not spilling, f"registers spill: {table(spilling)}"
     storing = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel" and kernel["stores"]]
     assert not storing, f"stores by threads, not TMA: {table(storing)}"

@@ -14,6 +14,7 @@ import jgg
 import jgg.linen
 import jgg.nnx
 from tests.support.closeness import assert_close, distance
+from tests.support.packed import random_packed
 
 pytestmark = pytest.mark.xdist_group("flax")
 EXPERTS = ("w_down", "w_gate_up")
@@ -106,7 +107,8 @@ def test_checkpoints_of_quantized_experts(tmp_path):
     layer = with_quantized_experts(make())
     _, params = in_linen(layer)
     with ocp.StandardCheckpointer() as checkpointer:
-        for name, stored in (("nnx", nnx.state(layer)), ("linen", params)):
+        packed = {"w_down": random_packed((2, 64, 8), -2)}
+        for name, stored in (("nnx", nnx.state(layer)), ("linen", params), ("packed", packed)):
             checkpointer.save(tmp_path / name, stored)
             checkpointer.wait_until_finished()
             abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)

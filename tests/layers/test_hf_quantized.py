@@ -83,7 +83,10 @@ def check_there_and_back(config, params, tensors):
     assert_same_tensors(jgg.hf.to_hf(config, params, 0), tensors)
     for key, array in jgg.hf.from_hf(config, tensors, 0).items():
         if isinstance(params[key], jgg.QuantizedArray):
-            assert params[key].values.dtype == ml_dtypes.float8_e4m3fn
+            is_packed = config["quantization_config"]["quant_method"] == "mxfp4"
+            assert params[key].is_packed == is_packed and params[key].shape == array.shape
+            assert params[key].values.dtype == (np.uint8 if is_packed else ml_dtypes.float8_e4m3fn)
+            assert not is_packed or params[key].values.nbytes == array.size // 2
             dense = jgg.QuantizedArray(*map(jnp.asarray, (params[key].values, params[key].scales))).dequantize()
             np.testing.assert_array_equal(dense, array)
 
@@ -173,8 +176,11 @@ def test_mxfp4_takes_each_number_and_scale_that_it_holds():
     scales = np.tile(np.float32([2.0**-127, 2.0**127, 1, np.nan]), (2, 1, 8))
     written = jgg.hf.to_hf(config, params | {"w_down": jgg.QuantizedArray(values, scales)}, 0)
     read = jgg.hf.from_hf(config, written, 0, keep_quantized=True)["w_down"]
-    assert read.values.tobytes() == values.tobytes()
-    np.testing.assert_array_equal(read.scales, scales)
+    assert read.values.dtype == read.scales.dtype == np.uint8
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(read.dequantize(jnp.float32), values.astype(np.float32) * scales)
+    np.testing.assert_array_equal(read.scales[0, 0, :4], [0, 254, 127, 255])
+    assert_same_tensors(jgg.hf.to_hf(config, params | {"w_down": read}, 0), written)
 
 
 @pytest.mark.parametrize("value", [448.0, 5.0, 0.25, 2.0**-9, -8.0, np.nan])

@@ -39,7 +39,9 @@ def mxfp4(tmp_path_factory):
 def test_experts_in_mxfp4_stay_so_or_become_dense(mxfp4, tmp_path):
     quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored")
     assert isinstance(quantized.layers.moe.w_down, jgg.nnx.Frozen)
-    assert quantized.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
+    w_down = quantized.layers.moe.w_down.get_value()
+    assert w_down.values.dtype == w_down.scales.dtype == jnp.uint8 and w_down.values.size == w_down.scales.size * 16
+    assert w_down.shape == quantized.layers.moe.w_down.shape == (2, 4, 32, 32)
     dense = jgg.models.load(mxfp4, dtype=jnp.float32)
     expected = dense(TOKENS)
     np.testing.assert_allclose(quantized(TOKENS), expected, rtol=0, atol=1e-5)

@@ -73,6 +73,11 @@ def test_quantized_weights_are_read_as_they_are_where_groups_have_few_rows():
     plan = plan_forward(few, ADA, config, w_block=(128, 1))
     assert plan.dequantizes and plan.config == config  # each feature has a scale of its own
     assert plan_forward(few, AMPERE, config, w_block=(128, 128)).dequantizes
+    packed = {"w_block": (1, 32), "w_is_packed": True}
+    plan = plan_forward(few, AMPERE, config, **packed)  # which has no FP8
+    assert not plan.dequantizes and plan.config.block_k == config.block_k
+    assert plan_forward(few, ADA, config, w_block=(32, 1), w_is_packed=True).dequantizes
+    assert plan_forward(gemm(**SIZES), ADA, config, **packed).dequantizes
     assert plan_forward(gemm(**SIZES), ADA, config, w_block=(128, 128)).dequantizes
 
 

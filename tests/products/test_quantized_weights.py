@@ -18,11 +18,24 @@ from jgg.products.forward import FORWARD, Forward
 from jgg.products.low_rank import LowRankTerm
 from tests.support.closeness import largest_error
 from tests.support.marks import PLAIN_JAX, on
+from tests.support.packed import random_packed
 
 SIZES = {"num_rows": 60, "in_features": 200, "out_features": 136, "num_experts": 5, "topk": 2}
+PACKED = {"in_features": 224, "out_features": 160}  # of which 128 is no divisor
 CASES = {
     "mxfp4's blocks": {"block": (32, 1)},
     "mxfp4's blocks, enk": {"block": (1, 32), "w_layout": "enk"},
+    "packed": {"axis": -2},
+    "packed, enk": {"axis": -1, "w_layout": "enk"},
+    "packed along columns": {"axis": -1},
+    "packed, gathered, scattered, weighted": {
+        "axis": -2,
+        "permute_x": True,
+        "permute_y": True,
+        "weighted": True,
+        "biased": True,
+    },
+    "packed, many rows": {"axis": -2, "num_rows": 400},
     "deepseek's blocks": {"block": (128, 128)},
     "deepseek's blocks, enk": {"block": (128, 128), "w_layout": "enk"},
     "other blocks": {"block": (128, 32)},
@@ -41,9 +54,12 @@ CASES = {
 
 def make(name, dtype="float32"):
     options = {"w_layout": "ekn"} | CASES[name]
-    block, stored_as = options.pop("block"), options.pop("stored_as", Format())
-    problem = gemm(**SIZES | options, dtype=dtype)
+    block, stored_as = options.pop("block", None), options.pop("stored_as", Format())
+    axis = options.pop("axis", None)
+    problem = gemm(**SIZES | ({} if axis is None else PACKED) | options, dtype=dtype)
     arrays = operands(problem)
+    if axis is not None:
+        return problem, arrays, random_packed(problem.w_shape, axis)
     return problem, arrays, quantize(arrays["w"], block, stored_as)
 
 
@@ -81,15 +97,23 @@ def test_on_a_gpu(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "is_read"),
-    [("mxfp4's blocks", True), ("deepseek's blocks, enk", True), ("blocks of one row", False), ("many rows", False)],
+    [
+        ("mxfp4's blocks", True),
+        ("packed", True),
+        ("packed along columns", False),
+        ("deepseek's blocks, enk", True),
+        ("blocks of one row", False),
+        ("many rows", False),
+    ],
 )
 def test_few_rows_read_weights_as_they_are(name, is_read, launched):
     problem, arrays, w = make(name, "bfloat16")
     with jgg.target(90, 132):
         run = jax.jit(lambda arrays, w: compute(problem, arrays, w, "triton"))
         run.trace(arrays, w).lower(lowering_platforms=("cuda",))
-    dtypes = {array.dtype for _, launch in launched for array in launch.operands.values() if hasattr(array, "dtype")}
-    assert len(launched) > 0 and (w.values.dtype in dtypes) == is_read
+    multiplying = [launch for name, launch in launched if name != "unpack_kernel"]
+    dtypes = {array.dtype for launch in multiplying for array in launch.operands.values() if hasattr(array, "dtype")}
+    assert len(multiplying) > 0 and (w.values.dtype in dtypes) == is_read
 
 
 @on(None, pytest.param("interpret", marks=pytest.mark.interpret))

@@ -38,6 +38,7 @@ from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
+from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 
 EXPERTS = 4
@@ -68,6 +69,7 @@ LAYER_KERNELS = (
     "rotary_backward_kernel",
     "attend_one_kernel",
     "add_parts_kernel",
+    "unpack_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -322,6 +324,25 @@ def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, 
         attend = functools.partial(attend, window=128 if has_window else None)
         operands = AttendOne(*arrays, *(more if has_window else ()))
         jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
+def lower_packed(compute_capability, w_layout, rows):
+    """A product that gathers few rows, or many, of weights in MXFP4."""
+    in_features, out_features = 2880, 5760
+    arrays, static = arguments(rows, in_features, out_features, w_layout, "up", "bfloat16", None)
+    floats = {key: arrays.pop(key) for key in ("x", "w", "topk_weights", "bias")}
+    axis = 1 if w_layout == "ekn" else 2
+    values, scales = ([*floats["w"].shape] for _ in range(2))
+    values[axis] //= 2
+    scales[axis] //= 32
+    w = jgg.QuantizedArray(*(jax.ShapeDtypeStruct(tuple(shape), "uint8") for shape in (values, scales)))
+    problem = check_problem(**floats, **arrays, **static)
+
+    def compute(x, w, group_sizes, gather_indices):
+        bounds = group_bounds(group_sizes, problem.num_rows)
+        how = How("triton", current_target())
+        return FORWARD(how, Forward(x, w, bounds, gather_indices), problem=problem)
+
+    with jgg.target(compute_capability):
+        jax.jit(compute).trace(floats["x"], w, **arrays).lower(lowering_platforms=("cuda",))
 
 
 def layer_kernels(compute_capability, takes_all):
@@ -344,6 +365,8 @@ def layer_kernels(compute_capability, takes_all):
         yield ["norm", *case], functools.partial(lower_norm, compute_capability, *case)
     for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
+    for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
+        yield ["packed", *case], functools.partial(lower_packed, compute_capability, *case)
     if compute_capability >= 89:
         for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)

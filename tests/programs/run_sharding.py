@@ -19,6 +19,7 @@ import jgg.nnx
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support.closeness import distance
+from tests.support.packed import random_packed
 from tests.support.sharded_cases import (
     CASES,
     LOW_RANK_CASES,
@@ -160,6 +161,42 @@ def check_quantized_weights():
     assert_quantized_weights_are_right("dequantized", sharding)
 
 
+def check_packed_weights():
+    """Weights in MXFP4, gathered and split over experts and hidden features, by whole bytes and scales."""
+
+    def results_of(kind):
+        sharding = MoESharding(mesh_of(kind), **ALL)
+        floats, chosen, dy = make("uneven", features=64, hidden=64)
+        packed = {name: random_packed(floats.pop(name).shape, -2) for name in ("w_gate_up", "w_down")}
+        split, *_ = place(floats, chosen, dy, sharding)
+        specs = sharding.weight_specs("ekn")
+
+        def run(weights):
+            def loss(floats):
+                options = {"sharding": sharding, "interleaved": True, "w_layout": "ekn"}
+                y, _ = sharded_moe_mlp(**floats, **weights, topk_indices=chosen, **options)
+                return jnp.sum(y * dy)
+
+            weights = {name: jax.device_put(array, sharding.named(specs[name])) for name, array in weights.items()}
+            return weights, jax.jit(jax.value_and_grad(loss))(split)
+
+        weights, got = run(packed)
+        _, want = run({name: array.dequantize("float32") for name, array in packed.items()})
+        return weights, jax.tree.leaves(got), jax.tree.leaves(want)
+
+    for kind in ("Auto", "Explicit"):
+        weights, got, want = results_of(kind)
+        assert weights["w_down"].values.addressable_shards[0].data.shape == (4, 16, 32)
+        assert all(distance(*pair) < 1e-5 for pair in zip(got, want, strict=True)), kind
+    sharding = MoESharding(mesh_of(), **ALL)
+    try:
+        sharding.check_split("w_down", random_packed((8, 32, 64), -2), sharding.weight_specs("ekn")["w_down"])
+    except ValueError as error:
+        assert "w_down must have a multiple of 64 along axis 1" in str(error), error
+    else:
+        raise AssertionError("split 32 numbers with one scale")
+
+
 def check_float32_weights():
     """Of tokens in bfloat16: what every device adds to a gradient is float32 too, unless fsdp scatters it."""
     for axes in (ALL, {"data": "a", "expert": "b", "tensor": "c"}):
@@ -273,6 +310,7 @@ def main():
     for name in LOW_RANK_CASES[3:]:  # with all axes; the others are for two GPUs
         assert_case_is_right(name, mesh_of(kind_of(name)), terms=make_terms())
     check_quantized_weights()
+    check_packed_weights()
     check_float32_weights()
     check_quantizing_on_explicit_axes()
     check_quantized_layer()

@@ -109,7 +109,8 @@ def _launch_of_rows(
         schedule = schedule_of_one_group(problem.num_rows, block_rows)
     else:
         schedule = tile_schedule(product.bounds, problem.num_rows, block_rows)
-    w_block = (block_columns, step) if product.reduced_is_minor else (step, block_columns)
+    w_step = step // 2 if isinstance(product.w, QuantizedArray) and product.w.is_packed else step
+    w_block = (block_columns, w_step) if product.reduced_is_minor else (w_step, block_columns)
     return Launch(
         operands={
             rows.name: rows.array,

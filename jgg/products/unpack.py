@@ -1,0 +1,80 @@
+"""Unpacks weights in MXFP4 (see `jgg.core.mxfp4`), by a kernel that takes about the time of a copy."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jgg.core import mxfp4
+from jgg.core.quantized import QuantizedArray
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives.product import Product, array_type
+
+_BLOCK = 16, 256  # rows and columns of bytes that a program unpacks
+_BLOCK_ALONG_COLUMNS = 32, 128  # the same where two columns share a byte
+
+
+class Unpack(NamedTuple):
+    """The parts of a packed QuantizedArray: values uint8 [..., rows, columns] and scales uint8."""
+
+    values: jax.Array | Any
+    scales: jax.Array | Any
+
+
+def _result_types(operands: Unpack, dtype: np.dtype) -> Any:
+    return array_type(QuantizedArray(*operands).shape, dtype)
+
+
+def _plain(operands: Unpack, dtype: np.dtype) -> jax.Array:
+    return mxfp4.unpack(*operands, dtype)
+
+
+def _launch(launcher: Launcher, operands: Unpack, dtype: np.dtype) -> jax.Array:
+    from jgg.kernels.mxfp4 import unpack_kernel
+
+    values, scales = operands
+    *leading, rows, columns = values.shape
+    packs_rows = mxfp4.packed_axis(values.shape, scales.shape) == -2
+    block_rows, block_columns = _BLOCK if packs_rows else _BLOCK_ALONG_COLUMNS
+    output = _result_types(operands, dtype)
+    launch = Launch(
+        operands={"values": values, "scales": scales},
+        outputs={"w": output},
+        constants={
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "PACKS_ROWS": packs_rows,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLUMNS": block_columns,
+        },
+        grid=(math.ceil(columns / block_columns), math.ceil(rows / block_rows), math.prod(leading)),
+        flops=2 * output.size,
+        bytes_accessed=values.size + scales.size + output.size * output.dtype.itemsize,
+    )
+    return launcher.run(unpack_kernel, launch)["w"]
+
+
+def _merge_batch(how: How, operands: Unpack, batched: Unpack, dtype: np.dtype) -> jax.Array | None:
+    return UNPACK(how, operands, dtype=dtype) if all(batched) else None
+
+
+UNPACK: Product[jax.Array] = Product(
+    "unpack",
+    Unpack,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=lambda how, operands, dtype: _plain(operands, dtype),
+    merge_batch=_merge_batch,
+)
+"""The numbers of a packed QuantizedArray, in the dtype that is the parameter."""
+
+
+def dequantized(w: QuantizedArray, dtype: DTypeLike, unpack: Callable[..., jax.Array]) -> jax.Array:
+    """Weights in a float dtype; `unpack` computes UNPACK by the implementation that computes their product."""
+    return unpack(Unpack(w.values, w.scales), dtype=jnp.dtype(dtype)) if w.is_packed else w.dequantize(dtype)
