@@ -197,6 +197,8 @@ def activate_backward_kernel(
     z,
     weights,
     in_group,
+    d_pre,
+    hidden,
     row_sums,
     num_rows,
     COLUMNS: tl.constexpr,
@@ -211,10 +213,9 @@ def activate_backward_kernel(
 ):
     """Computes d pre, hidden, and row_sums, each row's sum of hidden * z, where d hidden[i] is weights[i] * z[i].
 
-    Arrays: pre as in `activate_kernel`; z like hidden; weights and row_sums float32 [num_rows]; in_group int8
-    [num_rows], where rows with 0 get a row sum of 0 and are otherwise left as they are. d pre is written over pre, and
-    hidden over z. SCALE_HIDDEN writes hidden times its row's weight; row_sums never include the weight. The grid is
-    (num_rows / BLOCK_ROWS,), rounded up.
+    Arrays: pre and d_pre as in `activate_kernel`; z like hidden; weights and row_sums float32 [num_rows]; in_group int8
+    [num_rows], where rows with 0 get a row sum of 0 and are otherwise not written. SCALE_HIDDEN writes hidden times its
+    row's weight; row_sums never include the weight. The grid is (num_rows / BLOCK_ROWS,), rounded up.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = tl.load(in_group + rows, mask=rows < num_rows, other=0) != 0
@@ -229,9 +230,9 @@ def activate_backward_kernel(
         value, d_gate, d_up = activate_backward(gate, up, weight * z_block, GATED, CURVE, LIMIT, ALPHA)
         products += value * z_block
         store_gate_and_up(
-            pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
+            d_pre, d_gate, d_up, rows, exists, column, COLUMNS, GATED, INTERLEAVED, BLOCK_ROWS, BLOCK_COLUMNS
         )
         if SCALE_HIDDEN:
             value *= weight
-        store_tile(z, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+        store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
     tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=rows < num_rows)

@@ -114,6 +114,7 @@ def activate_backward_fp8_kernel(
     d_pre,
     d_values,
     d_scales,
+    hidden,
     row_sums,
     num_rows,
     COLUMNS: tl.constexpr,
@@ -132,7 +133,7 @@ def activate_backward_fp8_kernel(
 
     Arrays: d_pre [num_rows, halves * COLUMNS], laid out as pre was; d_values and d_scales, d_pre quantized after it was
     rounded to its dtype, or None. They need gate and up side by side, and COLUMNS a multiple of BLOCK where it is
-    GATED. hidden is written over z.
+    GATED.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -164,5 +165,5 @@ def activate_backward_fp8_kernel(
                 )
         if SCALE_HIDDEN:
             value *= weight
-        store_tile(z, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
+        store_tile(hidden, value, rows, exists, column, COLUMNS, BLOCK_COLUMNS)
     tl.store(row_sums + rows, tl.reduce(products, 1, add), mask=exists)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,48 @@ def test_weights_quantized_once(implementation):
     y, dx = jax.jit(forward_and_backward(by_x))(arrays["dy"], arrays["x"])
     np.testing.assert_array_equal(y, want["y"])
     assert distance(dx, want["x"]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, jgg.Fp8()], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_gradients_in_a_scan_over_layers(has_lora, recipe):
+    """A scan's kept values and weights are slices of stacks, which XLA lets kernels read in place."""
+    arrays, routing = make(features=128, hidden=128)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"gate_up": (5, 256, 128), "down": (5, 128, 128)}
+    lora = {
+        f"{part}_{name}": jax.random.normal(key, (5, 4, k) if part == "a" else (5, n, 4), jnp.float32) / 8
+        for (name, (_, n, k)), keys in zip(shapes.items(), (keys[:2], keys[2:]), strict=True)
+        for part, key in zip("ab", keys, strict=True)
+    }
+    trained = lora if has_lora else {name: arrays[name] for name in ("w_gate_up", "w_down")}
+    frozen = {} if not has_lora else {name: arrays[name] for name in ("w_gate_up", "w_down")}
+    stacked, frozen = jax.tree.map(lambda array: jnp.stack([array, array / 2]), (trained, frozen))
+
+    def layer(x, own, frozen):
+        weights, terms = own | frozen, {}
+        if has_lora:
+            terms = {f"low_rank_{name}": jgg.LowRank(own[f"a_{name}"], own[f"b_{name}"]) for name in shapes}
+        given = {name: weights[name] for name in ("w_gate_up", "w_down")}
+        y = jgg.moe_mlp(x, **given, routing=routing, **terms, quantization=recipe)
+        return x + y
+
+    @jax.jit
+    def scanned(stacked):
+        y, _ = jax.lax.scan(lambda x, each: (layer(x, *each), None), arrays["x"], (stacked, frozen))
+        return jnp.sum((y * arrays["dy"]).astype(jnp.float32))
+
+    @jax.jit
+    def unrolled(stacked):
+        y = arrays["x"]
+        for i in range(2):
+            y = layer(y, *jax.tree.map(operator.itemgetter(i), (stacked, frozen)))
+        return jnp.sum((y * arrays["dy"]).astype(jnp.float32))
+
+    got, want = jax.grad(scanned)(stacked), jax.grad(unrolled)(stacked)
+    for name, gradient in want.items():
+        assert distance(got[name], gradient) < 5e-2, name
 
 
 @IMPLEMENTATIONS

@@ -129,7 +129,10 @@ def activate(launcher: Launcher, operands: Activate, hidden: Hidden) -> Activate
 def differentiate(
     launcher: Launcher, operands: ActivateBackward, hidden: Hidden, scale_hidden: bool
 ) -> ActivationGradients:
-    """The results of the backward pass, written over the pre-activation and z."""
+    """The results of the backward pass.
+
+    They are arrays of their own: written over the pre-activation and z, they would cost a copy of what a scan keeps.
+    """
     from jgg.kernels.activation import activate_backward_kernel
 
     pre, z = operands.pre_activation, operands.z
@@ -137,24 +140,30 @@ def differentiate(
     constants = _constants(columns, hidden)
     launch = Launch(
         operands={
+            "pre": pre,
+            "z": z,
             "weights": operands.weights,
             "in_group": operands.in_group.astype(jnp.int8),
             "num_rows": num_rows,
         },
-        outputs={"pre": pre, "z": z, "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32)},
+        outputs={
+            "d_pre": jax.ShapeDtypeStruct(pre.shape, pre.dtype),
+            "hidden": jax.ShapeDtypeStruct(z.shape, z.dtype),
+            "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        },
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
         flops=20 * num_rows * columns,
         bytes_accessed=2 * (pre.size + z.size) * pre.dtype.itemsize,
     )
     results = launcher.run(activate_backward_kernel, launch)
-    return ActivationGradients(results["pre"], None, results["z"], results["row_sums"])
+    return ActivationGradients(results["d_pre"], None, results["hidden"], results["row_sums"])
 
 
 def differentiate_and_quantize(
     launcher: Launcher, operands: ActivateBackward, outputs: ActivationGradients, hidden: Hidden, scale_hidden: bool
 ) -> ActivationGradients:
-    """The results of the backward pass, hidden written over z; `quantized` is None where the kernel cannot make it.
+    """The results of the backward pass; `quantized` is None where the kernel cannot make it.
 
     Args:
       outputs: the types of the results.
@@ -171,18 +180,24 @@ def differentiate_and_quantize(
         operands={
             "kept_values": kept.values,
             "kept_scales": kept.scales,
+            "z": z,
             "weights": operands.weights,
             "num_rows": num_rows,
             **({} if quantizes else dict.fromkeys(d)),
         },
-        outputs={"d_pre": d_pre, **(d if quantizes else {}), "z": z, "row_sums": outputs.row_sums},
+        outputs={
+            "d_pre": d_pre,
+            **(d if quantizes else {}),
+            "hidden": outputs.hidden,
+            "row_sums": outputs.row_sums,
+        },
         constants=constants | {"SCALE_HIDDEN": scale_hidden},
         grid=(math.ceil(num_rows / constants["BLOCK_ROWS"]),),
         flops=20 * num_rows * columns,
         bytes_accessed=2 * (kept.values.size + z.size * z.dtype.itemsize) + d_pre.size * z.dtype.itemsize,
     )
     results = launcher.run(activate_backward_fp8_kernel, launch)
-    return ActivationGradients(results["d_pre"], written(results, "d"), results["z"], results["row_sums"])
+    return ActivationGradients(results["d_pre"], written(results, "d"), results["hidden"], results["row_sums"])
 
 
 def named(**arrays: Any) -> dict[str, Any]:
