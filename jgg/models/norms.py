@@ -53,6 +53,13 @@ def add_and_norm(
     return total, y
 
 
+def sum_and_norm(
+    x: jax.Array, added: jax.Array, added_scale: float, scale: jax.Array, epsilon: float, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """The same in two steps, so that the norm can be computed again from the kept sum alone."""
+    return norm_beside(checkpoint_name(x + added * added_scale, TOTAL), scale, epsilon, implementation)
+
+
 # the backward pass keeps x alone, not float32 copies of it
 _plain = jax.checkpoint(rms_norm, static_argnums=2)
 

@@ -35,10 +35,9 @@ from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
-from jgg.products.forward import Forward
+from jgg.products.forward import FORWARD, Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
-from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 
 EXPERTS = 4
@@ -324,6 +323,8 @@ def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, 
         attend = functools.partial(attend, window=128 if has_window else None)
         operands = AttendOne(*arrays, *(more if has_window else ()))
         jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
+
+
 def lower_packed(compute_capability, w_layout, rows):
     """A product that gathers few rows, or many, of weights in MXFP4."""
     in_features, out_features = 2880, 5760
