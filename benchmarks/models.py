@@ -13,8 +13,10 @@ that the device had in use so far. Times are given beside the least that a step 
 
 import argparse
 import functools
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -311,7 +313,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--remat",
         choices=("none", "attention", "names", "all"),
-        default="names",
+        default="attention",
         help="as in Decoder (default: %(default)s)",
     )
     parser.add_argument(
@@ -321,6 +323,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="B,B",
         help="numbers of sequences in generation (default: 1,32)",
     )
+    parser.add_argument("--json", type=Path, help="write the table into this file too")
     parser.set_defaults(parser=parser)
     return parser
 
@@ -336,6 +339,9 @@ def run(args) -> int:
     for each in args.run:
         rows += measure_generation(args, config) if each == "generate" else [measure_steps(args, config, each)]
     print_table(_HEADINGS, rows, _HEADINGS[:1])
+    if args.json:
+        cells = [dict(zip(_HEADINGS, row, strict=True)) for row in rows]
+        args.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": cells}, indent=2))
     return 0
 
 

@@ -248,10 +248,13 @@ def test_lora(monkeypatch, capsys):
         ("gpt-oss-20b", "as-stored", "generate"),
     ],
 )
-def test_models(model, experts, runs, capsys):
+def test_models(model, experts, runs, capsys, tmp_path):
     """Small ones train, all of them or adapters, and generate."""
     sizes = ["--batch=2", "--steps=1", "--sequence=16", "--prompt=4", "--new-tokens=2", "--batches=2"]
+    file = tmp_path / "models.json"
     with jax.numpy_dtype_promotion("standard"):
-        assert models.main([f"--model={model}", f"--experts={experts}", f"--run={runs}", *sizes]) == 0
+        assert models.main([f"--model={model}", f"--experts={experts}", f"--run={runs}", *sizes, f"--json={file}"]) == 0
     printed = capsys.readouterr().out
-    assert all(row in printed for row in (("prefill 2 x 4", "decode 2") if runs == "generate" else (runs,)))
+    expected = ("prefill 2 x 4", "decode 2") if runs == "generate" else (runs,)
+    assert all(row in printed for row in expected)
+    assert [row["run"] for row in json.loads(file.read_text())["rows"]] == [*expected]
