@@ -1,8 +1,8 @@
-"""Dense layers with LoRA that share x, as the queries, keys and values of attention do: x is read once for all a.
+"""Dense layers that share x, as the queries, keys and values of attention do. With LoRA x is read once for all a.
 
 The rows x @ a of all layers are one product, and so is the gradient of every a. The gradient of x is one product too,
 of the first layer's dy, which the others' dy follow along the reduced axis; a sum of separate products would be read
-and written once for each layer.
+and written once for each layer. Three layers of few rows without LoRA, as in decoding, are one kernel.
 """
 
 import functools
@@ -21,6 +21,7 @@ from jgg.linear.linear import Linear, Routes
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dx import DX, Dx
 from jgg.products.low_rank import LowRankTerm
+from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, Projected, ProjectFew
 
 Layers = tuple[Linear, ...]
 
@@ -60,12 +61,47 @@ def dense_several(
     layers = tuple(
         dense_layer(x, matrix, has_bias=bias is not None, implementation=implementation) for matrix, bias in pairs
     )
+    if _are_few(layers, matrices, biases):
+        operands = ProjectFew(x.reshape(-1, x.shape[-1]), *(matrix.dense for matrix in matrices), *biases)
+        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in _few(layers, alike(operands)))
     if any(own.is_plain for own in layers) or any(matrix.factors is None for matrix in matrices):
         return tuple(dense(x, matrix, bias, implementation=implementation) for matrix, bias in pairs)
     each = [dense_operands(own, x, *pair) for own, pair in zip(layers, pairs, strict=True)]
     rows, own_matrices, routes, own_biases = zip(*each, strict=True)
     results = _differentiable(layers, alike(Operands(rows[0], own_matrices, own_biases, routes[0])))
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+
+
+def _are_few(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
+    """Whether PROJECT_FEW takes the layers, of which kernels compute the first by itself too."""
+    problem = layers[0].problem
+    are_dense = all(
+        matrix.factors is None and matrix.dense is not None and matrix.dense.dtype == problem.dtype
+        for matrix in matrices
+    )
+    have_same = len({bias is None for bias in biases}) == 1
+    return len(layers) == 3 and have_same and are_dense and not layers[0].is_plain and 0 < problem.num_rows <= MOST_ROWS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _few(layers: Layers, operands: ProjectFew) -> Projected:
+    return PROJECT_FEW(layers[0].how, operands)
+
+
+def _few_forward(layers: Layers, operands: ProjectFew) -> tuple[Projected, ProjectFew]:
+    return _few(layers, operands), operands
+
+
+def _few_backward(layers: Layers, operands: ProjectFew, gradients: Projected) -> tuple[ProjectFew]:
+    def one_by_one(operands: ProjectFew) -> Projected:
+        x, *arrays = operands
+        pairs = zip(arrays[:3], arrays[3:], strict=True)
+        return Projected(*(dense(x, Matrix(dense=w), bias, implementation="xla") for w, bias in pairs))
+
+    return jax.vjp(one_by_one, operands)[1](gradients)
+
+
+_few.defvjp(_few_forward, _few_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

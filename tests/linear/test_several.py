@@ -1,4 +1,4 @@
-"""Layers with LoRA that share x: what each gives alone, values and gradients, alone and under JAX's transformations."""
+"""Layers that share x, with LoRA or few rows: what each gives alone, also under JAX's transformations."""
 
 import functools
 
@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Factors, Matrix
+from jgg.launching.choice import How
 from jgg.linear.dense import dense
 from jgg.linear.several import dense_several
+from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, ProjectFew
 from tests.linear.test_dense import assert_same, expected
+from tests.support.closeness import float64
+from tests.support.marks import KERNELS
 
 K, FEATURES, RANKS = 24, (40, 17, 8), (3, 1, 5)
 
 
-def make(rows=(2, 3), ranks=RANKS, seed=0):
-    """x, matrices and biases, of which one is None, and dy of each layer."""
+def make(rows=(2, 3), ranks=RANKS, seed=0, has_biases=False):
+    """x, matrices and biases, of which one is None unless `has_biases`, and dy of each layer."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -27,7 +32,7 @@ def make(rows=(2, 3), ranks=RANKS, seed=0):
         Matrix(dense=normal(K, n), factors=None if rank is None else Factors(normal(K, rank), normal(rank, n)))
         for n, rank in zip(FEATURES, ranks, strict=True)
     )
-    biases = normal(FEATURES[0]), None, normal(FEATURES[2])
+    biases = normal(FEATURES[0]), normal(FEATURES[1]) if has_biases else None, normal(FEATURES[2])
     return normal(*rows, K), matrices, biases, tuple(normal(*rows, n) for n in FEATURES)
 
 
@@ -44,18 +49,37 @@ several = functools.partial(dense_several, implementation="interpret")
 
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("interpret", marks=pytest.mark.interpret)])
-@pytest.mark.parametrize("ranks", [RANKS, (3, None, 5)])
+@pytest.mark.parametrize("ranks", [RANKS, (3, None, 5), (None, None, None)])
 def test_values_and_gradients(ranks, implementation):
-    arrays = make(ranks=ranks)
+    arrays = make(ranks=ranks, has_biases=not any(ranks))
     layers = functools.partial(dense_several, implementation=implementation)
     got = jax.jit(functools.partial(with_gradients, layers))(*arrays)
     with jax.default_matmul_precision("highest"):
         assert_same(got, with_gradients(each_alone, *arrays))
 
 
+@KERNELS
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("num_rows", [1, 3, MOST_ROWS])
+def test_few_rows_by_one_kernel(num_rows, dtype, implementation):
+    x, matrices, biases, _ = jax.tree.map(
+        lambda array: array.astype(dtype), make((num_rows,), (None,) * 3, has_biases=True)
+    )
+    operands = ProjectFew(x, *(matrix.dense for matrix in matrices), *biases)
+    how = How(implementation, current_target())
+    got = jax.jit(functools.partial(PROJECT_FEW, how))(operands)
+    for y, matrix, bias in zip(got, matrices, biases, strict=True):
+        want = float64(x) @ float64(matrix.dense) + (0 if bias is None else float64(bias))
+        np.testing.assert_allclose(float64(y), want, rtol=1e-5 if dtype == "float32" else 1e-2, atol=1e-4)
+    alone = jax.jit(functools.partial(PROJECT_FEW, how))(operands._replace(x=x[-1:]))
+    for y, own in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(own[0], y[-1])
+
+
 @pytest.mark.interpret
-def test_under_vmap():
-    elements = [make(rows=(3,), seed=seed)[:3] for seed in range(2)]
+@pytest.mark.parametrize("ranks", [RANKS, (None, None, None)])
+def test_under_vmap(ranks):
+    elements = [make(rows=(3,), ranks=ranks, seed=seed)[:3] for seed in range(2)]
     arrays = jax.tree.map(lambda *each: jnp.stack(each), *elements)
     assert_same(jax.vmap(several)(*arrays), jax.vmap(each_alone)(*arrays))
 

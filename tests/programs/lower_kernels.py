@@ -37,6 +37,7 @@ from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, Activat
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
+from jgg.products.project_few import PROJECT_FEW, ProjectFew
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.up import UP
 
@@ -69,6 +70,7 @@ LAYER_KERNELS = (
     "attend_one_kernel",
     "add_parts_kernel",
     "unpack_kernel",
+    "project_few_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -325,6 +327,17 @@ def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, 
         jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
 
 
+def lower_project_few(compute_capability, rows, features, dtype):
+    """Queries, keys and values of few tokens, with biases and without."""
+    columns = 4096, 512, 512
+    x = jax.ShapeDtypeStruct((rows, features), dtype)
+    matrices = [jax.ShapeDtypeStruct((features, size), dtype) for size in columns]
+    biases = [jax.ShapeDtypeStruct((size,), dtype) for size in columns] if rows > 1 else []
+    with jgg.target(compute_capability):
+        project = functools.partial(PROJECT_FEW, How("triton", current_target()))
+        jax.jit(project).trace(ProjectFew(x, *matrices, *biases)).lower(lowering_platforms=("cuda",))
+
+
 def lower_packed(compute_capability, w_layout, rows):
     """A product that gathers few rows, or many, of weights in MXFP4."""
     in_features, out_features = 2880, 5760
@@ -353,6 +366,9 @@ def layer_kernels(compute_capability, takes_all):
     attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
+    projections = [(1, 2048, "bfloat16"), (64, 2880, "bfloat16"), (3, 96, "float32"), (17, 100, "float16")]
+    for case in projections if takes_all else projections[:1]:
+        yield ["project_few", *case], functools.partial(lower_project_few, compute_capability, *case)
     gated = [name for name, activation in ACTIVATIONS.items() if activation.is_gated]
     cases = [(name, True, 96, "bfloat16") for name in gated]
     cases += [
