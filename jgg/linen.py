@@ -21,10 +21,11 @@ class MoE(nn.Module, LayerOptions):
     A selection bias is the variable "selection_bias" of the collection "router". Initializers may be wrapped in
     `nn.with_partitioning`.
 
-    Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros, and so is the
-    gradient of a matrix beside a LoRA adapter; to have none, differentiate in the other parameters alone. Adapters are
-    "params" too, named as in `jgg.nnx.MoE`; to train them alone, mask the optimizer by `"_lora_" in name`, or
-    differentiate in them alone. `jgg.layers.MoELayer.merge_adapters` merges them.
+    Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros in FP8, and so is the
+    gradient of a matrix beside a LoRA adapter; to have none, differentiate in the other parameters alone. With
+    parameters in MXFP4 this is the only way, as `jax.grad` refuses bytes. Adapters are "params" too, named as in
+    `jgg.nnx.MoE`; to train them alone, mask the optimizer by `"_lora_" in name`, or differentiate in them alone.
+    `jgg.layers.MoELayer.merge_adapters` merges them.
 
     Examples:
       >>> import jax, jgg.linen

@@ -15,7 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, check, check_instance
-from jgg.core.quantized import DTYPES, QuantizedArray, block_of, is_quantized, values_and_scales
+from jgg.core.quantized import QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
 from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.linear.fp8 import Fp8
@@ -299,8 +299,6 @@ def _check_kind(name: str, array: Any, value: Any) -> None:
     elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):
         check_instance(name, array, np.ndarray | jax.Array, "a NumPy or JAX array")
     if isinstance(array, QuantizedArray):
-        if not array.is_packed:
-            as_dtype(f"{name}.values", array.values.dtype, DTYPES)
         block_of(array, f"{name}.")
     else:
         as_dtype(f"the dtype of {name}", array.dtype)

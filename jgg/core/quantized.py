@@ -17,6 +17,7 @@ BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 QUANTIZED_DTYPE = E4M3  # the dtype of a problem with quantized operands, whichever of DTYPES their values have
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+SCALE_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64  # beside FP8
 BLOCKS = 1, 32, BLOCK
 NO_DERIVATIVES = (
     "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round them to "
@@ -129,12 +130,17 @@ def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     """The rows and columns of a block, the largest that explain the scales; errors put `prefix` before names.
 
     Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain. TypeError:
-      values are packed and scales are not uint8.
+      values or scales are no array, or have another dtype than a QuantizedArray's.
     """
+    for name, part in (("values", array.values), ("scales", array.scales)):
+        check_instance(f"{prefix}{name}", part, Shaped | np.ndarray, "a NumPy or JAX array")
+    as_dtype(f"{prefix}values", array.values.dtype, (*DTYPES, mxfp4.PACKED_DTYPE))
     shape, scales = array.values.shape, array.scales.shape
     if array.is_packed:
         as_dtype(f"{prefix}scales", array.scales.dtype, (mxfp4.PACKED_DTYPE,))
         return (mxfp4.GROUP, 1) if mxfp4.packed_axis(shape, scales, prefix) == -2 else (1, mxfp4.GROUP)
+    # bytes would be taken for numbers, though those beside packed values stand for exponents
+    as_dtype(f"{prefix}scales", array.scales.dtype, SCALE_DTYPES)
     check(len(shape) >= 2, f"{prefix}values must be [..., rows, columns], got {list(shape)}.")
     for block in itertools.product(BLOCKS[::-1], BLOCKS[::-1]):
         if scales_shape(shape, block) == scales:
@@ -298,11 +304,13 @@ def _rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
     """The value, checked to be a QuantizedArray with blocks of `rows` rows and BLOCK columns.
 
-    Raises: TypeError: it is no QuantizedArray, or its values are not in FP8. ValueError: its blocks have another size.
+    Raises: TypeError: it is no QuantizedArray, its values are not in FP8, or its scales are no floats. ValueError: its
+      blocks have another size.
     """
     check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
     assert isinstance(value, QuantizedArray)
     as_dtype(f"{name}.values", value.values.dtype, DTYPES)
+    as_dtype(f"{name}.scales", value.scales.dtype, SCALE_DTYPES)
     expected = scales_shape(value.shape, (rows, BLOCK))
     if value.scales.shape != expected:
         raise ValueError(

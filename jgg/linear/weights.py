@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_array, as_dtype, check
+from jgg.core.arguments import as_array, check
 from jgg.core.matrix import Matrix
-from jgg.core.quantized import BLOCK, DTYPES, QuantizedArray, QuantizedWeights, WeightForms, block_of, scales_shape
+from jgg.core.quantized import BLOCK, QuantizedArray, QuantizedWeights, WeightForms, block_of, scales_shape
 from jgg.linear.fp8 import Fp8, quantize_once
 
 Weights = jax.Array | QuantizedArray | QuantizedWeights
@@ -16,15 +16,13 @@ Weights = jax.Array | QuantizedArray | QuantizedWeights
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
     """Weights as a Matrix; what is quantized gets no gradient.
 
-    Raises: TypeError: they are no array, or are packed with other scales than uint8. ValueError: they are packed with
-      scales of another shape.
+    Raises: TypeError: they are no array, or a QuantizedArray of other dtypes. ValueError: no blocks explain its scales.
     """
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
         return Matrix(dense=array).with_forms(jax.lax.stop_gradient(value.forms))
     if isinstance(value, QuantizedArray):
-        if value.is_packed:  # or it has no shape
-            block_of(value, f"{name}.")
+        block_of(value, f"{name}.")
         return Matrix(straight=jax.lax.stop_gradient(value))
     return Matrix(dense=as_array(name, value))
 
@@ -39,7 +37,7 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
       dtype: what weights that are quantized again are dequantized to before, the dtype of x.
 
     Raises: ValueError: QuantizedWeights are given without a recipe, or their array and their FP8 forms have different
-      shapes; or no blocks explain the scales. TypeError: values are not in FP8.
+      shapes.
     """
     straight = matrix.straight
     if straight is None:
@@ -51,10 +49,7 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
         check(own == shape, f"{name}.array must be {list(shape)}, as what is quantized, got {list(own)}.")
         return matrix
     if recipe is None:
-        block_of(straight, f"{name}.")
         return matrix
-    if not straight.is_packed:
-        as_dtype(f"{name}.values", straight.values.dtype, DTYPES)
     if straight.is_packed or straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
         array = jax.lax.stop_gradient(straight.dequantize(dtype))
         return matrix.with_forms(quantize_once(name, array, recipe).forms)

@@ -190,7 +190,7 @@ class _Reader:
         if hasattr(stack.layers, "moe"):
             keeps = self.experts == "as stored"
             for name, value in read_params(self.model.config.hf, self.checkpoint, number, keeps):
-                yield f"moe.{name}", self._placed(name, value)
+                yield f"moe.{name}", self._placed(f"moe.{name}", value)
 
     def _placed(self, name: str, value: Any) -> Any:
         """A parameter on its devices, in the dtype that `load` says."""

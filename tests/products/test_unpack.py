@@ -1,5 +1,6 @@
 """Weights in MXFP4: every number with every scale, by plain JAX and by the kernel, and what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -218,6 +219,40 @@ def test_errors():
         jgg.QuantizedArray(array.values[0, :, 0], array.scales[0, :, 0]).dequantize()
     with pytest.raises(TypeError, match="values must be one of float8"):
         jgg.grouped_gemm(jgg.quantize_tokens(jnp.ones((4, 128))), random_packed((1, 32, 128), -1), jnp.asarray([4]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda w: {"scales": w.scales.astype(jnp.uint8)}, "scales must be one of float32, .* got uint8"),
+        (lambda w: {"scales": w.scales.astype(jnp.float8_e8m0fnu)}, "scales must be one of float32, .* got float8_e8m"),
+        (lambda w: {"scales": w.scales.tolist()}, "scales must be a NumPy or JAX array, got list"),
+        (lambda w: {"values": w.values.astype(jnp.bfloat16)}, "values must be one of .* uint8, got bfloat16"),
+        (lambda w: {"values": w.values.astype(jnp.int8)}, "values must be one of .* uint8, got int8"),
+        (lambda w: {"values": None}, "values must be a NumPy or JAX array, got None"),
+    ],
+)
+def test_dtypes_that_stand_for_nothing_are_refused(changed, message):
+    """Above all FP8 beside the bytes that scale MXFP4, which would be taken for the numbers 0 to 255."""
+    w = jgg.quantize_weights(jnp.ones((4, 128, 128)))
+    wrong = dataclasses.replace(w, **changed(w))
+    x, routing, sizes = jnp.ones((2, 128)), jgg.route(jnp.ones((2, 4)), 1), jnp.array([1, 1, 0, 0])
+    calls = {
+        "": wrong.dequantize,
+        r"w\.": lambda: jgg.grouped_gemm(x, wrong, sizes),
+        r"w_down\.": lambda: jgg.moe_mlp(x, w, wrong, routing, activation="ungated_relu"),
+        r"w_gate_up\.": lambda: jgg.moe_mlp(x, wrong, w, routing, activation="ungated_relu", quantization=jgg.Fp8()),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name}{message}"):
+            call()
+
+
+def test_quantized_rows_have_scales_of_floats():
+    x, w = jgg.quantize_tokens(jnp.ones((4, 128))), jgg.quantize_weights(jnp.ones((1, 128, 128)))
+    wrong = jgg.QuantizedArray(x.values, jnp.ones((4, 1), jnp.uint8))
+    with pytest.raises(TypeError, match=r"^x\.scales must be one of float32, .* got uint8"):
+        jgg.grouped_gemm(wrong, w, jnp.asarray([4]))
 
 
 def test_flax_layers_take_packed_weights():

@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import functools
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import jgg
 import jgg.hf
 import jgg.models
 import jgg.train
-from jgg.models import loss
+from jgg.models import loss, placement
 from jgg.models.head import Head
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
@@ -108,10 +109,21 @@ def check_masters():
 
 def check_folders():
     """Loading goes straight to the shards, saving gives the folder back, bit for bit."""
-    sharding = MoESharding(mesh(), **ALL)
-    with jax.transfer_guard_device_to_device("disallow_explicit"):
+    sharding, places = MoESharding(mesh(), **ALL), {}
+
+    def put(array, place):
+        places[np.shape(array)] = place
+        return placement.put(array, place)
+
+    with (
+        jax.transfer_guard_device_to_device("disallow_explicit"),
+        mock.patch("jgg.models.loading.put", side_effect=put),
+    ):
         model = jgg.models.load(DATA / "glm4_moe", sharding=sharding)
     assert_in_place(nnx.state(model), sharding)
+    for name in ("w_gate_up", "w_down"):  # of each layer, before it is put into the stack
+        shape, spec = getattr(model.layers.moe, name).shape[1:], sharding.weight_specs("ekn")[name]
+        assert places[shape].is_equivalent_to(sharding.named(spec), 3), (name, places[shape])
     with tempfile.TemporaryDirectory() as folder:
         jgg.models.save(model, Path(folder) / "copy")
         got, want = (jgg.hf.Checkpoint(each) for each in (Path(folder) / "copy", DATA / "glm4_moe"))
