@@ -24,10 +24,11 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
     jax_triton = _jax_triton()
     # An array that a kernel writes over can be a slice of a larger array, or its result can go into such a slice, as in
     # a scan. XLA would then let the kernel work on the slice in place, and forget that it writes over what it reads. It
-    # forgets that too where another operand is a slice. Barriers keep the arrays of such a kernel apart from slices.
+    # forgets that too where another operand or result is a slice. Barriers keep all arrays of such a kernel apart from
+    # slices.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
-    operands = launch.operands
+    operands = {key: each for key, each in launch.operands.items() if key not in refs}
     if refs:
         operands = {key: barrier(each) if isinstance(each, jax.Array) else each for key, each in operands.items()}
     new = [key for key in launch.outputs if key not in refs]
@@ -51,8 +52,8 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
     axes = varying_axes(*launch.arrays.values())
-    results = dict(zip(new, outputs, strict=True)) | {key: barrier(jax.freeze(ref)) for key, ref in refs.items()}
-    return {key: vary_over(axes, result) for key, result in results.items()}
+    results = dict(zip(new, outputs, strict=True)) | {key: jax.freeze(ref) for key, ref in refs.items()}
+    return {key: vary_over(axes, barrier(result) if refs else result) for key, result in results.items()}
 
 
 def _check_order(kernel: Any, launch: Launch, new: list[str]) -> None:

@@ -87,9 +87,10 @@ class Layer(nnx.Module):
         FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
         number of rows alone, so that calls with as many tokens compute alike.
         """
-        moe = self.config.moe
-        few = has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts)
-        return None if generates and few else self.moe.quantization
+        moe, quantization = self.config.moe, self.moe.quantization
+        if quantization is None or not generates:
+            return quantization
+        return None if has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts) else quantization
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""

@@ -18,6 +18,13 @@ from tests.support.models import loaded, reference
 EPSILON, FEATURES = 1e-5, 12
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """XLA multiplies as the kernels do; on a GPU its float32 products are in TF32 by default."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def random(seed, *shapes):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.standard_normal(shape), "float32") for shape in shapes]

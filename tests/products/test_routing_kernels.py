@@ -75,7 +75,8 @@ def test_logits_of_few_tokens_under_vmap(count, has_own_w, implementation):
     x = jnp.asarray(rng.normal(size=(count, 5, 300)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(count, 300, 17) if has_own_w else (300, 17)), jnp.float32)
     multiply = functools.partial(logits_few, How(implementation, current_target()))
-    got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
+    with jax.default_matmul_precision("highest"):  # where plain JAX multiplies, it would do so in TF32 on a GPU
+        got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
     wanted = np.matmul(np.asarray(x, np.float64), np.asarray(w, np.float64))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
 
