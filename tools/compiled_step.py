@@ -29,6 +29,7 @@ from flax import nnx
 import jgg
 import jgg.models
 from benchmarks.models import CONFIGS, EXPERTS, PARAMS, RUNS, config_of, make_step, options_of, random_model
+from jgg.models.parts import REMAT
 from jgg.models.placement import place
 from jgg.sharding import MoESharding
 from tools.hlo import report
@@ -138,20 +139,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", choices=RUNS, default="lora", help="(%(default)s)")
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(%(default)s)")
     parser.add_argument("--params", choices=PARAMS, default="bfloat16", help="as in benchmarks.models (%(default)s)")
-    parser.add_argument("--remat", default="names", help="as in Decoder (%(default)s)")
-    parser.add_argument("--axis", default="fsdp", help="the one that --devices are along (%(default)s)")
-    for name, default in (
-        ("layers", None),
-        ("unroll", 1),
-        ("rank", 16),
-        ("batch", 2),
-        ("sequence", 4096),
-        ("prompt", 128),
-        ("new-tokens", 64),
-        ("devices", 1),
-        ("top", 6),
+    parser.add_argument("--remat", choices=REMAT, default="names", help="as in Decoder (%(default)s)")
+    parser.add_argument("--axis", default="fsdp", help="the one of MoESharding that --devices are along (%(default)s)")
+    for name, default, what in (
+        ("layers", None, "number of layers, if fewer than the model's"),
+        ("unroll", 1, "layers of an iteration of the scan"),
+        ("rank", 16, "rank of the adapters"),
+        ("batch", 2, "sequences"),
+        ("sequence", 4096, "tokens of a sequence of a step"),
+        ("prompt", 128, "tokens of a prompt of --run generate"),
+        ("new-tokens", 64, "tokens generated after a prompt"),
+        ("devices", 1, "number of GPUs"),
+        ("top", 6, "how many kernels of each kind are printed"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
+        default_text = "all" if default is None else default
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default_text})")
     parser.add_argument(
         "--option",
         type=option,

@@ -17,7 +17,7 @@ from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, rotated
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
-PROJECTIONS = "attention_projections"  # a name of queries, keys and values, for a policy of `jax.checkpoint`
+PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
 
 
 class Cache(NamedTuple):

@@ -49,9 +49,10 @@ class Decoder(nnx.Module):
       param_dtype: dtype of the parameters, one of the same.
       remat: which results of the forward pass stay in memory until the backward pass, which computes all others again.
         "none": nothing is computed again. "names": each layer keeps x and the pre-activation of its experts, the
-        router's choice, and the sum of x and attention. "attention": as "names", and also what attention gives before
-        its last product, 2 bytes for each of a token's features in 16 bits, with a float32 for each of its heads, so
-        that a GPU need not attend again. "all": each layer keeps only the x that it is called with.
+        router's choice, and the sum of x and attention. "attention": of these all but x, which is computed again from
+        the sum, and also the products that give queries, keys and values, and what attention gives before its last
+        product, with a float32 for each head of a token, so that a GPU need not attend again. "all": each layer keeps
+        only the x that it is called with.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
         to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.

@@ -193,6 +193,11 @@ class Product[Results]:
             return lower(context, *args, call=call)
 
 
+def split_by_xla[Results](plain: Callable[..., Results]) -> Callable[..., Results]:
+    """The `several` of a product that plain JAX computes on several devices: XLA splits it."""
+    return lambda how, operands, **parameters: plain(operands, **parameters)
+
+
 def _of_a_device(params: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:
     """The parameters for one device's part of the features and experts."""
     call: Call = params["call"]

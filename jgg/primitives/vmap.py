@@ -12,7 +12,8 @@ batch axis, [B, ...].
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -174,6 +175,12 @@ def more_rows[Results](compute: Callable[[Any], Results], operands: Any, batched
         return None
     results = compute(type(operands)(*map(flat, operands)))
     return jax.tree.map(lambda result: result.reshape(size, num_rows, *result.shape[1:]), results)
+
+
+def each_by_xla[Results](plain: Callable[..., Results], operands: Any, batched: Any, **parameters: Hashable) -> Results:
+    """The results of each problem in plain JAX, for operands that one product for all and a loop would both copy."""
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+    return jax.vmap(functools.partial(plain, **parameters), in_axes=(axes,))(operands)
 
 
 def for_each(arrays: Any, batched: Any, size: int) -> Any:

@@ -15,7 +15,7 @@ from jgg.core.quantized import Format, QuantizedArray, quantize, quantized_types
 from jgg.launching.choice import How, Launcher
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products.launches import activations as launches
 from jgg.products.launches.activations import (
     Activate,
@@ -71,7 +71,7 @@ ACTIVATE: Product[Activated] = Product(
     letters=lambda operands, stored_as=None, **_: (
         Letters({"pre_activation": _EACH}, (_EACH,), ("",)) if stored_as is None else None
     ),
-    several=lambda how, operands, **parameters: _activate_plainly(operands, **parameters),
+    several=split_by_xla(_activate_plainly),
     merge_batch=_merge_activate,
 )
 """The activation of a pre-activation, as Activated; XLA computes an activation that the kernels do not know.
@@ -160,7 +160,7 @@ ACTIVATE_BACKWARD: Product[ActivationGradients] = Product(
     plain=_backward_plainly,
     launch=_launch_backward,
     letters=_backward_letters,
-    several=lambda how, operands, **parameters: _backward_plainly(operands, **parameters),
+    several=split_by_xla(_backward_plainly),
     merge_batch=_merge_backward,
 )
 """The gradients of ACTIVATE, as ActivationGradients.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type
+from jgg.primitives import vmap
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 _PART = 256  # keys of a program; longer caches take a second kernel
 _STEP_BYTES = 16_384  # of the keys of a step, of which there are 64 if features are few
@@ -87,7 +88,7 @@ def _plain(operands: AttendOne, scale: float, window: int | None) -> Attended:
 
 
 def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int | None) -> Attended:
-    from jgg.kernels.attend_one import add_parts_kernel, attend_one_kernel
+    from jgg.kernels.attend_one import attend_one_kernel
 
     batch, heads, features = operands.q.shape
     capacity, kv_heads = operands.k_cache.shape[2:4]
@@ -127,32 +128,35 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )
     results = launcher.run(attend_one_kernel, of_part)
-    if parts > 1:
-        names = "positions", "is_local", "sinks"
-        added = Launch(
-            operands={
-                "parts": results["attended"],
-                "highest_logits": results["highest_logits"],
-                "totals": results["totals"],
-                **{name: getattr(operands, name) for name in names},
-            },
-            outputs={"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)},
-            constants=sizes | {"HEADS": heads, "BLOCK_PARTS": _BLOCK_PARTS},
-            grid=(batch, heads),
-            bytes_accessed=4 * results["attended"].size,
-        )
-        results |= launcher.run(add_parts_kernel, added)
-    return Attended(results["attended"], results["k_cache"], results["v_cache"])
+    added = results["attended"] if parts == 1 else _sum_of_parts(launcher, operands, results, sizes)
+    return Attended(added, results["k_cache"], results["v_cache"])
 
 
-def _several(how: How, operands: AttendOne, scale: float, window: int | None) -> Attended:
-    return _plain(operands, scale, window)
+def _sum_of_parts(
+    launcher: Launcher, operands: AttendOne, parts: dict[str, jax.Array], sizes: dict[str, int]
+) -> jax.Array:
+    """The result [B, heads, D] of what `attend_one_kernel` gives for each part of a long cache."""
+    from jgg.kernels.attend_one import add_parts_kernel
+
+    batch, heads, _ = operands.q.shape
+    names = "positions", "is_local", "sinks"
+    launch = Launch(
+        operands={
+            "parts": parts["attended"],
+            "highest_logits": parts["highest_logits"],
+            "totals": parts["totals"],
+            **{name: getattr(operands, name) for name in names},
+        },
+        outputs={"attended": jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)},
+        constants=sizes | {"HEADS": heads, "BLOCK_PARTS": _BLOCK_PARTS},
+        grid=(batch, heads),
+        bytes_accessed=4 * parts["attended"].size,
+    )
+    return launcher.run(add_parts_kernel, launch)["attended"]
 
 
 def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, scale: float, window: int | None) -> Attended:
-    """Attends in plain JAX: a loop, or one call for all, would copy caches that XLA batches as they are."""
-    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-    return jax.vmap(lambda each: _plain(each, scale, window), in_axes=(axes,))(operands)
+    return vmap.each_by_xla(_plain, operands, batched, scale=scale, window=window)
 
 
 ATTEND_ONE: Product[Attended] = Product(
@@ -161,7 +165,7 @@ ATTEND_ONE: Product[Attended] = Product(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=_several,
+    several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
 """Attended; the parameters are the factor of the logits, and how many of the last tokens are seen, None for all."""

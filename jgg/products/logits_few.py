@@ -13,7 +13,7 @@ from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher, is_plain_jax
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 _MOST_ROWS = 64
 _PART = 256  # features of a program
@@ -57,10 +57,6 @@ def _plain(operands: LogitsFew) -> jax.Array:
     return jnp.einsum("tph,phe->pte", x, w)
 
 
-def _several(how: How, operands: LogitsFew) -> jax.Array:
-    return _plain(operands)
-
-
 def _launch(launcher: Launcher, operands: LogitsFew) -> jax.Array:
     from jgg.kernels.logits_few import logits_few_kernel
 
@@ -89,8 +85,7 @@ def _launch(launcher: Launcher, operands: LogitsFew) -> jax.Array:
 def _merge_batch(how: How, operands: LogitsFew, batched: LogitsFew) -> jax.Array:
     x, w = operands
     if batched.w or x.shape[0] * x.shape[1] > _MOST_ROWS:
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        return jax.vmap(_plain, in_axes=(axes,))(operands)
+        return vmap.each_by_xla(_plain, operands, batched)
     parts = LOGITS_FEW(how, LogitsFew(vmap.flat(x), w))
     return jnp.moveaxis(parts.reshape(len(parts), *x.shape[:2], w.shape[1]), 1, 0)
 
@@ -101,7 +96,7 @@ LOGITS_FEW: Product[jax.Array] = Product(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=_several,
+    several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
 """The products of parts of the reduced axis, float32 [parts, T, E], whose sum is x @ w."""

@@ -115,7 +115,7 @@ def _launch(launcher: Launcher, operands: Norm, epsilon: float, added_scale: flo
     return Normalized(written.get("total"), written["y"])
 
 
-def _merge(how: How, operands: Norm, batched: Norm, **parameters: Any) -> Normalized | None:
+def _merge_batch(how: How, operands: Norm, batched: Norm, **parameters: Any) -> Normalized | None:
     if batched.scale:
         return None
     size = vmap.batch_size(operands, batched)
@@ -130,7 +130,7 @@ def _letters(operands: Norm, **_: Any) -> Letters:
 
 
 NORM: Product[Normalized] = Product(
-    "norm", Norm, result_types=_types, plain=_plain, launch=_launch, letters=_letters, merge_batch=_merge
+    "norm", Norm, result_types=_types, plain=_plain, launch=_launch, letters=_letters, merge_batch=_merge_batch
 )
 """The RMS norm of each row, as Normalized.
 

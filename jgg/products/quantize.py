@@ -22,7 +22,7 @@ from jgg.core.quantized import (
 )
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 ROW_BLOCK = 1, BLOCK
 WEIGHT_BLOCK = BLOCK, BLOCK
@@ -85,7 +85,7 @@ QUANTIZE_ROWS: Product[QuantizedArray] = Product(
     result_types=_row_types,
     plain=_rows_plainly,
     launch=_launch_rows,
-    several=lambda how, operands, **parameters: _rows_plainly(operands, **parameters),
+    several=split_by_xla(_rows_plainly),
 )
 """The rows as a QuantizedArray, with a scale for 128 features of a row; the parameter is the Format."""
 
@@ -161,7 +161,7 @@ QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
     result_types=_weight_types,
     plain=_weights_plainly,
     launch=_launch_weights,
-    several=lambda how, operands, **parameters: _weights_at_once(operands, **parameters),
+    several=split_by_xla(_weights_at_once),
 )
 """QuantizedMatrices of weights: their values if it `keeps` them, and the values transposed if it `transposes` them."""
 

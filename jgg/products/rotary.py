@@ -11,7 +11,7 @@ from jgg.core.problem import MAX_ROWS
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products.norm import rms_norm
 
 _BLOCK = 1024  # pairs of a program: a thread has eight of each array
@@ -139,17 +139,15 @@ def _launch(launcher: Launcher, operands: Rotary, head_features: int, epsilon: f
     return Rotated(results["rotated_q"], results["rotated_k"])
 
 
-def _merge(how: How, operands: Rotary, batched: Rotary, **parameters: Any) -> Rotated | None:
+def _merge_batch(how: How, operands: Rotary, batched: Rotary, **parameters: Any) -> Rotated | None:
     is_angle_batched = batched.cos or batched.sin
     one_each = operands.cos.shape[-2] == operands.q.shape[-2]
     if batched.q_scale or batched.k_scale or (is_angle_batched and not one_each):
         return None
     size = vmap.batch_size(operands, batched)
-    q, k = (vmap.flat(vmap.for_each(getattr(operands, n), getattr(batched, n), size)) for n in ("q", "k"))
-    cos, sin = operands.cos, operands.sin
-    if is_angle_batched:
-        cos, sin = (vmap.flat(vmap.for_each(getattr(operands, n), getattr(batched, n), size)) for n in ("cos", "sin"))
-    results = ROTARY(how, operands._replace(q=q, k=k, cos=cos, sin=sin), **parameters)
+    names = ("q", "k", "cos", "sin") if is_angle_batched else ("q", "k")
+    merged = {n: vmap.flat(vmap.for_each(getattr(operands, n), getattr(batched, n), size)) for n in names}
+    results = ROTARY(how, operands._replace(**merged), **parameters)
     return jax.tree.map(lambda result: result.reshape(size, -1, result.shape[1]), results)
 
 
@@ -159,8 +157,8 @@ ROTARY: Product[Rotated] = Product(
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    several=lambda how, operands, **parameters: _plain(operands, **parameters),
-    merge_batch=_merge,
+    several=split_by_xla(_plain),
+    merge_batch=_merge_batch,
 )
 """Queries and keys whose heads are normalized, where they have scales, and rotated, as Rotated.
 
@@ -227,7 +225,7 @@ ROTARY_BACKWARD: Product[RotaryGradients] = Product(
     result_types=_backward_types,
     plain=_backward_plainly,
     launch=_launch_backward,
-    several=lambda how, operands, **parameters: _backward_plainly(operands, **parameters),
+    several=split_by_xla(_backward_plainly),
 )
 """The gradients of ROTARY, as RotaryGradients, with its parameters.
 

@@ -13,7 +13,7 @@ from jgg.core import mxfp4
 from jgg.core.quantized import QuantizedArray
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 _BLOCK = 16, 256  # rows and columns of bytes that a program unpacks
 _BLOCK_ALONG_COLUMNS = 32, 128  # the same where two columns share a byte
@@ -69,7 +69,7 @@ UNPACK: Product[jax.Array] = Product(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=lambda how, operands, dtype: _plain(operands, dtype),
+    several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
 """The numbers of a packed QuantizedArray, in the dtype that is the parameter."""

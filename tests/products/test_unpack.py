@@ -124,11 +124,15 @@ def test_grouped_gemm(w_layout, axis):
     ("num_tokens", "w_layout", "implementation"),
     [
         (9, "ekn", None),
-        pytest.param(200, "enk", None, marks=pytest.mark.thorough),
+        pytest.param(200, "enk", None, marks=pytest.mark.sweep),
         *(
-            pytest.param(num_tokens, w_layout, "interpret", marks=[pytest.mark.interpret, pytest.mark.thorough])
-            for num_tokens in (9, 200)
-            for w_layout in ("ekn", "enk")
+            pytest.param(num_tokens, w_layout, "interpret", marks=[pytest.mark.interpret, mark])
+            for num_tokens, w_layout, mark in (
+                (9, "enk", pytest.mark.thorough),  # read as they are packed
+                (200, "ekn", pytest.mark.thorough),  # unpacked before
+                (9, "ekn", pytest.mark.sweep),
+                (200, "enk", pytest.mark.sweep),
+            )
         ),
     ],
 )
@@ -265,7 +269,7 @@ def test_flax_layers_take_packed_weights():
     results = []
     for weights in (packed, dense):
         jgg.nnx.load_params(layer, params | weights)
-        results.append(nnx.value_and_grad(lambda layer: jnp.sum(layer(x) ** 2))(layer))
+        results.append(nnx.jit(nnx.value_and_grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer))
         layer = jgg.nnx.MoE(64, 32, num_experts=4, **options, rngs=nnx.Rngs(0))
     (got, d_got), (want, d_want) = results
     assert largest_error(got, want) < 1e-5
