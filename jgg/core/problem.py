@@ -163,9 +163,10 @@ class GroupedGemmProblem:
 def has_few_rows(num_rows: int, num_groups: int) -> bool:
     """Whether groups have so few rows, on average, that a product takes the time of reading the weights.
 
-    Quantized weights are then read as they are stored, and converted to the dtype of x on the way.
+    Quantized weights are then read as they are stored, and converted to the dtype of x on the way. A symbolic number of
+    rows, in an exported program, is not few.
     """
-    return num_rows <= _FEW_ROWS * num_groups
+    return not jax.export.is_symbolic_dim(num_rows) and num_rows <= _FEW_ROWS * num_groups
 
 
 def check_problem(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
@@ -65,8 +66,10 @@ def _attend_to_all(
     So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
     """
     length, dtype = q.shape[1], q.dtype
+    if segments is None or jax.export.is_symbolic_dim(length):
+        return _attend(q, k, v, sinks, segments, scale=scale)
     size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
-    if segments is None or length <= size:
+    if length <= size:
         return _attend(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []
