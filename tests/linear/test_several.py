@@ -54,6 +54,18 @@ def test_values_and_gradients(ranks, implementation):
 
 
 @pytest.mark.interpret
+def test_adapters_of_several_dtypes():
+    x, matrices, biases, dy = make()
+    first, *others = matrices
+    matrices = (jax.tree.map(lambda array: array.astype(jnp.float16), first), *others)
+    arrays = x.astype(jnp.float16), matrices, biases, tuple(own.astype(jnp.float16) for own in dy)
+    got = jax.jit(functools.partial(with_gradients, several))(*arrays)
+    want = with_gradients(functools.partial(each_alone, layer=functools.partial(dense, implementation="xla")), *arrays)
+    assert jax.tree.map(lambda array: array.dtype, got) == jax.tree.map(lambda array: array.dtype, want)
+    assert_same(got, want, 5e-3)
+
+
+@pytest.mark.interpret
 def test_under_vmap():
     elements = [make(rows=(3,), seed=seed)[:3] for seed in range(2)]
     arrays = jax.tree.map(lambda *each: jnp.stack(each), *elements)
