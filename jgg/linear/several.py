@@ -173,8 +173,10 @@ def _factors(matrices: Sequence[Matrix]) -> tuple[Factors, ...]:
 
 
 def _joined_a(matrices: Sequence[Matrix]) -> jax.Array:
-    """a of all layers side by side, [K, sum of r]."""
-    return jnp.concatenate([own.a for own in _factors(matrices)], axis=1)
+    """a of all layers side by side, [K, sum of r], in their dtype; in float32 if they have several."""
+    each = [own.a for own in _factors(matrices)]
+    dtype = each[0].dtype if len({a.dtype for a in each}) == 1 else jnp.float32
+    return jnp.concatenate([a.astype(dtype) for a in each], axis=1)
 
 
 def _places(matrices: Sequence[Matrix]) -> list[slice]:

@@ -42,10 +42,12 @@ def float32_masters(optimizer: optax.GradientTransformation) -> optax.GradientTr
       optimizer: the optimizer of optax for the masters. It gets gradients and parameters in float32.
 
     Returns:
-      An optimizer of optax, which must be the last of a chain. Its `init` takes the parameters for the masters' first
-      values. Its `update` needs the parameters, and returns updates in float32: `optax.apply_updates` gives each
-      parameter the master's value, rounded to nearest. If that is less than 2**-15 of the parameter's value before (for
-      float16: 2**-12), it is off by up to 2**-24 of that one until the next step.
+      An optimizer of optax, which must be the last of a chain. What takes or leaves an optimizer's updates goes within,
+      as in `float32_masters(optax.apply_if_finite(optimizer, 5))`, and so does `optax.MultiSteps`, which then adds up
+      gradients in float32. `init` takes the parameters for the masters' first values. `update` needs the parameters,
+      and returns updates in float32: `optax.apply_updates` gives each parameter the master's value, rounded to nearest.
+      If that is less than 2**-15 of the parameter's value before (for float16: 2**-12), it is off by up to 2**-24 of
+      that one until the next step.
     """
     check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
     inner = optax.with_extra_args_support(optimizer)

@@ -84,6 +84,18 @@ def test_few_rows_by_one_kernel(num_rows, dtype, implementation):
 
 
 @pytest.mark.interpret
+def test_adapters_of_several_dtypes():
+    x, matrices, biases, dy = make()
+    first, *others = matrices
+    matrices = (jax.tree.map(lambda array: array.astype(jnp.float16), first), *others)
+    arrays = x.astype(jnp.float16), matrices, biases, tuple(own.astype(jnp.float16) for own in dy)
+    got = jax.jit(functools.partial(with_gradients, several))(*arrays)
+    want = with_gradients(functools.partial(each_alone, layer=functools.partial(dense, implementation="xla")), *arrays)
+    assert jax.tree.map(lambda array: array.dtype, got) == jax.tree.map(lambda array: array.dtype, want)
+    assert_same(got, want, 5e-3)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("ranks", [RANKS, (None, None, None)])
 def test_under_vmap(ranks):
     elements = [make(rows=(3,), ranks=ranks, seed=seed)[:3] for seed in range(2)]

@@ -126,6 +126,18 @@ def test_partition_and_multi_steps():
     np.testing.assert_array_equal(twice["offset"], params["offset"])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_steps_of_gradients_that_are_not_finite_are_left_out(bad):
+    params = params_of("bfloat16")
+    optimizer = float32_masters(optax.apply_if_finite(optax.adamw(0.1), 5))
+    want, state = trained(optimizer, params, steps=1)
+    gradients = gradients_at(1, params)
+    gradients["w"] = gradients["w"].at[3, 2].set(bad)
+    updates, skipped = jax.jit(optimizer.update)(gradients, state, want)
+    jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(want, updates), want)
+    jax.tree.map(np.testing.assert_array_equal, skipped.masters, state.masters)
+
+
 class Line(nnx.Module):
     """x @ w + offset, in which w is bfloat16 and offset float32."""
 

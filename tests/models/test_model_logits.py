@@ -69,3 +69,18 @@ def test_logits_of_the_first_tokens_need_no_more(family, length):
     expected = reference(family)
     logits = logits_of(loaded(family), expected["tokens"][:, :length])
     np.testing.assert_allclose(logits, expected["logits"][:, :length], rtol=0, atol=1e-4)
+
+
+def test_a_program_is_exported_for_any_number_of_sequences_and_tokens():
+    expected = reference("qwen3_moe")
+    graphdef, state = nnx.split(loaded("qwen3_moe"))
+
+    @jax.jit
+    def logits(state, tokens, segments):
+        return nnx.merge(graphdef, state)(tokens, segments=segments)
+
+    tokens = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, length"), jnp.int32)
+    exported = jax.export.export(logits)(state, tokens, tokens)
+    tokens = jnp.asarray(expected["tokens"], jnp.int32)
+    got = exported.call(state, tokens, jnp.ones_like(tokens))
+    np.testing.assert_allclose(got, expected["logits"], rtol=0, atol=1e-4)
