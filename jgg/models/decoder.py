@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
           tokens, targets, segments, mask: as in `losses`.
           weights: number or bool [B, S], by default 1 / (B S) for all; `learned / learned.sum()` gives the mean over
             the targets where `learned` is 1. A target with the weight 0 has no part in the loss, in a traced program
-            whatever its id. The gradient of the weights is the losses.
+            whatever its id. The gradient of the weights is the losses; of a weight 0 whose loss is NaN, it is 0.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         weights = as_weights("weights", weights, tokens)

@@ -99,15 +99,16 @@ def _loss_fwd(
     if x.dtype == jnp.float16:  # the mean's weights times probabilities would be too small for it
         unit = jnp.ldexp(unit, jnp.frexp(jnp.max(jnp.abs(weights), initial=0.0))[1])  # exact: a power of 2
     losses, dx, dw = _differentiated(x, w, targets, weights / unit, None, head)
-    return _weighted_sum(losses, weights), (losses, dx, dw, unit)
+    d_weights = jnp.where((weights == 0) & jnp.isnan(losses), 0.0, losses)  # what is left out has no gradient either
+    return _weighted_sum(losses, weights), (d_weights, dx, dw, unit)
 
 
 def _loss_bwd(
     head: Head, residuals: tuple[jax.Array, ...], d_loss: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    losses, dx, dw, unit = residuals
+    d_weights, dx, dw, unit = residuals
     dx, dw = ((each.astype(jnp.float32) * (d_loss * unit)).astype(dx.dtype) for each in (dx, dw))
-    return dx, dw, None, losses * d_loss
+    return dx, dw, None, d_weights * d_loss
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)

@@ -104,6 +104,8 @@ def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
     np.testing.assert_array_equal(losses, np.where(is_known, wanted[1], np.nan))
     # what has no weight has no part in them
     jax.tree.map(np.testing.assert_array_equal, (gradients, own), (wanted[0], want))
+    d_weights = jax.jit(jax.grad(one_sum, argnums=3))(x, w, targets, weights)
+    np.testing.assert_array_equal(d_weights, np.where(is_known, losses, 0))
     (dx, _), _, (value, (own_dx, _)) = run(targets, jnp.ones((2, 3)))
     assert np.isnan(value)
     for each in (dx, own_dx):
