@@ -7,7 +7,8 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.core.quantized import is_quantized
+from jgg.core.arguments import check
+from jgg.core.quantized import QuantizedArray, block_of, is_quantized
 from jgg.experts.layer_options import LayerOptions, check_layer
 from jgg.layers import MoELayer, dense_init, expert_init
 from jgg.linear.fp8 import Fp8
@@ -90,13 +91,14 @@ class MoE(nn.Module, LayerOptions):
           topk_indices, mask: as in `jgg.nnx.MoE`.
         """
         layer = MoELayer.of(self, x.shape[-1])
-        params = {}
+        params: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.shapes.items():
             init = self.kernel_init if len(shape) == 3 else self.router_init
             init = self.bias_init if name.startswith("b_") else init
             init = init if self.sharding is None else self.sharding.split_init(init, name)
-            params[name] = self.param(name, init, shape, self.param_dtype)
-        adapters = {}
+            packed = self._packed(name, shape)
+            params[name] = self.param(name, init, shape, self.param_dtype) if packed is None else packed
+        adapters: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.adapter_shapes.items():
             init = adapter_init(name, shape)
             init = init if self.sharding is None else self.sharding.split_init(init, name)
@@ -121,3 +123,12 @@ class MoE(nn.Module, LayerOptions):
         for name, value in metrics._asdict().items():
             self.sow("intermediates", name, value)
         return y
+
+    def _packed(self, name: str, shape: tuple[int, ...]) -> QuantizedArray | None:
+        """The parameter of this name if it is in MXFP4: Flax compares shapes, and its bytes have another."""
+        value = nn.unbox(self.get_variable("params", name))
+        if not isinstance(value, QuantizedArray):
+            return None
+        block_of(value, f"{name}.")
+        check(value.shape == shape, f"{name} must have the layer's shape {list(shape)}, got {list(value.shape)}.")
+        return value if value.is_packed else None

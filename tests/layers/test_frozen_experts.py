@@ -2,6 +2,7 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +82,26 @@ def test_quantized_experts(recipe):
     linen_y, gradients = linens(params)
     assert_close((linen_y, gradients["w_router"]), (y, got["w_router"][...]))
     assert not any(np.any(leaf) for name in EXPERTS for leaf in jax.tree.leaves(gradients[name]))
+
+
+@pytest.mark.parametrize("in_boxes", [False, True])
+def test_linen_takes_packed_experts(in_boxes):
+    """Their bytes have another shape than the parameters that Flax expects."""
+    module = jgg.linen.MoE(hidden_features=32, num_experts=4, topk=2)
+    x = X[..., :64]
+    dense = module.init(jax.random.key(0), x)["params"]
+    packed = {"w_gate_up": random_packed((4, 64, 64), -2), "w_down": random_packed((4, 32, 64), -2)}
+
+    def run(router, weights):
+        params = dense | weights | {"w_router": router}
+        params = {name: nn.Partitioned(w, (None,) * len(w.shape)) if in_boxes else w for name, w in params.items()}
+        return jnp.sum(jnp.square(module.apply({"params": params}, x)))
+
+    both = jax.jit(jax.value_and_grad(run))
+    expected = both(dense["w_router"], {name: w.dequantize(jnp.float32) for name, w in packed.items()})
+    assert_close(both(dense["w_router"], packed), expected)
+    with pytest.raises(ValueError, match=r"w_down must have the layer's shape \[4, 32, 64\], got \[4, 64, 64\]"):
+        run(dense["w_router"], packed | {"w_down": packed["w_gate_up"]})
 
 
 def test_a_param_that_is_quantized_has_a_gradient_of_zeros():
