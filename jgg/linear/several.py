@@ -24,6 +24,7 @@ from jgg.products.low_rank import LowRankTerm
 from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, Projected, ProjectFew
 
 Layers = tuple[Linear, ...]
+_COLUMNS = 16
 
 
 class Operands(NamedTuple):
@@ -158,10 +159,15 @@ def _gradient_of_x(
     """The sum of dy @ (w + a b)^T over the layers: the first one's product, with all other factors as its term."""
     dtype, (dy, *others) = layers[0].problem.dtype, gradients
     first, *further = (matrix.dense for matrix in matrices)
-    rows = jnp.concatenate([*others, d_rows], axis=1)
-    reduced = jnp.concatenate([*further, _joined_a(matrices).astype(dtype)], axis=1)
+    rows, reduced = _side_by_side(*others, d_rows), _side_by_side(*further, _joined_a(matrices).astype(dtype))
     operands = Dx(dy, first[None], routes.bounds, low_rank=LowRankTerm(rows, reduced[None]))
     return DX(layers[0].how, operands, problem=layers[0].problem).dx
+
+
+def _side_by_side(*arrays: jax.Array) -> jax.Array:
+    """All columns, and zeros up to a multiple of _COLUMNS: rows are aligned, and a mesh splits them evenly."""
+    joined = jnp.concatenate(arrays, axis=1)
+    return jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % _COLUMNS)))
 
 
 def _sum_of_rows(own: Linear, dy: jax.Array, routes: Routes) -> jax.Array:

@@ -159,3 +159,12 @@ def test_x_is_read_once_for_all_factors(launched):
     alone = functools.partial(each_alone, layer=functools.partial(dense, implementation="triton"))
     # one launch rather than three for x @ a, for the gradient of a, and for the gradient of x
     assert count(functools.partial(dense_several, implementation="triton")) == count(alone) - 3 * 2
+
+
+def test_a_mesh_can_split_what_is_reduced_for_x_evenly(launched):
+    x, matrices, biases, dy = jax.tree.map(lambda array: array.astype(jnp.bfloat16), make(rows=(64,)))
+    with jgg.target(90, 132):
+        run = jax.jit(functools.partial(with_gradients, functools.partial(dense_several, implementation="triton")))
+        run.trace(x, matrices, biases, dy).lower(lowering_platforms=("cuda",))
+    columns = {array.shape[-1] for _, launch in launched for array in launch.arrays.values() if array.ndim}
+    assert 48 in columns and sum(FEATURES[1:]) + sum(RANKS) == 34
