@@ -18,7 +18,8 @@ def compiler_options() -> dict[str, bool]:
 
         step = jax.jit(step, donate_argnums=0, compiler_options=jgg.train.compiler_options())
 
-    JAX takes options of the outermost `jax.jit` alone. Those of a whole process are in the environment:
+    JAX takes options of the outermost `jax.jit` alone, and `nnx.jit` takes none: split the model with `nnx.split`
+    before, or set them for a whole process in the environment:
     XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
     """
     return dict(_OPTIONS) if jax.default_backend() == "gpu" else {}
