@@ -24,7 +24,7 @@ COLORS = {  # of a theme: of each bar with the number in it
 }
 TITLE = "The experts of Qwen3-30B-A3B by library, tokens/s"
 SUBTITLE = "bfloat16, 8,192 tokens, one GPU; each group's fastest bar has full length; higher is better"
-MODELS_TITLE = "Whole models on one GPU, tokens/s"
+MODELS_TITLE = "Whole models on one H200, tokens/s"
 MODELS_SUBTITLE = "random weights of the real sizes; each group's fastest bar has full length; higher is better"
 Bar = tuple[str, float | str, tuple[str, str], bool]  # its label, tokens/s or words, its colors, whether it is bold
 TOP, HEADING, BAR = 82, 24, 20  # pixels
