@@ -336,7 +336,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"^w_down\.array must be \[4, 144, 136\], as what is quantized, got \[5,"):
         forward(arrays | {"w_down": fewer}, routing, jgg.Fp8())
     other = jgg.QuantizedArray(weights.forms.straight.values, jnp.ones((5, 3, 5)))
-    with pytest.raises(ValueError, match=r"^scales must be of blocks of \(1, 32, 128\) rows and columns"):
+    with pytest.raises(ValueError, match=r"^w_down\.scales must be of blocks of \(1, 32, 128\) rows and columns"):
         forward(arrays | {"w_down": other}, routing, jgg.Fp8())
 
 
