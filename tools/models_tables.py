@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from tools.measurements import Row, measurements, table
 
 MODEL_NAMES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b"}
+NUM_LAYERS = {"qwen3-30b-a3b": 48, "gpt-oss-20b": 24}
 EXPERT_NAMES = {"bfloat16": "bfloat16", "fp8": "FP8", "as-stored": "MXFP4"}
 PARAMS_NAMES = {"bfloat16": "bfloat16", "float32": "float32", "masters": "bfloat16, with float32 masters"}
 PICTURED_GPU = "H200"
@@ -27,7 +28,7 @@ def _rows_of_steps() -> Iterator[Row]:
 
 
 def _cells_of_step(row: Row) -> Iterator[str]:
-    layers = f", {row['layers']} of its 48 layers" if row["layers"] else ""
+    layers = f", {row['layers']} of its {NUM_LAYERS[row['model']]} layers" if row["layers"] else ""
     yield MODEL_NAMES[row["model"]] + layers
     is_lora = row["run"] == "lora"
     trained = (
