@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type
+from jgg.primitives import vmap
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 MOST_ROWS = 64
 _STEP_BYTES = 512  # of a row of x in a step
@@ -57,10 +58,6 @@ def _plain(operands: ProjectFew) -> Projected:
     return Projected(*((y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype) for y, bias in products))
 
 
-def _several(how: How, operands: ProjectFew) -> Projected:
-    return _plain(operands)
-
-
 def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:
     from jgg.kernels.project_few import project_few_kernel
 
@@ -88,8 +85,7 @@ def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:
 
 
 def _merge_batch(how: How, operands: ProjectFew, batched: ProjectFew) -> Projected:
-    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-    return jax.vmap(_plain, in_axes=(axes,))(operands)
+    return vmap.each_by_xla(_plain, operands, batched)
 
 
 PROJECT_FEW: Product[Projected] = Product(
@@ -98,7 +94,7 @@ PROJECT_FEW: Product[Projected] = Product(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=_several,
+    several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
 """The three products of the same rows, at most MOST_ROWS of them."""
