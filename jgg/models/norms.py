@@ -46,8 +46,7 @@ def add_and_norm(
     """Returns x + added * added_scale and its norm, both [..., H]."""
     how = how_of_rows(implementation)
     if how is None:
-        total = checkpoint_name(x + added * added_scale, TOTAL)
-        return total, _plain(total, scale, epsilon)
+        return sum_and_norm(x, added, added_scale, scale, epsilon, implementation)
     total, y = _normalized(_Options(how, epsilon, added_scale, gives_total=True), x, added, scale)
     assert total is not None
     return total, y
