@@ -23,6 +23,7 @@ def dense(
     *,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Computes `x @ (w + a b) + bias` in the dtype of x, differentiable in x and in what of the matrix is trained.
 
@@ -32,10 +33,19 @@ def dense(
       bias: [N], or None.
       precision: for float32, as in `jgg.grouped_gemm`; None for that of `jax.default_matmul_precision`.
       implementation: as in `jgg.grouped_gemm`; None takes the kernels where they were measured to be faster than XLA.
+      batch_invariant: with None, take the kernels on every GPU: they add in an order that K alone fixes, so that the
+        bits of a row do not depend on the number of rows.
 
     Returns: [..., N].
     """
-    linear = dense_layer(x, matrix, has_bias=bias is not None, precision=precision, implementation=implementation)
+    linear = dense_layer(
+        x,
+        matrix,
+        has_bias=bias is not None,
+        precision=precision,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
+    )
     operands = dense_operands(linear, x, matrix, bias)
     y = compute(linear, operands)
     return y if linear.is_plain else y.reshape(*x.shape[:-1], y.shape[-1])
@@ -51,6 +61,7 @@ def dense_layer(
     dw_dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Linear:
     """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K].
 
@@ -77,7 +88,7 @@ def dense_layer(
         is_dense=True,
     )
     target = current_target()
-    if implementation is None and not is_plain_jax(None):
+    if implementation is None and not batch_invariant and not is_plain_jax(None):
         implementation = None if is_faster_by_kernels(problem, target, has_term=matrix.factors is not None) else "xla"
     if problem.is_symbolic:
         implementation = "xla"

@@ -8,7 +8,7 @@ and written once for each layer. Three layers of few rows without LoRA, as in de
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,24 +49,24 @@ def dense_several(
     biases: Sequence[jax.Array | None],
     *,
     implementation: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes `dense(x, matrix, bias)` for each matrix and bias.
 
     Args:
-      x, implementation: as in `dense`.
+      x, implementation, batch_invariant: as in `dense`.
       matrices, biases: as many of each as there are layers.
 
     Returns: [..., N] of each layer.
     """
     pairs = list(zip(matrices, biases, strict=True))
-    layers = tuple(
-        dense_layer(x, matrix, has_bias=bias is not None, implementation=implementation) for matrix, bias in pairs
-    )
+    how: Any = {"implementation": implementation, "batch_invariant": batch_invariant}
+    layers = tuple(dense_layer(x, matrix, has_bias=bias is not None, **how) for matrix, bias in pairs)
     if _are_few(layers, matrices, biases):
         operands = ProjectFew(x.reshape(-1, x.shape[-1]), *(matrix.dense for matrix in matrices), *biases)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in _few(layers, alike(operands)))
     if any(own.is_plain for own in layers) or any(matrix.factors is None for matrix in matrices):
-        return tuple(dense(x, matrix, bias, implementation=implementation) for matrix, bias in pairs)
+        return tuple(dense(x, matrix, bias, **how) for matrix, bias in pairs)
     each = [dense_operands(own, x, *pair) for own, pair in zip(layers, pairs, strict=True)]
     rows, own_matrices, routes, own_biases = zip(*each, strict=True)
     results = _differentiable(layers, alike(Operands(rows[0], own_matrices, own_biases, routes[0])))

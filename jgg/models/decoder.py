@@ -66,6 +66,8 @@ class Decoder(nnx.Module):
         the experts' products, and those of other matrices where a table of measurements says that they are faster than
         XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts in any
         case.
+      batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
+        padding: kernels with a fixed order of additions compute everything. Without a GPU it changes nothing.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
@@ -93,6 +95,7 @@ class Decoder(nnx.Module):
         lora_targets: tuple[str, ...] = TARGETS,
         lora_param_dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        batch_invariant: bool = False,
         sharding: MoESharding | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -107,6 +110,7 @@ class Decoder(nnx.Module):
             quantization=quantization,
             lora=Lora(lora_rank, lora_alpha, lora_targets),
             implementation=implementation,
+            batch_invariant=batch_invariant,
             sharding=sharding,
         )
         self.config, self.options = config, options
@@ -263,7 +267,7 @@ class Decoder(nnx.Module):
     @property
     def _head(self) -> Head:
         layout = "enk" if self.config.is_tied else "ekn"
-        return Head(self.config.logits_scale, layout, self.options.dense_implementation)
+        return Head(self.config.logits_scale, layout, self.options.dense_implementation, self.options.batch_invariant)
 
     def _w_logits(self, dtype: DTypeLike) -> jax.Array:
         """The matrix of the logits, [H, V] or, if it is the embedding, [V, H], whole on each device."""

@@ -22,12 +22,13 @@ class Head:
     Attributes:
       scale: factor of the logits.
       w_layout: "ekn" for w [H, V], "enk" for w [V, H], as an embedding is.
-      implementation: of the product, as in `jgg.linear.dense`.
+      implementation, batch_invariant: of the product, as in `jgg.linear.dense`.
     """
 
     scale: float = 1.0
     w_layout: str = "ekn"
     implementation: str | None = None
+    batch_invariant: bool = False
 
     def vocabulary(self, w: jax.Array) -> int:
         """V."""
@@ -43,6 +44,7 @@ class Head:
             out_dtype=jnp.float32,
             dw_dtype=dw_dtype,
             implementation=self.implementation,
+            batch_invariant=self.batch_invariant,
         )
         return linear, dense_operands(linear, x, matrix)
 

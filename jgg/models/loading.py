@@ -45,6 +45,7 @@ def load(
     lora_targets: tuple[str, ...] = TARGETS,
     lora_param_dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
+    batch_invariant: bool = False,
     sharding: MoESharding | None = None,
     rngs: nnx.Rngs | None = None,
     show_progress: bool = True,
@@ -67,8 +68,8 @@ def load(
       experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
         has them so; or a `jgg.Fp8`, to quantize them as they are loaded and multiply in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
-      remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, sharding: as in
-        `jgg.models.Decoder`.
+      remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
+        as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
       show_progress: whether to show a progress bar on stderr, if that is a terminal.
 
@@ -102,6 +103,7 @@ def load(
         lora_targets=lora_targets,
         lora_param_dtype=lora_param_dtype,
         implementation=implementation,
+        batch_invariant=batch_invariant,
         sharding=sharding,
     )
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))

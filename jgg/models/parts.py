@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
-from jgg.core.arguments import as_dtype, as_int, check_one_of
+from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
 from jgg.linear.dense import dense
@@ -40,6 +40,7 @@ class Options:
     quantization: Fp8 | None
     lora: Lora
     implementation: str | None
+    batch_invariant: bool
     sharding: MoESharding | None
 
     @property
@@ -59,6 +60,7 @@ class Options:
         quantization: Fp8 | None,
         lora: Lora,
         implementation: str | None,
+        batch_invariant: bool,
         sharding: MoESharding | None,
     ) -> "Options":
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
@@ -74,6 +76,7 @@ class Options:
             quantization,
             lora.checked(ALL_TARGETS),
             implementation,
+            as_flag("batch_invariant", batch_invariant),
             checked_sharding(sharding),
         )
 
@@ -95,13 +98,24 @@ def set_params(
 
 def linear(module: nnx.Module, x: jax.Array, name: str, options: Options) -> jax.Array:
     """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x."""
-    return dense(x, *_matrix_and_bias(module, name, options), implementation=options.dense_implementation)
+    return dense(
+        x,
+        *_matrix_and_bias(module, name, options),
+        implementation=options.dense_implementation,
+        batch_invariant=options.batch_invariant,
+    )
 
 
 def linear_several(module: nnx.Module, x: jax.Array, names: Sequence[str], options: Options) -> tuple[jax.Array, ...]:
     """What `linear` computes for each of the names, with what these share computed once."""
     matrices, biases = zip(*(_matrix_and_bias(module, name, options) for name in names), strict=True)
-    return dense_several(x, matrices, biases, implementation=options.dense_implementation)
+    return dense_several(
+        x,
+        matrices,
+        biases,
+        implementation=options.dense_implementation,
+        batch_invariant=options.batch_invariant,
+    )
 
 
 def _matrix_and_bias(module: nnx.Module, name: str, options: Options) -> tuple[Matrix, jax.Array | None]:
