@@ -4,6 +4,7 @@
     python -m benchmarks.models --model qwen3-30b-a3b --run lora --experts fp8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 4 --params masters
+    python -m benchmarks.models --model qwen3-30b-a3b --run train,generate --layers 8 --batch-invariant
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
 
 Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
@@ -181,10 +182,11 @@ def make_step(model: jgg.models.Decoder, trained: Any, has_masters: bool = False
 
 
 def options_of(args, run: str) -> dict[str, Any]:
-    """A model's adapters in the run "lora", and the dtype of its parameters in the run "train"."""
+    """A model's options: adapters in the run "lora", the dtype of its parameters in the run "train"."""
+    options: dict[str, Any] = {"batch_invariant": args.batch_invariant}
     if run == "lora":
-        return {"lora_rank": args.rank}
-    return {"param_dtype": jnp.float32 if args.params == "float32" and run == "train" else jnp.bfloat16}
+        return options | {"lora_rank": args.rank}
+    return options | {"param_dtype": jnp.float32 if args.params == "float32" and run == "train" else jnp.bfloat16}
 
 
 def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
@@ -214,7 +216,7 @@ def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
 def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
     """The cells of a row for each batch size."""
     speeds = measure_speeds(config, args.sequence, args.experts == "fp8")
-    model, rows = random_model(config, args.experts), []
+    model, rows = random_model(config, args.experts, batch_invariant=args.batch_invariant), []
     tensors = tensors_of(model)
     for batch in args.batches:
         tokens = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, config.vocabulary, jnp.int32)
@@ -323,6 +325,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="B,B",
         help="numbers of sequences in generation (default: 1,32)",
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
     parser.add_argument("--json", type=Path, help="write the table into this file too")
     parser.set_defaults(parser=parser)
     return parser
