@@ -1,7 +1,6 @@
 """The router's scores of all experts, and the weights of those that a token chose; float32.
 
-Sums have one order for any number of tokens: a program of `score_kernel` has one token, and is compiled for the number
-of experts alone; `weigh_kernel` adds one choice after the other.
+Sums have one order for any number of tokens: a program has one token, and no kernel is compiled for their number.
 """
 
 import triton
@@ -15,6 +14,12 @@ def sigmoid(logits):
     """1 / (1 + exp(-logits)), whose exponential never overflows."""
     small = tl.exp(-tl.abs(logits))
     return tl.where(logits < 0.0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def exponentials(logits):
+    """exp(logits - the highest); where one is NaN so is the sum, and the highest is of the others."""
+    return tl.exp(logits - tl.reduce(tl.where(logits == logits, logits, -float("inf")), 0, highest))
 
 
 @triton.jit
@@ -37,7 +42,7 @@ def score_kernel(
     if IS_SIGMOID:
         value = sigmoid(value)
     else:
-        value = tl.exp(value - tl.reduce(value, 0, highest))
+        value = exponentials(value)
         value /= tl.reduce(value, 0, add)
     if bias is not None:
         value += tl.load(bias + experts, mask=mask, other=0.0).to(tl.float32)
@@ -45,48 +50,29 @@ def score_kernel(
 
 
 @triton.jit
-def load_chosen(logits, topk_indices, rows, choice, exists, NUM_EXPERTS: tl.constexpr, TOPK: tl.constexpr):
-    """The logits of the experts that the rows chose by that choice, and whether it is an expert."""
-    expert = tl.load(topk_indices + rows * TOPK + choice, mask=exists, other=-1)
-    is_expert = (expert >= 0) & (expert < NUM_EXPERTS)
-    return tl.load(logits + rows * NUM_EXPERTS + expert, mask=is_expert, other=-float("inf")), is_expert
-
-
-@triton.jit
 def weigh_kernel(
     logits,
     topk_indices,
     weights,
-    num_rows,
     NUM_EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     NORMALIZES: tl.constexpr,
     SCALE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
 ):
-    """weights = SCALE * the softmax or the sigmoids of each row's chosen logits; 0 where a choice is no expert.
+    """weights = SCALE * the softmax or the sigmoids of a token's chosen logits; the grid is (tokens,).
 
-    Arrays: logits float32 [num_rows, NUM_EXPERTS]; topk_indices int32 and weights float32 [num_rows, TOPK]. A softmax
-    is over the choices that are experts. With NORMALIZES sigmoids are divided by their sum plus 1e-20.
+    Arrays: logits float32 [tokens, NUM_EXPERTS]; topk_indices int32 and weights float32 [tokens, TOPK]. A choice that
+    is no expert has weight 0 and adds nothing to a sum. With NORMALIZES sigmoids are divided by their sum plus 1e-20.
     """
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    exists = rows < num_rows
-    rows = rows.to(tl.int64)
-    most = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-    total = tl.full([BLOCK_ROWS], 1e-20 if IS_SIGMOID else 0.0, tl.float32)
-    if not IS_SIGMOID:
-        for choice in tl.range(0, TOPK):
-            logit, _ = load_chosen(logits, topk_indices, rows, choice, exists, NUM_EXPERTS, TOPK)
-            most = tl.maximum(most, logit)
+    token, choices = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_TOPK)
+    expert = tl.load(topk_indices + token * TOPK + choices, mask=choices < TOPK, other=-1)
+    is_expert = (expert >= 0) & (expert < NUM_EXPERTS)
+    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=is_expert, other=-float("inf"))
+    weight = sigmoid(logit) if IS_SIGMOID else exponentials(logit)
+    weight = tl.where(is_expert, weight, 0.0)
     if NORMALIZES:
-        for choice in tl.range(0, TOPK):
-            logit, is_expert = load_chosen(logits, topk_indices, rows, choice, exists, NUM_EXPERTS, TOPK)
-            term = sigmoid(logit) if IS_SIGMOID else tl.exp(logit - most)
-            total += tl.where(is_expert, term, 0.0)
-    for choice in tl.range(0, TOPK):
-        logit, is_expert = load_chosen(logits, topk_indices, rows, choice, exists, NUM_EXPERTS, TOPK)
-        term = sigmoid(logit) if IS_SIGMOID else tl.exp(logit - most)
-        if NORMALIZES:
-            term /= total
-        tl.store(weights + rows * TOPK + choice, tl.where(is_expert, term * SCALE, 0.0), mask=exists)
+        weight /= tl.reduce(weight, 0, add) + (1e-20 if IS_SIGMOID else 0.0)
+    weight = tl.where(is_expert, weight * SCALE, 0.0)
+    tl.store(weights + token * TOPK + choices, weight, mask=choices < TOPK)

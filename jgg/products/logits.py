@@ -20,7 +20,8 @@ from jgg.products.plain.pieces import pieces_of, sum_of_products
 # Rows and columns of a program: the first that gives enough programs, else the last
 _TILES = (128, 128), (64, 128), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)
 _BUSY = 0.9  # of the multiprocessors have a program, if there are enough of them
-_STEP_BYTES = {128: 128, 64: 128, 32: 256, 16: 512}  # of a row of x in a step, by the rows of a tile
+_STEP_BYTES = {128: 128, 64: 128, 32: 256, 16: 512}  # of a row of 16-bit x in a step, by the rows of a tile
+_FLOAT32_STEP = 32  # the same in all tiles: a product in parts, as tf32x3 is one, sums over a step first
 _MOST_STAGES = 6
 
 
@@ -98,7 +99,7 @@ def _tile(target: Target, num_rows: int, columns: int, itemsize: int) -> Tile:
         tile_columns = min(most_columns, power_of_2(columns))
         if math.ceil(num_rows / rows) * math.ceil(columns / tile_columns) >= _BUSY * target.num_sms:
             break
-    return Tile(rows, tile_columns, _STEP_BYTES[rows] // itemsize)
+    return Tile(rows, tile_columns, _FLOAT32_STEP if itemsize == 4 else _STEP_BYTES[rows] // itemsize)
 
 
 def _side_by_side(w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:

@@ -15,7 +15,6 @@ from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products.plain.choices import of_choices
 
-_BLOCK_ROWS = 64  # tokens of a program that weighs choices
 _EXPERTS_OF_WARP = 256
 _EACH = "t" + WHOLE
 
@@ -116,7 +115,7 @@ def _launch_weigh(
 
     num_tokens, topk = operands.topk_indices.shape
     launch = Launch(
-        operands={**operands._asdict(), "num_rows": num_tokens},
+        operands=operands._asdict(),
         outputs={"weights": _weights_types(operands)},
         constants={
             "NUM_EXPERTS": operands.logits.shape[1],
@@ -124,10 +123,10 @@ def _launch_weigh(
             "IS_SIGMOID": score == "sigmoid",
             "NORMALIZES": normalize,
             "SCALE": scale,
-            "BLOCK_ROWS": _BLOCK_ROWS,
+            "BLOCK_TOPK": power_of_2(topk, least=1),
         },
-        grid=(math.ceil(num_tokens / _BLOCK_ROWS),),
-        num_warps=_BLOCK_ROWS // 32,
+        grid=(num_tokens,),
+        num_warps=1,
         bytes_accessed=3 * 4 * operands.topk_indices.size,
     )
     return launcher.run(weigh_kernel, launch)["weights"]
