@@ -27,8 +27,9 @@ def router_logits(
 
     Tokens in bfloat16 are multiplied as they are, since converting them to float32 takes longer than the product. A
     float32 factor (w_router, or in the backward pass the gradient of the logits) becomes the sum of two bfloat16
-    numbers, which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Tokens of another dtype are
-    multiplied in float32.
+    numbers, which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Kernels multiply float16 in the
+    same way, and keep 23 bits; plain JAX multiplies tokens of another dtype than bfloat16 in float32. On a GPU the bits
+    of a token's logits do not depend on the other tokens or on their number.
 
     Args:
       x: float [T, H].

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import jgg
+import jgg.products.logits as logits_module
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
 from jgg.products.logits import LOGITS, Logits
 from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
+from jgg.products.score import SCORE, WEIGH, Score, Weigh
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
@@ -74,6 +76,34 @@ def test_logits(num_tokens, features, num_experts, x_dtype, w_dtype, precision, 
         np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "precision"),
+    [
+        ("bfloat16", "bfloat16", "default"),
+        ("bfloat16", "float32", "default"),
+        ("float16", "float32", "default"),
+        ("float32", "float32", "default"),
+        ("float32", "float32", "high"),
+        ("float32", "float32", "highest"),
+    ],
+)
+@pytest.mark.parametrize(("features", "num_experts"), [(2048, 128), (100, 17)])
+def test_logits_have_the_same_bits_in_every_tile(features, num_experts, x_dtype, w_dtype, precision, monkeypatch):
+    rng = np.random.default_rng(features)
+    x, w = (rng.normal(size=shape) for shape in ((300, features), (features, num_experts)))
+    x, w = jnp.asarray(x, x_dtype), jnp.asarray(w, w_dtype)
+    every = []
+    tiles = logits_module._TILES
+    for tile in tiles:
+        monkeypatch.setattr(logits_module, "_TILES", (tile,))
+        multiply = functools.partial(LOGITS, How("triton", current_target()), precision=jax.lax.Precision(precision))
+        every.append(np.asarray(jax.jit(lambda x, w, multiply=multiply: multiply(Logits(x, w)))(x, w)))
+    np.testing.assert_allclose(every[0], np.asarray(x, np.float64) @ np.asarray(w, np.float64), rtol=2e-2, atol=0.2)
+    for other in every[1:]:
+        np.testing.assert_array_equal(other, every[0])
+
+
 @KERNELS
 @pytest.mark.parametrize(("count", "has_own_w"), [(3, False), (20, False), (3, True)])
 def test_logits_under_vmap(count, has_own_w, implementation):
@@ -85,6 +115,42 @@ def test_logits_under_vmap(count, has_own_w, implementation):
     got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
     wanted = np.matmul(np.asarray(x, np.float64), np.asarray(w, np.float64))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@KERNELS
+@pytest.mark.parametrize(("score", "normalize"), [("softmax", True), ("sigmoid", True), ("sigmoid", False)])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(1, 128, 8), (70, 17, 3), (3, 1, 1)])
+def test_weights(num_tokens, num_experts, topk, score, normalize, implementation):
+    rng = np.random.default_rng(num_tokens)
+    logits = 5 * rng.normal(size=(num_tokens, num_experts)).astype(np.float32)
+    choices = rng.integers(-1, num_experts + 1, (num_tokens, topk))  # some are no experts
+    weights = WEIGH(
+        How(implementation, current_target()),
+        Weigh(jnp.asarray(logits), jnp.asarray(choices, jnp.int32)),
+        score=score,
+        normalize=normalize,
+        scale=1.5,
+        all_are_experts=False,
+    )
+    is_expert = (choices >= 0) & (choices < num_experts)
+    chosen = np.take_along_axis(logits.astype(np.float64), np.where(is_expert, choices, 0), axis=1)
+    want = np.where(is_expert, np.exp(chosen) if score == "softmax" else 1 / (1 + np.exp(-chosen)), 0)
+    if normalize:
+        want /= np.maximum(want.sum(axis=1, keepdims=True), 1e-30)
+    np.testing.assert_allclose(weights, 1.5 * want, rtol=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_experts", [1, 130, MAX_EXPERTS])
+def test_scores(num_experts, score, implementation):
+    rng = np.random.default_rng(num_experts)
+    logits, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((5, num_experts), (num_experts,)))
+    compute = functools.partial(SCORE, How(implementation, current_target()), score=score)
+    want = np.exp(logits) / np.exp(logits).sum(1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-logits))
+    np.testing.assert_allclose(compute(Score(jnp.asarray(logits))), want, rtol=1e-5)
+    biased = compute(Score(jnp.asarray(logits), jnp.asarray(bias)))
+    np.testing.assert_allclose(biased, want + bias, rtol=1e-5, atol=1e-6)
 
 
 @KERNELS
