@@ -211,6 +211,6 @@ def test_add_gated_under_vmap(implementation):
     (gate,) = random(1, (3, 5, 1))
     add = functools.partial(ADD_GATED, how(implementation))
     got = jax.vmap(lambda y, added, gate: add(AddGated(y, added, gate)), (0, None, 0))(y, added, gate)
-    assert_close(got, y + added / (1 + jnp.exp(-gate)), 1e-6)
+    assert_close(got, y + added[None] / (1 + jnp.exp(-gate)), 1e-6)
     ungated = jax.vmap(lambda y, added: add(AddGated(y, added)), (0, None))(y, added)
-    assert_close(ungated, y + added, 1e-6)
+    assert_close(ungated, y + added[None], 1e-6)
