@@ -17,12 +17,20 @@ from jgg.primitives.product import Product, array_type
 from jgg.products.launches.pieces import Pieces
 from jgg.products.plain.pieces import pieces_of, sum_of_products
 
-# Rows and columns of a program: the first that gives enough programs, else the last
-_TILES = (128, 128), (64, 128), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)
+# Of a program, for 16-bit operands: the first with which there are enough programs, else the last
+_TILES = (
+    Tile(128, 128, 64),
+    Tile(64, 128, 64),
+    Tile(64, 64, 128),
+    Tile(64, 32, 128),
+    Tile(32, 32, 256),
+    Tile(16, 32, 256),
+    Tile(16, 16, 512),
+)
 _BUSY = 0.9  # of the multiprocessors have a program, if there are enough of them
-_STEP_BYTES = {128: 128, 64: 128, 32: 256, 16: 512}  # of a row of 16-bit x in a step, by the rows of a tile
+_MEMORY = 0.9  # of a multiprocessor's shared memory is for the stages
+_LEAST_STAGES, _MOST_STAGES = 3, 6
 _FLOAT32_STEP = 32  # the same in all tiles: a product in parts, as tf32x3 is one, sums over a step first
-_MOST_STAGES = 6
 
 
 class Logits(NamedTuple):
@@ -62,8 +70,7 @@ def _launch(launcher: Launcher, operands: Logits, precision: jax.lax.Precision) 
     (num_rows, reduced), columns = x.shape, w.shape[1]
     w, w_scale = _side_by_side(w, x.dtype)
     num_pieces = w.shape[1] // columns
-    tile = _tile(launcher.target, num_rows, columns, x.dtype.itemsize)
-    bytes_of_stage = (tile.rows + num_pieces * tile.columns) * tile.step * x.dtype.itemsize
+    tile, num_stages = _tile(launcher.target, num_rows, columns, num_pieces, x.dtype.itemsize)
     by_tma = launcher.target.has_tma and all(a.shape[1] * a.dtype.itemsize % 16 == 0 for a in (x, w))
     launch = Launch(
         operands={"x": x, "w": w, "w_scale": w_scale, "num_rows": num_rows},
@@ -86,20 +93,25 @@ def _launch(launcher: Launcher, operands: Logits, precision: jax.lax.Precision) 
         if by_tma
         else {},
         num_warps=8 if tile.rows > 64 else 4,
-        num_stages=max(1, min(_MOST_STAGES, launcher.target.shared_memory * 9 // 10 // bytes_of_stage)),
+        num_stages=num_stages,
         flops=2 * num_rows * w.size,
         bytes_accessed=(x.size + w.size) * x.dtype.itemsize + 4 * num_rows * columns,
     )
     return launcher.run(logits_kernel, launch)["logits"]
 
 
-def _tile(target: Target, num_rows: int, columns: int, itemsize: int) -> Tile:
-    """The tile of a program; it decides how fast the product is, and not its bits."""
-    for rows, most_columns in _TILES:
-        tile_columns = min(most_columns, power_of_2(columns))
-        if math.ceil(num_rows / rows) * math.ceil(columns / tile_columns) >= _BUSY * target.num_sms:
+def _tile(target: Target, num_rows: int, columns: int, num_pieces: int, itemsize: int) -> tuple[Tile, int]:
+    """The tile of a program and its stages; they decide how fast the product is, and not its bits."""
+    for tile in _TILES:
+        tile = tile._replace(columns=min(tile.columns, power_of_2(columns)))
+        if math.ceil(num_rows / tile.rows) * math.ceil(columns / tile.columns) >= _BUSY * target.num_sms:
             break
-    return Tile(rows, tile_columns, _FLOAT32_STEP if itemsize == 4 else _STEP_BYTES[rows] // itemsize)
+    memory_of_step = (tile.rows + num_pieces * tile.columns) * itemsize
+    most = int(_MEMORY * target.shared_memory) // memory_of_step  # features in shared memory
+    step = _FLOAT32_STEP if itemsize == 4 else tile.step
+    while itemsize < 4 and step > 32 and most < _LEAST_STAGES * step:
+        step //= 2
+    return tile._replace(step=step), max(1, min(_MOST_STAGES, most // step))
 
 
 def _side_by_side(w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
