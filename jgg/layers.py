@@ -22,14 +22,13 @@ from jgg.experts.mesh import check_outside_shard_map, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.launching.choice import How
+from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import OF_DENSE, TARGETS, Lora
 from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
-from jgg.products.activate import ACTIVATE
 from jgg.products.add_gated import ADD_GATED, AddGated
-from jgg.products.launches.activations import Activate
 from jgg.router.logits import compute_matrix_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
@@ -331,11 +330,11 @@ class MoELayer(LayerOptions, InFeatures):
 
     def _with_shared(self, y: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions) -> jax.Array:
         """The experts' y plus the shared experts' y of all tokens."""
-        x, activation = arrays["x"], find_activation(self.activation)
+        x = arrays["x"]
         named: Any = {"precision": options.precision, "implementation": options.implementation}
         multiply: Any = functools.partial(dense, **named, batch_invariant=True)
-        pre_activation = Activate(multiply(x, arrays["w_shared_gate_up"]))
-        hidden = ACTIVATE(how, pre_activation, activation=activation, interleaved=False).hidden
+        pre_activation = multiply(x, arrays["w_shared_gate_up"])
+        hidden = activated(pre_activation, find_activation(self.activation), options.implementation)
         shared, gate = multiply(hidden, arrays["w_shared_down"]), None
         if self.use_shared_gate:
             gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
