@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jgg.activations import find_activation
 from jgg.core.arguments import as_array, as_flag, as_int, as_mask, check_floats
 from jgg.core.gpu_target import current_target
+from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_dense
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes
@@ -21,12 +22,14 @@ from jgg.experts.mesh import check_outside_shard_map, map_tokens
 from jgg.experts.moe import compute_mlp
 from jgg.experts.on_device import compute_mlp_on_device
 from jgg.launching.choice import How
+from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import OF_DENSE, TARGETS, Lora, merged
+from jgg.linear.lora import OF_DENSE, TARGETS, Lora
 from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
-from jgg.router.logits import compute_logits
+from jgg.products.add_gated import ADD_GATED, AddGated
+from jgg.router.logits import compute_matrix_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss, counted_rows
 from jgg.router.routing import (
     Routing,
@@ -283,9 +286,10 @@ class MoELayer(LayerOptions, InFeatures):
         """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
-        x, mask, router = arrays["x"], arrays.get("mask"), arrays["w_router"]
-        w_router = router.dense if router.factors is None else merged(router, jnp.float32)
-        logits = compute_logits(x, w_router, arrays.get("b_router"), options.precision, options.implementation)
+        x, mask = arrays["x"], arrays.get("mask")
+        logits = compute_matrix_logits(
+            x, arrays["w_router"], arrays.get("b_router"), options.precision, options.implementation
+        )
         routing = compute_routing(
             logits,
             arrays.get("selection_bias"),
@@ -309,7 +313,7 @@ class MoELayer(LayerOptions, InFeatures):
             overflow,
             routing.topk_indices,
         )
-        return y + self._shared(arrays, options) if self.shared_features else y, metrics
+        return self._with_shared(y, arrays, how, options) if self.shared_features else y, metrics
 
     def _experts(
         self, arrays: Mapping[str, Any], routing: Routing, sharding: MoESharding | None, options: MlpOptions
@@ -324,15 +328,17 @@ class MoELayer(LayerOptions, InFeatures):
             return compute_mlp(tokens, weights, routing, options), jnp.int32(0)
         return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _shared(self, arrays: Mapping[str, Any], options: MlpOptions) -> jax.Array:
-        """The shared experts' y of all tokens."""
-        tokens, activation = arrays["x"], find_activation(self.activation)
-        multiply = functools.partial(dense, precision=options.precision, implementation=options.implementation)
-        hidden = activation(multiply(tokens, arrays["w_shared_gate_up"])).astype(tokens.dtype)
-        y = multiply(hidden, arrays["w_shared_down"])
-        if not self.use_shared_gate:
-            return y
-        return y * jax.nn.sigmoid(multiply(tokens, arrays["w_shared_gate"]))
+    def _with_shared(self, y: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions) -> jax.Array:
+        """The experts' y plus the shared experts' y of all tokens."""
+        x = arrays["x"]
+        named: Any = {"precision": options.precision, "implementation": options.implementation}
+        multiply: Any = functools.partial(dense, **named, batch_invariant=True)
+        pre_activation = multiply(x, arrays["w_shared_gate_up"])
+        hidden = activated(pre_activation, find_activation(self.activation), options.implementation)
+        shared, gate = multiply(hidden, arrays["w_shared_down"]), None
+        if self.use_shared_gate:
+            gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
+        return ADD_GATED(how, alike(AddGated(y, shared, gate)))
 
 
 def _expert_weights(arrays: Mapping[str, Any]) -> ExpertWeights:

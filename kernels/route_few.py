@@ -13,7 +13,6 @@ from .tiles import add, highest
 @triton.jit
 def route_few_kernel(
     logits,
-    chosen_logits,
     topk_indices,
     group_sizes,
     gather_indices,
@@ -26,7 +25,7 @@ def route_few_kernel(
 ):
     """The experts of each token, highest logit first and of equal ones the lower index, and the rows in expert order.
 
-    Arrays: logits float32 [num_tokens, NUM_EXPERTS]; chosen_logits float32 and topk_indices int32 [num_tokens, TOPK];
+    Arrays: logits float32 [num_tokens, NUM_EXPERTS]; topk_indices int32 [num_tokens, TOPK];
     group_sizes int32 [NUM_EXPERTS]; gather_indices int32 [num_tokens * TOPK]. Each block holds its whole axis.
     """
     tokens, columns, choices = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_TOPK)
@@ -44,8 +43,6 @@ def route_few_kernel(
     is_choice = (tokens < num_tokens)[:, None] & (choices < TOPK)[None, :]
     slots = tokens[:, None] * TOPK + choices[None, :]
     tl.store(topk_indices + slots, experts, mask=is_choice)
-    of_choices = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts, mask=is_choice, other=0.0)
-    tl.store(chosen_logits + slots, of_choices, mask=is_choice)
 
     has_chosen = (exists & (order == taken)).to(tl.int32)
     sizes = tl.reduce(has_chosen, 0, add)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import Initializer
-from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
 from jgg.core.matrix import Matrix
@@ -123,13 +122,6 @@ class Lora:
 def _each(convert: Any, value: Any) -> Any:
     """The value, or each of a tuple or list, converted."""
     return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
-
-
-def merged(matrix: Matrix, dtype: DTypeLike) -> jax.Array:
-    """`w + a b` of a dense matrix [K, N] or [E, K, N], computed in float32, in a dtype."""
-    assert matrix.factors is not None
-    a, b = (factor.astype(jnp.float32) for factor in matrix.factors)
-    return (matrix.dense.astype(jnp.float32) + jnp.matmul(a, b, precision="highest")).astype(dtype)
 
 
 def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:

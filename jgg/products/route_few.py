@@ -10,7 +10,6 @@ from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher, is_plain_jax
 from jgg.launching.launch import Launch
 from jgg.primitives.product import Product, array_type
-from jgg.products.plain.choices import of_choices
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
 
@@ -29,12 +28,10 @@ class Routed(NamedTuple):
     """The choices of few tokens, and their order.
 
     Attributes:
-      chosen_logits: float32 [T, k], the logits of the chosen experts.
       topk_indices: int32 [T, k], the chosen experts, highest logit first and of equal ones the lower index.
       group_sizes, gather_indices: int32 [E] and [T * k], as in `jgg.products.sort.Sorted`.
     """
 
-    chosen_logits: jax.Array
     topk_indices: jax.Array
     group_sizes: jax.Array
     gather_indices: jax.Array
@@ -50,10 +47,8 @@ def are_few(logits: jax.Array, how: How) -> bool:
 
 def _result_types(operands: RouteFew, topk: int) -> Routed:
     num_tokens, num_experts = operands.logits.shape
-    choices = num_tokens, topk
     return Routed(
-        chosen_logits=array_type(choices, jnp.float32),
-        topk_indices=array_type(choices, jnp.int32),
+        topk_indices=array_type((num_tokens, topk), jnp.int32),
         group_sizes=array_type((num_experts,), jnp.int32),
         gather_indices=array_type((num_tokens * topk,), jnp.int32),
     )
@@ -61,9 +56,9 @@ def _result_types(operands: RouteFew, topk: int) -> Routed:
 
 def _several(how: How | None, operands: RouteFew, topk: int) -> Routed:
     (logits,) = operands
-    topk_indices = TOP_K(how, TopK(jax.lax.stop_gradient(logits)), topk=topk)
+    topk_indices = TOP_K(how, TopK(logits), topk=topk)
     order = SORT(how, Sort(topk_indices.reshape(-1)), num_experts=logits.shape[1])
-    return Routed(of_choices(logits, topk_indices), topk_indices, *order)
+    return Routed(topk_indices, *order)
 
 
 def _plain(operands: RouteFew, topk: int) -> Routed:

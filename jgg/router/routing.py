@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,10 +21,11 @@ from jgg.core.arguments import (
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How, check_implementation
-from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
+from jgg.products.route_few import ROUTE_FEW, Routed, RouteFew, are_few
+from jgg.products.score import SCORE, Score
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
-from jgg.router.weights import weigh, weigh_chosen
+from jgg.router.weights import weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
@@ -97,7 +97,9 @@ def route(
         weights are made from the logits of the experts used, by the options above. An expert that a token is given
         twice has two rows, each with its weight. An index outside [-1, E) is no expert: the choice has weight 0, is
         left out where scores are normalized, and adds nothing in `moe_mlp`.
-      implementation: how to choose and sort, as in `grouped_gemm`; all implementations give the same result.
+      implementation: how to choose, weigh and sort, as in `grouped_gemm`. All implementations choose the same experts for
+        the same scores; weights may differ in their last bits. With kernels, no bit of a token's choices and weights
+        depends on the other tokens.
 
     Returns:
       a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
@@ -147,19 +149,26 @@ def compute_routing(
 ) -> Routing:
     """`route` of checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
-    ranks_logits = selection_bias is None and given is None and topk_groups == num_groups
-    keeps_logits = score != "softmax" or normalize  # otherwise the weights need the logits of all experts
-    if ranks_logits and keeps_logits and are_few(logits, how):
-        chosen, *order = ROUTE_FEW(how, RouteFew(logits), topk=topk)
-        return Routing(weigh_chosen(chosen, score, normalize) * scale, *order)
-    if selection_bias is not None:
-        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
-    top_k = functools.partial(_top_k, how=how)
-    topk_indices = _choose(jax.lax.stop_gradient(logits), topk, score, selection_bias, num_groups, topk_groups, top_k)
-    if given is not None:
-        topk_indices = _replace_given(topk_indices, saturated_int32(given))
-    topk_weights = weigh(logits, topk_indices, score, normalize, scale, all_are_experts=given is None)
-    return Routing(topk_weights, topk_indices, *compute_order(topk_indices, logits.shape[1], how))
+    fixed = jax.lax.stop_gradient(logits)
+    if selection_bias is None and given is None and topk_groups == num_groups and are_few(logits, how):
+        choices = ROUTE_FEW(how, RouteFew(fixed), topk=topk)
+    else:
+        if selection_bias is not None:
+            selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+        topk_indices = _choose(fixed, topk, score, selection_bias, num_groups, topk_groups, how)
+        if given is not None:
+            topk_indices = _replace_given(topk_indices, saturated_int32(given))
+        choices = Routed(topk_indices, *compute_order(topk_indices, logits.shape[1], how))
+    topk_weights = weigh(
+        logits,
+        choices.topk_indices,
+        how,
+        score=score,
+        normalize=normalize,
+        scale=scale,
+        all_are_experts=given is None,
+    )
+    return Routing(topk_weights, *choices)
 
 
 def _choose(
@@ -169,23 +178,23 @@ def _choose(
     selection_bias: jax.Array | None,
     num_groups: int,
     topk_groups: int,
-    top_k: Callable[[jax.Array, int], jax.Array],
+    how: How,
 ) -> jax.Array:
     """The experts of each token, int32 [T, k], the highest biased score first."""
-    if score == "topk_softmax":
-        scores = logits
-    else:
-        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    top_k = functools.partial(_top_k, how=how)
     if selection_bias is None:
         ranks = logits  # logits rank as scores do, but rounding makes some scores equal
+    elif score == "topk_softmax":
+        ranks = logits + selection_bias[None, :]
     else:
-        ranks = scores = scores + selection_bias[None, :]
+        ranks = SCORE(how, Score(logits, selection_bias), score=score)
     if topk_groups == num_groups:
         return top_k(ranks, topk)
     num_tokens, num_experts = logits.shape
     group_size = num_experts // num_groups
     grouped = (num_tokens, num_groups, group_size)
     if score == "sigmoid":
+        scores = ranks if selection_bias is not None else SCORE(how, Score(logits), score=score)
         scores = scores.reshape(grouped)
         best = top_k(scores, min(2, group_size))
         group_scores = jnp.sum(jnp.take_along_axis(scores, best, axis=-1), axis=-1)

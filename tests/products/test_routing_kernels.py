@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import jgg
+import jgg.products.logits as logits_module
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.launching.launch import MAX_EXPERTS
-from jgg.products.logits_few import logits_few
+from jgg.products.logits import LOGITS, Logits
 from jgg.products.route_few import ROUTE_FEW, RouteFew, are_few
+from jgg.products.score import SCORE, WEIGH, Score, Weigh
 from jgg.products.top_k import TOP_K, TopK
 from tests.support.marks import KERNELS
 from tests.support.routers import BAD_TOKENS, FAMILIES, assert_routed, random_logits, reference_sort
@@ -53,32 +55,102 @@ def test_few_tokens_are_routed_bit_for_bit_as_by_xla(num_tokens, num_experts, to
     assert are_few(logits, hows[0])
     got, want = (ROUTE_FEW(how, RouteFew(logits), topk=topk) for how in hows)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    np.testing.assert_array_equal(np.signbit(got.chosen_logits), np.signbit(want.chosen_logits))
+
+
+SHAPES = [(1, 256, 128), (5, 300, 17), (33, 800, 32), (130, 96, 8), (3, 64, 1)]
+DTYPES = [("float32", "float32", "highest"), ("float16", "float16", "default"), ("float16", "float32", "default")]
 
 
 @KERNELS
-@pytest.mark.parametrize(("num_tokens", "features", "num_experts"), [(1, 256, 128), (5, 300, 17), (33, 800, 32)])
-def test_logits_of_few_tokens(num_tokens, features, num_experts, implementation):
+@pytest.mark.parametrize(("num_tokens", "features", "num_experts"), SHAPES)
+@pytest.mark.parametrize(("x_dtype", "w_dtype", "precision"), DTYPES)
+def test_logits(num_tokens, features, num_experts, x_dtype, w_dtype, precision, implementation):
     rng = np.random.default_rng(features)
-    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((num_tokens, features), (features, num_experts)))
-    how = How(implementation, current_target())
-    got = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x), jnp.asarray(w))
-    np.testing.assert_allclose(got, x.astype(np.float64) @ w, rtol=1e-5, atol=1e-4)
-    alone = jax.jit(functools.partial(logits_few, how))(jnp.asarray(x[-1:]), jnp.asarray(w))
-    np.testing.assert_array_equal(alone[0], got[-1])
+    x, w = (rng.normal(size=shape) for shape in ((num_tokens, features), (features, num_experts)))
+    x, w = jnp.asarray(x, x_dtype), jnp.asarray(w, w_dtype)
+    precision = jax.lax.Precision(precision)
+    multiply = jax.jit(functools.partial(LOGITS, How(implementation, current_target()), precision=precision))
+    got = multiply(Logits(x, w))
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-4)
+    if implementation == "triton":
+        np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "precision"),
+    [
+        ("bfloat16", "bfloat16", "default"),
+        ("bfloat16", "float32", "default"),
+        ("float16", "float32", "default"),
+        ("float32", "float32", "default"),
+        ("float32", "float32", "high"),
+        ("float32", "float32", "highest"),
+    ],
+)
+@pytest.mark.parametrize(("features", "num_experts"), [(2048, 128), (100, 17)])
+def test_logits_have_the_same_bits_in_every_tile(features, num_experts, x_dtype, w_dtype, precision, monkeypatch):
+    rng = np.random.default_rng(features)
+    x, w = (rng.normal(size=shape) for shape in ((300, features), (features, num_experts)))
+    x, w = jnp.asarray(x, x_dtype), jnp.asarray(w, w_dtype)
+    every = []
+    tiles = logits_module._TILES
+    for tile in tiles:
+        monkeypatch.setattr(logits_module, "_TILES", (tile,))
+        multiply = functools.partial(LOGITS, How("triton", current_target()), precision=jax.lax.Precision(precision))
+        every.append(np.asarray(jax.jit(lambda x, w, multiply=multiply: multiply(Logits(x, w)))(x, w)))
+    np.testing.assert_allclose(every[0], np.asarray(x, np.float64) @ np.asarray(w, np.float64), rtol=2e-2, atol=0.2)
+    for other in every[1:]:
+        np.testing.assert_array_equal(other, every[0])
 
 
 @KERNELS
 @pytest.mark.parametrize(("count", "has_own_w"), [(3, False), (20, False), (3, True)])
-def test_logits_of_few_tokens_under_vmap(count, has_own_w, implementation):
+def test_logits_under_vmap(count, has_own_w, implementation):
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.normal(size=(count, 5, 300)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(count, 300, 17) if has_own_w else (300, 17)), jnp.float32)
-    multiply = functools.partial(logits_few, How(implementation, current_target()))
-    with jax.default_matmul_precision("highest"):  # where plain JAX multiplies, it would do so in TF32 on a GPU
-        got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
+    how, precision = How(implementation, current_target()), jax.lax.Precision.HIGHEST
+    multiply = lambda x, w: LOGITS(how, Logits(x, w), precision=precision)  # noqa: E731
+    got = jax.jit(jax.vmap(multiply, in_axes=(0, 0 if has_own_w else None)))(x, w)
     wanted = np.matmul(np.asarray(x, np.float64), np.asarray(w, np.float64))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@KERNELS
+@pytest.mark.parametrize(("score", "normalize"), [("softmax", True), ("sigmoid", True), ("sigmoid", False)])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(1, 128, 8), (70, 17, 3), (3, 1, 1)])
+def test_weights(num_tokens, num_experts, topk, score, normalize, implementation):
+    rng = np.random.default_rng(num_tokens)
+    logits = 5 * rng.normal(size=(num_tokens, num_experts)).astype(np.float32)
+    choices = rng.integers(-1, num_experts + 1, (num_tokens, topk))  # some are no experts
+    weights = WEIGH(
+        How(implementation, current_target()),
+        Weigh(jnp.asarray(logits), jnp.asarray(choices, jnp.int32)),
+        score=score,
+        normalize=normalize,
+        scale=1.5,
+        all_are_experts=False,
+    )
+    is_expert = (choices >= 0) & (choices < num_experts)
+    chosen = np.take_along_axis(logits.astype(np.float64), np.where(is_expert, choices, 0), axis=1)
+    want = np.where(is_expert, np.exp(chosen) if score == "softmax" else 1 / (1 + np.exp(-chosen)), 0)
+    if normalize:
+        want /= np.maximum(want.sum(axis=1, keepdims=True), 1e-30)
+    np.testing.assert_allclose(weights, 1.5 * want, rtol=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_experts", [1, 130, MAX_EXPERTS])
+def test_scores(num_experts, score, implementation):
+    rng = np.random.default_rng(num_experts)
+    logits, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((5, num_experts), (num_experts,)))
+    compute = functools.partial(SCORE, How(implementation, current_target()), score=score)
+    want = np.exp(logits) / np.exp(logits).sum(1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-logits))
+    np.testing.assert_allclose(compute(Score(jnp.asarray(logits))), want, rtol=1e-5)
+    biased = compute(Score(jnp.asarray(logits), jnp.asarray(bias)))
+    np.testing.assert_allclose(biased, want + bias, rtol=1e-5, atol=1e-6)
 
 
 @KERNELS
@@ -139,7 +211,14 @@ def test_weights_and_gradients_are_those_of_xla(implementation):
         return weights, pull_back(d_weights)
 
     got, want = (weights_and_gradients(logits, name) for name in (implementation, "xla"))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+def assert_same_routing(got, want):
+    """The same choices and order, and weights but for rounding: the kernels sum in another order than XLA."""
+    np.testing.assert_allclose(got.topk_weights, want.topk_weights, rtol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
 
 
 @KERNELS
@@ -148,7 +227,7 @@ def test_under_vmap(implementation):
     routing = jax.jit(jax.vmap(functools.partial(jgg.route, topk=4, implementation=implementation)))(logits)
     for i in range(2):
         want = jgg.route(logits[i], 4, implementation="xla")
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, i=i: leaf[i], routing), want)
+        assert_same_routing(jax.tree.map(lambda leaf, i=i: leaf[i], routing), want)
 
 
 @pytest.mark.gpu
@@ -158,5 +237,5 @@ def test_large_and_small_batches(num_tokens, num_experts, topk):
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
     route = jax.jit(functools.partial(jgg.route, topk=topk), static_argnames="implementation")
     first, second, by_xla = (route(logits, implementation=name) for name in ("triton", "triton", "xla"))
-    for again, want in ((second, first), (by_xla, first)):
-        jax.tree.map(np.testing.assert_array_equal, again, want)
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+    assert_same_routing(by_xla, first)

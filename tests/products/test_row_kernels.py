@@ -10,6 +10,7 @@ import pytest
 import jgg.products.norm as norms
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
+from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward, rms_norm
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, rotate
 from tests.support.closeness import assert_close, distance
@@ -189,3 +190,27 @@ def test_results_are_rounded_once(implementation):
     half = [part.astype(jnp.float16)[:, None] for part in (cos, sin)]
     by_operation = rotate(q.reshape(64, 4, 64), *half).reshape(q.shape)
     assert distance(got.q, want) < 0.7 * distance(by_operation, want)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 17), (5, 2880), (0, 16)])
+def test_add_gated(rows, columns, has_gate, implementation, dtype):
+    y, added = random(columns, *[(rows, columns)] * 2, dtype=dtype)
+    (gate,) = random(1, (rows, 1)) if has_gate else (None,)
+    got = ADD_GATED(how(implementation), AddGated(y, added, gate))
+    y64, added64, gate64 = wide(y, added, gate)
+    want = y64 + added64 * (1 / (1 + np.exp(-gate64)) if has_gate else 1)
+    assert got.dtype == y.dtype
+    assert_close(got, want, TOLERANCE[dtype])
+
+
+@KERNELS
+def test_add_gated_under_vmap(implementation):
+    y, added = random(2, (3, 5, 40), (5, 40))
+    (gate,) = random(1, (3, 5, 1))
+    add = functools.partial(ADD_GATED, how(implementation))
+    got = jax.vmap(lambda y, added, gate: add(AddGated(y, added, gate)), (0, None, 0))(y, added, gate)
+    assert_close(got, y + added[None] / (1 + jnp.exp(-gate)), 1e-6)
+    ungated = jax.vmap(lambda y, added: add(AddGated(y, added)), (0, None))(y, added)
+    assert_close(ungated, y + added[None], 1e-6)

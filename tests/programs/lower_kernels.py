@@ -34,6 +34,7 @@ from jgg.launching.choice import How
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
@@ -58,7 +59,10 @@ LAYER_KERNELS = (
     "activate_backward_kernel",
     "top_k_kernel",
     "route_few_kernel",
-    "logits_few_kernel",
+    "logits_kernel",
+    "score_kernel",
+    "weigh_kernel",
+    "add_gated_kernel",
     "sort_few_kernel",
     "count_experts_kernel",
     "sum_counts_kernel",
@@ -185,11 +189,26 @@ def lower_routing(compute_capability, num_experts):
         for num_tokens in (1, 32, 8192):
             logits = jax.ShapeDtypeStruct((num_tokens, num_experts), "float32")
             jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",))
-        router = functools.partial(jgg.router_logits, implementation="triton")
-        for num_tokens in (1, 64):
-            x, w = ((num_tokens, 2880), "bfloat16"), ((2880, num_experts), "bfloat16")
-            arrays = [jax.ShapeDtypeStruct(*array) for array in (x, w)]
-            jax.jit(router).trace(*arrays).lower(lowering_platforms=("cuda",))
+        arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, num_experts), (num_experts,))]
+        biased = lambda logits, bias: route(logits, score="sigmoid", selection_bias=bias)  # noqa: E731
+        jax.jit(biased).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+def lower_logits(compute_capability, num_tokens, num_experts, dtype, w_dtype, precision=None):
+    """The router's projection, in each of its tiles."""
+    x, w = jax.ShapeDtypeStruct((num_tokens, 2880), dtype), jax.ShapeDtypeStruct((2880, num_experts), w_dtype)
+    with jgg.target(compute_capability):
+        router = functools.partial(jgg.router_logits, implementation="triton", precision=precision)
+        jax.jit(router).trace(x, w).lower(lowering_platforms=("cuda",))
+
+
+def lower_add_gated(compute_capability, features, dtype):
+    """The sum with the shared experts' rows, with a gate and without."""
+    y, gate = jax.ShapeDtypeStruct((100, features), dtype), jax.ShapeDtypeStruct((100, 1), "float32")
+    with jgg.target(compute_capability):
+        add = functools.partial(ADD_GATED, How("triton", current_target()))
+        for operands in (AddGated(y, y, gate), AddGated(y, y)):
+            jax.jit(add).trace(operands).lower(lowering_platforms=("cuda",))
 
 
 def lower_activation(compute_capability, name, interleaved, features, dtype):
@@ -363,6 +382,21 @@ def layer_kernels(compute_capability, takes_all):
     """The same of routing and of each activation; those of one projection have the curves of the gated ones."""
     for num_experts in EXPERT_COUNTS if takes_all else EXPERT_COUNTS[::3]:
         yield ["route", num_experts], functools.partial(lower_routing, compute_capability, num_experts)
+    logits = [
+        (8192, 128, "bfloat16", "float32"),
+        (1, 128, "bfloat16", "bfloat16"),
+        (2048, 128, "bfloat16", "bfloat16"),
+        (32_768, 256, "bfloat16", "float32"),
+        (512, 130, "float16", "float32"),
+        (8192, 8, "float16", "float16"),
+        (8192, 128, "float32", "float32"),
+        (1, 17, "float32", "float32"),
+        (2880, 128, "float32", "float32", "highest"),
+    ]
+    for case in logits if takes_all else logits[:2]:
+        yield ["logits", *case], functools.partial(lower_logits, compute_capability, *case)
+    for case in ((2048, "bfloat16"), (17, "float32")) if takes_all else ((2880, "bfloat16"),):
+        yield ["add_gated", *case], functools.partial(lower_add_gated, compute_capability, *case)
     attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)

@@ -1,0 +1,75 @@
+"""The sum of the experts' rows and the shared experts', these times a gate; no row's bits depend on other rows."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives import vmap
+from jgg.primitives.partitioning import WHOLE, Letters
+from jgg.primitives.product import Product, array_type
+
+_BLOCK_COLUMNS = 1024
+_EACH = "t" + WHOLE
+
+
+class AddGated(NamedTuple):
+    """Two matrices and the logits of the second one's factors.
+
+    Attributes:
+      y, added: [T, H], of one dtype.
+      gate: float32 [T, 1], or None for a factor of 1.
+    """
+
+    y: jax.Array
+    added: jax.Array
+    gate: jax.Array | None = None
+
+
+def _types(operands: AddGated) -> jax.Array:
+    return array_type(operands.y.shape, operands.y.dtype)
+
+
+def _plain(operands: AddGated) -> jax.Array:
+    y, added, gate = operands
+    if gate is None:
+        return y + added
+    total = y.astype(jnp.float32) + added.astype(jnp.float32) * jnp.broadcast_to(jax.nn.sigmoid(gate), added.shape)
+    return total.astype(y.dtype)
+
+
+def _launch(launcher: Launcher, operands: AddGated) -> jax.Array:
+    from jgg.kernels.add_gated import add_gated_kernel
+
+    num_rows, columns = operands.y.shape
+    block = min(_BLOCK_COLUMNS, power_of_2(columns))
+    launch = Launch(
+        operands=operands._asdict(),
+        outputs={"total": _types(operands)},
+        constants={"COLUMNS": columns, "BLOCK_COLUMNS": block},
+        grid=(num_rows, math.ceil(columns / block)),
+        num_warps=max(1, block // 256),
+        bytes_accessed=3 * operands.y.size * operands.y.dtype.itemsize,
+    )
+    return launcher.run(add_gated_kernel, launch)["total"]
+
+
+def _merge_batch(how: How, operands: AddGated, batched: AddGated) -> jax.Array:
+    each = vmap.for_each(operands, batched, vmap.batch_size(operands, batched))
+    return ADD_GATED(how, jax.tree.map(vmap.flat, each)).reshape(each.y.shape)
+
+
+ADD_GATED: Product[jax.Array] = Product(
+    "add_gated",
+    AddGated,
+    result_types=_types,
+    plain=_plain,
+    launch=_launch,
+    letters=lambda operands: Letters({"y": _EACH, "added": _EACH, "gate": _EACH}, (_EACH,), ("",)),
+    merge_batch=_merge_batch,
+)
+"""y + sigmoid(gate) * added, [T, H] in their dtype."""
