@@ -3,7 +3,6 @@
 import dataclasses
 
 from jgg.configs import tuned_files
-from jgg.configs.heuristic import heuristic_config, plain_config
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.requirements import can_run
 from jgg.tuning import first_candidates, second_candidates
@@ -17,7 +16,6 @@ def all_configs(problem, target):
     for rows in ROWS:
         of_rows = dataclasses.replace(problem, num_rows=rows * problem.num_experts * problem.topk)
         chosen = first_candidates("forward", of_rows, target)
-        chosen += [kind(KernelConfigForward, of_rows, target) for kind in (heuristic_config, plain_config)]
         chosen += second_candidates("forward", of_rows, chosen[0])
         for config in chosen:
             configs[_kind(config)] = config
