@@ -221,10 +221,11 @@ def first_candidates(op: str, problem: GroupedGemmProblem, target: Target) -> li
     kind = CONFIG_TYPES[op]
     chosen, base = heuristic_config(kind, problem, target), plain_config(kind, problem, target)
     trials = trial_configs(kind, problem, target)
-    configs = [chosen, *(dataclasses.replace(config, fuse_gather=chosen.fuse_gather) for config in trials), base]
-    tiles = _TILES_FP8 if problem.is_quantized else _TILES
-    if trials:
-        tiles = () if problem.is_quantized else _TILES_BESIDE
+    configs = [chosen, *(dataclasses.replace(config, fuse_gather=chosen.fuse_gather) for config in trials)]
+    if problem.is_quantized and chosen.kernel != base.kernel:  # then an entry for the other would not be used
+        return list(dict.fromkeys(configs))
+    configs.append(base)
+    tiles = _TILES_FP8 if problem.is_quantized else _TILES_BESIDE if trials else _TILES
     for rows, columns, num_warps, num_stages, programs_per_sm in tiles:
         tile = Tile(rows, columns, base.tile(problem.w_layout).step)
         options = {"num_warps": num_warps, "num_stages": num_stages, "programs_per_sm": programs_per_sm}

@@ -2,113 +2,18 @@
 
 In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
-product, which is scaled and added in float32. If only one of them has scales, it is converted to the dtype of the other
-as it is read, and a step covers no more features than a scale does. A packed w is unpacked and scaled as it is read,
-without rounding in bfloat16.
+product, which is scaled and added in float32. The same holds where only x has scales; its values are converted to the
+dtype of w. If only w has scales, it is dequantized as it is read, with the bits that a pass before the product would
+give it; a step covers no more features than a scale does. `places` says how the features then keep their order.
 """
 
 import triton
 import triton.language as tl
 
-from .mxfp4 import GROUP, for_threads_of_x, unpack_rows
+from .places import for_threads, for_threads_of_x
 from .quantize import BLOCK
 from .tiles import row_pointers, store_tile, tile_coordinates, token_positions, zero_outside
-
-
-@triton.jit
-def load_weight(
-    w,
-    group,
-    k,
-    column,
-    REDUCED: tl.constexpr,
-    W_COLUMNS: tl.constexpr,
-    REDUCED_IS_MINOR: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_REDUCED: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """A [BLOCK_REDUCED, BLOCK_COLUMNS] block of the group's weights, zero past their edges."""
-    if TMA:
-        if REDUCED_IS_MINOR:
-            block = w.load([group, column, k]).reshape(BLOCK_COLUMNS, BLOCK_REDUCED).T
-        else:
-            block = w.load([group, k, column]).reshape(BLOCK_REDUCED, BLOCK_COLUMNS)
-    else:
-        matrix = w + group.to(tl.int64) * (REDUCED * W_COLUMNS)
-        reduced = k + tl.arange(0, BLOCK_REDUCED)
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
-        if REDUCED_IS_MINOR:
-            mask = (columns < W_COLUMNS)[:, None] & (reduced < REDUCED)[None, :]
-            block = tl.load(row_pointers(matrix, columns, reduced, REDUCED), mask=mask, other=0.0).T
-        else:
-            mask = (reduced < REDUCED)[:, None] & (columns < W_COLUMNS)[None, :]
-            block = tl.load(row_pointers(matrix, reduced, columns, W_COLUMNS), mask=mask, other=0.0)
-    return block
-
-
-@triton.jit
-def load_weight_scales(
-    w_scales,
-    group,
-    k,
-    column,
-    REDUCED: tl.constexpr,
-    W_COLUMNS: tl.constexpr,
-    REDUCED_IS_MINOR: tl.constexpr,
-    SCALED_REDUCED: tl.constexpr,
-    SCALED_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """The group's scales [1, BLOCK_COLUMNS] for the features from k on that share one; zero past the edges."""
-    STEPS: tl.constexpr = (REDUCED + SCALED_REDUCED - 1) // SCALED_REDUCED
-    W_BLOCKS: tl.constexpr = (W_COLUMNS + SCALED_COLUMNS - 1) // SCALED_COLUMNS
-    columns = column + tl.arange(0, BLOCK_COLUMNS)
-    block, step = columns // SCALED_COLUMNS, k // SCALED_REDUCED
-    offsets = block * STEPS + step if REDUCED_IS_MINOR else step * W_BLOCKS + block
-    pointers = w_scales + group.to(tl.int64) * (W_BLOCKS * STEPS) + offsets
-    return tl.load(pointers, mask=columns < W_COLUMNS, other=0.0)[None, :]
-
-
-@triton.jit
-def load_row_scales(x_scales, rows, exists, k, REDUCED: tl.constexpr, BLOCK_REDUCED: tl.constexpr):
-    """The scales [rows, 1] of the rows' features from k on, BLOCK_REDUCED of which share one; zero past the rows."""
-    tl.static_assert(BLOCK % BLOCK_REDUCED == 0)
-    SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
-    return tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)[:, None]
-
-
-@triton.jit
-def load_packed_weight(
-    w,
-    w_scales,
-    group,
-    k,
-    column,
-    dtype: tl.constexpr,
-    REDUCED: tl.constexpr,
-    W_COLUMNS: tl.constexpr,
-    REDUCED_IS_MINOR: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_REDUCED: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """A block as `load_weight` returns it, of weights that are packed along the reduced axis, in `dtype`.
-
-    The reduced features are in the places of `for_threads_of_x`.
-    """
-    HALF: tl.constexpr = BLOCK_REDUCED // 2
-    STEPS: tl.constexpr = REDUCED // GROUP
-    pairs = load_weight(w, group, k // 2, column, REDUCED // 2, W_COLUMNS, REDUCED_IS_MINOR, TMA, HALF, BLOCK_COLUMNS)
-    steps = k // GROUP + tl.arange(0, BLOCK_REDUCED // GROUP)
-    columns = column + tl.arange(0, BLOCK_COLUMNS)
-    if REDUCED_IS_MINOR:
-        offsets = columns[None, :] * STEPS + steps[:, None]
-    else:
-        offsets = steps[:, None] * W_COLUMNS + columns[None, :]
-    mask = (steps < STEPS)[:, None] & (columns < W_COLUMNS)[None, :]
-    scales = tl.load(w_scales + group.to(tl.int64) * (STEPS * W_COLUMNS) + offsets, mask=mask, other=0)
-    return unpack_rows(pairs, scales, dtype)
+from .weights import load_packed_weight, load_row_scales, load_scaled_weight, load_weight, load_weight_scales
 
 
 @triton.jit
@@ -135,13 +40,15 @@ def multiply_rows(
     BLOCK_COLUMNS: tl.constexpr,
     SCALED_REDUCED: tl.constexpr = 0,
     SCALED_COLUMNS: tl.constexpr = 0,
+    PRODUCTS: tl.constexpr = 1,
 ):
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
     With TMA_X the rows are start, start + 1, ...; rows past the group's end belong to other groups and are not stored.
     Without TMA_X they are `rows`, and a row that does not exist is zero. With num_pieces [1], x is the sum of that many
     matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x or w is quantized; a
-    scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns. Scales of a packed w are bytes.
+    scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns. Scales of a packed w are bytes. PRODUCTS is as
+    in `places`, or 1 where features stay in their places.
     """
     is_packed: tl.constexpr = w_scales is not None and w_scales.dtype.element_ty == tl.uint8
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
@@ -169,36 +76,56 @@ def multiply_rows(
                 TMA_W,
                 BLOCK_REDUCED,
                 BLOCK_COLUMNS,
+                PRODUCTS,
             )
-            x_block = for_threads_of_x(x_block)
-        else:
-            w_block = load_weight(
-                w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
-            )
-        if x_scales is None and (w_scales is None or is_packed):
-            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
-        elif w_scales is None:
-            of_rows = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
-            acc += tl.dot(x_block.to(w_block.dtype), w_block, input_precision=PRECISION) * of_rows
-        else:
-            tl.static_assert(SCALED_REDUCED % BLOCK_REDUCED == 0)
-            of_columns = load_weight_scales(
+        elif w_scales is not None and x_scales is None:
+            w_block = load_scaled_weight(
+                w,
                 w_scales,
                 group,
                 k,
                 column,
+                x_block.dtype,
                 REDUCED,
                 W_COLUMNS,
                 REDUCED_IS_MINOR,
+                TMA_W,
+                BLOCK_REDUCED,
+                BLOCK_COLUMNS,
                 SCALED_REDUCED,
                 SCALED_COLUMNS,
-                BLOCK_COLUMNS,
+                PRODUCTS,
             )
-            if x_scales is None:
-                acc += tl.dot(x_block, w_block.to(x_block.dtype), input_precision=PRECISION) * of_columns
-            else:
-                of_rows = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
-                acc += tl.dot(x_block, w_block) * (of_rows * of_columns)
+        else:
+            w_block = load_weight(
+                w, group, k, column, REDUCED, W_COLUMNS, REDUCED_IS_MINOR, TMA_W, BLOCK_REDUCED, BLOCK_COLUMNS
+            )
+        if x_scales is not None and w_scales is None:
+            x_block = x_block.to(w_block.dtype)
+        if PRODUCTS > 1:
+            SHARE: tl.constexpr = 32 // x_block.dtype.primitive_bitwidth
+            x_block = for_threads_of_x(x_block, PRODUCTS, SHARE)
+            if not is_packed:
+                w_block = for_threads(w_block, PRODUCTS, SHARE)
+        if x_scales is None:
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+        else:
+            tl.static_assert(BLOCK_REDUCED == BLOCK)
+            scales = load_row_scales(x_scales, rows, exists, k, REDUCED, BLOCK_REDUCED)
+            if w_scales is not None:
+                scales *= load_weight_scales(
+                    w_scales,
+                    group,
+                    k,
+                    column,
+                    REDUCED,
+                    W_COLUMNS,
+                    REDUCED_IS_MINOR,
+                    SCALED_REDUCED,
+                    SCALED_COLUMNS,
+                    BLOCK_COLUMNS,
+                )
+            acc += tl.dot(x_block, w_block, input_precision=PRECISION) * scales
     return acc
 
 
@@ -270,6 +197,7 @@ def forward_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     SCALED_REDUCED: tl.constexpr,
     SCALED_COLUMNS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i]; a tile has rows of one group.
 
@@ -283,6 +211,7 @@ def forward_kernel(
     REDUCED / 2 of them for a column.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     low_rows [num_rows, RANK], in expert order, times low_matrices, laid out as w is, are added unless they are None.
+    PRODUCTS is as in `multiply_rows`.
     Rows of y without a group become zeros; after the last group, only those before zeros_end.
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -319,6 +248,7 @@ def forward_kernel(
             BLOCK_COLUMNS,
             SCALED_REDUCED,
             SCALED_COLUMNS,
+            PRODUCTS,
         )
         if low_rows is not None:
             acc = add_low_rank(

@@ -8,6 +8,8 @@ a bfloat16 that is 2**126 times too small, subnormal where the exponent is 0. Tw
 import triton
 import triton.language as tl
 
+from .places import for_threads
+
 GROUP = tl.constexpr(32)  # numbers that share a scale
 _ONES_16, _MINUS_ZEROS_16 = tl.constexpr(0x7E807E80), tl.constexpr(-0x7FFF8000)  # two bfloat16: 2**126 and -0
 
@@ -62,43 +64,18 @@ def unpack_pairs(pairs, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def for_threads(rows):
-    """Exchanges the places of rows [n, columns], pairs of features; `for_threads_of_x` does so in the columns of x.
-
-    As w is read in bytes, Triton gives each of four threads eight features that follow each other, and the same of the
-    next 32, and multiplies two of both at a time. After the exchange those are the features that it multiplies together
-    of 16-bit operands, so that they are added up in the same order: of 16, the first thread has 0, 1, 8 and 9.
-    """
-    count: tl.constexpr = rows.shape[0]
-    columns: tl.constexpr = rows.shape[1]
-    if count % 32 == 0:
-        places = tl.permute(tl.reshape(rows, (count // 32, 4, 2, 4, columns)), (0, 2, 3, 1, 4))
-        rows = tl.reshape(places, (count, columns))
-    return rows
-
-
-@triton.jit
-def for_threads_of_x(x):
-    """The features of rows of x [rows, n] in the places that `for_threads` gives the rows of w."""
-    rows: tl.constexpr = x.shape[0]
-    count: tl.constexpr = x.shape[1]
-    if count % 64 == 0:
-        places = tl.permute(tl.reshape(x, (rows, count // 64, 4, 2, 4, 2)), (0, 1, 3, 4, 2, 5))
-        x = tl.reshape(places, (rows, count))
-    return x
-
-
-@triton.jit
-def unpack_rows(pairs, scales, dtype: tl.constexpr):
+def unpack_rows(pairs, scales, dtype: tl.constexpr, PRODUCTS: tl.constexpr):
     """The numbers [2 * n, columns] in bytes [n, columns], packed along the rows, with scales [n / 16, columns].
 
-    They are in the places that `for_threads` gives them.
+    They are in the places that `for_threads` gives them, if PRODUCTS is not 1.
     """
     count: tl.constexpr = pairs.shape[0]
     columns: tl.constexpr = pairs.shape[1]
     bits = scale_bits(scales, dtype)
     bits = tl.reshape(tl.broadcast_to(bits[:, None, :], (count * 2 // GROUP, GROUP // 2, columns)), (count, columns))
-    first, second = unpack_pairs(for_threads(pairs), for_threads(bits), dtype)
+    if PRODUCTS > 1:  # the two numbers of a byte share a register
+        pairs, bits = for_threads(pairs, PRODUCTS, 1), for_threads(bits, PRODUCTS, 1)
+    first, second = unpack_pairs(pairs, bits, dtype)
     return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (count * 2, columns))
 
 

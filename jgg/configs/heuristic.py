@@ -16,7 +16,7 @@ from jgg.configs.kernel_configs import (
     Tile,
     power_of_2,
 )
-from jgg.configs.requirements import can_run, shared_memory, tiles_of
+from jgg.configs.requirements import can_run, least_rows, shared_memory, tiles_of
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import BLOCK
@@ -117,7 +117,8 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
 
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
-    - In FP8 the products of a step take registers beside the tile's sums, so tiles have at most 128 columns.
+    - In FP8 the products of a step take registers beside the tile's sums, so tiles have at most 128 columns; and, on
+      some GPUs, at least 64 rows: see `least_rows`.
     - Rows that are no multiple of 16 bytes are loaded element by element, and the pointers fill the registers.
     - float32 takes twice the shared memory, so steps are half as long. Less shared memory means fewer stages.
     - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. Tiles of 16
@@ -151,7 +152,7 @@ def _choose_by_rows(kind: type[KernelConfig], problem: GroupedGemmProblem, targe
     if kind is KernelConfigForward:
         fusing = {"fuse_gather": not target.has_tma or _is_narrow(num_columns), "fuse_scatter": not target.has_tma}
         has_heavy_epilogue = problem.permute_x and (problem.has_topk_weights or problem.has_bias)
-    rows, columns, step = _block_rows(problem, 128), 128, _step(problem)
+    rows, columns, step = max(_block_rows(problem, 128), least_rows(problem, target)), 128, _step(problem)
     if not problem.rows_are_aligned:
         columns = 32 if has_heavy_epilogue or problem.has_topk_weights or problem.has_bias else 64
         rows = min(rows, columns)

@@ -15,6 +15,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 
 FP8_COMPUTE_CAPABILITY = 89  # the lowest one that multiplies in FP8 and converts to it
+ROWS_OF_WARPGROUP = 64  # the least of a tile whose operands tensor cores read from shared memory
 _BARRIERS = 256  # bytes, more than the barriers of any kernel take
 _HANDED_OVER = 256  # bytes of arguments, more than the hopper kernel's warps get
 _PART = 128  # bytes of each thread, at most, that go through shared memory at once where a tile is stored in parts
@@ -80,7 +81,7 @@ def _plain_shared_memory(problem: GroupedGemmProblem, target: Target, config: Ke
 
 def _num_stages(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -> int:
     """Blocks of each operand that are in shared memory at once."""
-    if not _multiplies_from_shared_memory(target):
+    if not multiplies_from_shared_memory(target):
         return max(config.num_stages - 1, 1)  # the blocks of the current step are in registers
     if problem.dtype.itemsize <= 2:
         return config.num_stages
@@ -92,7 +93,7 @@ def _store(problem: GroupedGemmProblem, target: Target, config: KernelConfig, el
     """Bytes of the buffer in which a tile is transposed, so that neighbouring threads store neighbouring elements."""
     size = config.result_dtype(problem).itemsize
     is_summed = isinstance(config, KernelConfigDX) and problem.has_topk_weights  # with x, in float32
-    if is_summed and not _multiplies_from_shared_memory(target):
+    if is_summed and not multiplies_from_shared_memory(target):
         size = 4
     is_in_three_passes = problem.dtype.itemsize == 4 and problem.precision == jax.lax.Precision.HIGH
     is_whole = size == 4 and (target.compute_capability // 10 == 9 or is_in_three_passes)
@@ -100,9 +101,18 @@ def _store(problem: GroupedGemmProblem, target: Target, config: KernelConfig, el
     return tile if is_whole or not problem.rows_are_aligned else min(tile, _PART * 32 * config.num_warps)
 
 
-def _multiplies_from_shared_memory(target: Target) -> bool:
-    """Whether tensor cores read operands from shared memory rather than from registers."""
-    return 90 <= target.compute_capability < 120
+def multiplies_from_shared_memory(target: Target, rows: int = ROWS_OF_WARPGROUP) -> bool:
+    """Whether tensor cores read the operands of tiles of so many rows from shared memory, not from registers."""
+    return 90 <= target.compute_capability < 120 and rows >= ROWS_OF_WARPGROUP
+
+
+def least_rows(problem: GroupedGemmProblem, target: Target) -> int:
+    """Rows of a tile, at least.
+
+    In FP8, instructions that read operands from registers add up with other bits than those that read shared memory:
+    the latter keep fewer bits of a sum. So all tiles take the same.
+    """
+    return ROWS_OF_WARPGROUP if problem.is_quantized and multiplies_from_shared_memory(target) else 16
 
 
 KERNEL_REQUIREMENTS = {
@@ -167,8 +177,8 @@ def can_run(problem: GroupedGemmProblem, target: Target, config: KernelConfig) -
     kind = type(config)
     if why_not(config.kernel, kind, problem, target) is not None:
         return False
-    tiles = tiles_of(config.kernel, kind, problem)
-    if tiles and config.tile(problem.w_layout) not in tiles:
+    tiles, tile = tiles_of(config.kernel, kind, problem), config.tile(problem.w_layout)
+    if (tiles and tile not in tiles) or tile.rows < least_rows(problem, target):
         return False
     return shared_memory(problem, target, config) <= target.shared_memory
 

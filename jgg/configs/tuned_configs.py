@@ -46,15 +46,20 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
     An entry must be for the same product with the same options, compute capability and size of dtype. Its K, N and rows
     per expert may each differ by at most a factor of two, and its configuration must be able to run. An entry for the
     other layout of w serves too, as if it were half a doubling further away; dW's tiles are transposed with dw.
+
+    In FP8 it must also have the heuristic's kernel: two kernels do not give a sum the same bits, and only one of them
+    makes hidden features of sums that were not rounded.
     """
     if problem.is_dense:  # one group has far fewer tiles than the layers that were measured
         return None
+    kernel = heuristic_config(kind, problem, target).kernel if problem.is_quantized else None
     for path in (tuned_files.user_file(), *tuned_files.shipped_files()):
         near = [
             entry
             for entry in tuned_files.load(path)
             if entry.compute_capability == target.compute_capability
             and type(entry.config) is kind
+            and kernel in (None, entry.config.kernel)
             and _options(kind, entry.problem) == _options(kind, problem)
             and max(_distances(entry.problem, problem)[:3]) <= 1
         ]

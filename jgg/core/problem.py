@@ -27,7 +27,7 @@ DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 W_LAYOUTS = ("enk", "ekn")
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
 MAX_ROWS = 2**30 - 1
-_FEW_ROWS = 32  # of a group, on average
+FEW_ROWS = 32  # of a group, on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def has_few_rows(num_rows: int, num_groups: int) -> bool:
     Quantized weights are then read as they are stored, and converted to the dtype of x on the way. A symbolic number of
     rows counts as many.
     """
-    return not jax.export.is_symbolic_dim(num_rows) and num_rows <= _FEW_ROWS * num_groups
+    return not jax.export.is_symbolic_dim(num_rows) and num_rows <= FEW_ROWS * num_groups
 
 
 def check_problem(

@@ -215,7 +215,7 @@ class QuantizedWeights:
 
 def is_quantized(array: Any) -> bool:
     """Whether an operand or weights are in FP8, or will be when a product quantizes them."""
-    return isinstance(array, QuantizedArray | QuantizedWeights | ToQuantize)
+    return isinstance(array, QuantizedArray | QuantizedWeights | ToQuantize | WeightForms)
 
 
 def values_and_scales(array: Any) -> tuple[Any, Any]:

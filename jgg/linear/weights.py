@@ -1,5 +1,7 @@
 """Weights as users give them, as a `Matrix`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -7,10 +9,20 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, check
 from jgg.core.matrix import Matrix
-from jgg.core.quantized import BLOCK, QuantizedArray, QuantizedWeights, WeightForms, block_of, scales_shape
+from jgg.core.quantized import (
+    BLOCK,
+    QuantizedArray,
+    QuantizedWeights,
+    ToQuantize,
+    WeightForms,
+    block_of,
+    scales_shape,
+)
+from jgg.launching.choice import How
 from jgg.linear.fp8 import Fp8, quantize_once
+from jgg.products.quantize import QUANTIZE_WEIGHTS, with_quantized
 
-Weights = jax.Array | QuantizedArray | QuantizedWeights
+Weights = jax.Array | QuantizedArray | QuantizedWeights | WeightForms
 
 
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
@@ -21,6 +33,8 @@ def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
         return Matrix(dense=array).with_forms(jax.lax.stop_gradient(value.forms))
+    if isinstance(value, WeightForms):  # jgg's own, made by `forms_of_forward`
+        return Matrix().with_forms(value)
     if isinstance(value, QuantizedArray):
         block_of(value, f"{name}.")
         return Matrix(straight=jax.lax.stop_gradient(value))
@@ -40,7 +54,7 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
       shapes.
     """
     straight = matrix.straight
-    if straight is None:
+    if straight is None:  # dense, or the form that a product reads
         return matrix
     if matrix.dense is not None:
         if recipe is None:
@@ -56,3 +70,18 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
     # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
     stays = with_layout_constraint(straight.values, Layout(tuple(range(len(straight.shape)))))
     return matrix.with_forms(WeightForms(straight, QuantizedArray(stays, straight.scales).mT))
+
+
+def forms_of_forward(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:
+    """What the forward product by a recipe reads of weights [E, K, N]: the transposed form alone, made once.
+
+    Args:
+      name, dtype: as in `in_recipe`.
+      how: how the weights are quantized, if they are not yet.
+    """
+    matrix = in_recipe(name, as_matrix(name, weights), recipe, dtype)
+    form = matrix.transposed
+    if form is None:
+        to_quantize = ToQuantize(jax.lax.stop_gradient(matrix.dense), True, recipe.format)
+        form = with_quantized(to_quantize, functools.partial(QUANTIZE_WEIGHTS, how))
+    return WeightForms(None, form)

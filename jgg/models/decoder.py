@@ -21,7 +21,7 @@ from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
-from jgg.models.stacks import merge_stack, new_stack, run_stack
+from jgg.models.stacks import merge_stack, new_stack, put_forms, run_stack
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.sharding import MoESharding
 
@@ -251,6 +251,11 @@ class Decoder(nnx.Module):
             self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
         x = norm(x, self.norm[...], config.norm_epsilon, self.options.dense_implementation)
         return x, None if caches is None else tuple(own_caches)
+
+    def put_forms(self) -> None:
+        """Makes ready for forward passes alone: see `stacks.put_forms`."""
+        for plan in self.config.plan:
+            put_forms(getattr(self, plan.name), self.options)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""

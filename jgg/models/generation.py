@@ -161,6 +161,8 @@ def _generate(
     new_tokens: int,
 ) -> jax.Array:
     model = nnx.merge(graphdef, state)
+    if model.options.batch_invariant:
+        model.put_forms()
     batch, longest = tokens.shape
     caches: Caches | None = model.empty_caches(batch, longest + new_tokens)
     x, caches = model.run_layers(tokens, jnp.arange(longest, dtype=jnp.int32)[None], caches, lengths=lengths)

@@ -85,10 +85,12 @@ class Layer(nnx.Module):
         """The recipe of the experts' products; none where text is generated and an expert has few rows.
 
         FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
-        number of rows alone, so that calls with as many tokens compute alike.
+        number of rows alone, so that calls with as many tokens compute alike. With `batch_invariant` the recipe holds
+        for every number of rows, as in training; see `stacks.put_forms`.
         """
         moe, quantization = self.config.moe, self.moe.quantization
-        if quantization is None or not generates:
+        options: Options = getattr(self, self.mixer).options
+        if quantization is None or not generates or options.batch_invariant:
             return quantization
         return None if has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts) else quantization
 

@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgg.core.gpu_target import current_target
+from jgg.launching.choice import How
+from jgg.linear.weights import forms_of_forward
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig, StackPlan
 from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
 from jgg.models.placement import gathered, remat_policy_of_gathered, split, split_batch
+from jgg.nnx import Frozen
 
 
 def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> Layer:
@@ -47,6 +51,22 @@ def run_stack(
     unroll = min(options.unroll, plan.count)
     (x, cache, _), sown = jax.lax.scan(_rematerialized(body, options), (x, cache, jnp.int32(0)), xs, unroll=unroll)
     return x, cache, sown
+
+
+def put_forms(layers: Layer, options: Options) -> None:
+    """Puts what forward products read in the place of experts' weights that a recipe multiplies in FP8.
+
+    That is a byte for each weight beside the parameters. Made for each token, it would cost a reading of all experts,
+    whichever the token chose. A sharded model makes it for each token.
+    """
+    recipe = layers.moe.quantization if hasattr(layers, "moe") else None
+    if recipe is None or options.sharding is not None:
+        return
+    how = How(options.implementation, current_target())
+    for name in ("w_gate_up", "w_down"):
+        weights = getattr(layers.moe, name).get_value()
+        forms = functools.partial(forms_of_forward, name, recipe=recipe, dtype=options.dtype, how=how)
+        setattr(layers.moe, name, Frozen(jax.lax.map(forms, weights)))
 
 
 def merge_stack(layers: Layer, options: Options) -> None:

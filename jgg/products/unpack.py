@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgg.core import mxfp4
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, block_of, scaled
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives.product import Product, array_type, split_by_xla
@@ -76,5 +76,11 @@ UNPACK: Product[jax.Array] = Product(
 
 
 def dequantized(w: QuantizedArray, dtype: DTypeLike, unpack: Callable[..., jax.Array]) -> jax.Array:
-    """Weights in a float dtype; `unpack` computes UNPACK by the implementation that computes their product."""
-    return unpack(Unpack(w.values, w.scales), dtype=jnp.dtype(dtype)) if w.is_packed else w.dequantize(dtype)
+    """Weights in a float dtype; `unpack` computes UNPACK by the implementation that computes their product.
+
+    The bits are those that a kernel gives weights as it reads them. So in FP8, unlike `QuantizedArray.dequantize`, a
+    product past the dtype's largest number is infinite, whyever it is: to tell why took a kernel twice as long.
+    """
+    if w.is_packed:
+        return unpack(Unpack(w.values, w.scales), dtype=jnp.dtype(dtype))
+    return scaled(w.values, w.scales, block_of(w), jnp).astype(dtype)

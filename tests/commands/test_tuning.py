@@ -98,7 +98,7 @@ def test_candidates_in_fp8_fit_the_device():
         for problem in layer.gemms(dtype="float8_e4m3fn").values():
             for target in (HOPPER, Target(89, 142)):
                 configs = tuning.first_candidates("forward", problem, target)
-                assert len(set(configs)) == len(configs) > 1
+                assert len(set(configs)) == len(configs) >= (1 if target is HOPPER else 2)  # whose kernel has one tile
                 for config in configs:
                     sums = config.block_m * config.block_n // (32 * config.num_warps)
                     assert config.kernel == "hopper" or sums <= 64  # of a thread

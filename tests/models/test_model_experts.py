@@ -117,6 +117,27 @@ def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_
     assert largest_error(prompt, as_stored if reads_as_stored else whole) < 1e-5
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
+    """Whether experts are stored in FP8 or quantized where they multiply; `generate` makes their FP8 form once."""
+    model = loaded("qwen3_moe", experts=jgg.Fp8() if is_loaded else "dense", batch_invariant=True)
+    model.layers.moe.quantization = jgg.Fp8()
+    ids, weights = jnp.arange(6, dtype=jnp.int32)[None], model.layers.moe.w_gate_up
+
+    def run(caches):
+        return model.run_layers(ids, jnp.arange(6, dtype=jnp.int32)[None], caches)[0]
+
+    whole, few = run(None), run(model.empty_caches(1, 6))
+    assert largest_error(few, whole) < 1e-5
+    tokens = jgg.models.generate(model, ids, 2)
+    assert model.layers.moe.w_gate_up is weights  # the model of the call had the other form
+    model.put_forms()
+    forms = model.layers.moe.w_gate_up.get_value()
+    assert forms.straight is None and forms.transposed.shape == (2, 4, 16, 32)
+    np.testing.assert_array_equal(run(model.empty_caches(1, 6)), few)
+    assert tokens[0, 0] == jnp.argmax(model.logits(few[:, -1]))
+
+
 def test_a_folder_without_quantization_has_none_to_keep():
     model = jgg.models.load(DATA / "mixtral", experts="as stored")
     assert isinstance(model.layers.moe.w_down, nnx.Param)

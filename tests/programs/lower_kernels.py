@@ -357,16 +357,21 @@ def lower_project_few(compute_capability, rows, features, dtype):
         jax.jit(project).trace(ProjectFew(x, *matrices, *biases)).lower(lowering_platforms=("cuda",))
 
 
-def lower_packed(compute_capability, w_layout, rows):
-    """A product that gathers few rows, or many, of weights in MXFP4."""
+def lower_stored(compute_capability, kind, w_layout, rows):
+    """A product that gathers few rows, or many, of weights in MXFP4 or FP8 that is not multiplied in FP8."""
     in_features, out_features = 2880, 5760
     arrays, static = arguments(rows, in_features, out_features, w_layout, "up", "bfloat16", None)
     floats = {key: arrays.pop(key) for key in ("x", "w", "topk_weights", "bias")}
     axis = 1 if w_layout == "ekn" else 2
     values, scales = ([*floats["w"].shape] for _ in range(2))
-    values[axis] //= 2
-    scales[axis] //= 32
-    w = jgg.QuantizedArray(*(jax.ShapeDtypeStruct(tuple(shape), "uint8") for shape in (values, scales)))
+    if kind == "packed":
+        values[axis] //= 2
+        scales[axis] //= 32
+        dtypes = "uint8", "uint8"
+    else:
+        scales[1:] = [-(-size // 128) for size in scales[1:]]
+        dtypes = "float8_e4m3fn", "float32"
+    w = jgg.QuantizedArray(*map(jax.ShapeDtypeStruct, (tuple(values), tuple(scales)), dtypes))
     problem = check_problem(**floats, **arrays, **static)
 
     def compute(x, w, group_sizes, gather_indices):
@@ -417,8 +422,10 @@ def layer_kernels(compute_capability, takes_all):
     for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
-        yield ["packed", *case], functools.partial(lower_packed, compute_capability, *case)
+        yield ["packed", *case], functools.partial(lower_stored, compute_capability, "packed", *case)
     if compute_capability >= 89:
+        for case in (("ekn", 4), ("enk", 32)):
+            yield ["stored", *case], functools.partial(lower_stored, compute_capability, "fp8", *case)
         for case in (("swiglu", False, "float8_e4m3fn", 4096), ("clamped_swiglu", True, "float8_e4m3fn", 256)):
             yield ["fp8", *case], functools.partial(lower_fp8, compute_capability, *case)
         for case in (("float32", "plain"), ("float32", "everything")):

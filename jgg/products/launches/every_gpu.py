@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigDX, KernelConfigForward
+from jgg.configs.requirements import multiplies_from_shared_memory
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of, values_and_scales
 from jgg.core.schedule import between_groups, schedule_of_one_group, tile_schedule
@@ -50,9 +51,26 @@ def multiply_forward(launcher: Launcher, product: RowProduct) -> jax.Array:
             "SCATTER": problem.permute_y,
             "SCALED_REDUCED": scaled_reduced,
             "SCALED_COLUMNS": scaled_columns,
+            "PRODUCTS": _products(launcher.target, product),
         },
     )
     return launcher.run(forward_kernel, launch)["y"]
+
+
+def _products(target: Target, product: RowProduct) -> int:
+    """The constant PRODUCTS of `kernels.places`: 1 unless one operand is loaded in fewer bits than the other.
+
+    Tensor cores that read w from shared memory add up its features in their order.
+    """
+    problem, config, w = product.problem, product.config, product.w
+    w_is_packed, is_float32 = isinstance(w, QuantizedArray) and w.is_packed, problem.dtype.itemsize == 4
+    is_mixed = isinstance(product.rows, QuantizedArray) != isinstance(w, QuantizedArray)
+    if not is_mixed or (is_float32 and (w_is_packed or PRECISIONS[problem.precision] == "ieee")):
+        return 1
+    if multiplies_from_shared_memory(target, config.block_m):
+        return 1
+    features = 8 if w_is_packed and not product.reduced_is_minor else 4  # that a thread loads at once
+    return features * problem.dtype.itemsize // 4
 
 
 def multiply_dx(launcher: Launcher, product: RowProduct, x: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

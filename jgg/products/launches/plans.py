@@ -6,17 +6,20 @@ before it or after it, and large results that are only added up are computed one
 
 import dataclasses
 import math
+from typing import cast
 
+from jgg.configs.heuristic import plain_config
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import Target
-from jgg.core.problem import GroupedGemmProblem, has_few_rows
+from jgg.core.problem import FEW_ROWS, GroupedGemmProblem, has_few_rows
 from jgg.core.quantized import BLOCK
 from jgg.products.launches import column_parts
 from jgg.products.launches.activations import Hidden
 
 _MOST_STAGES = 8
+_LEAST_STAGES = 2
 _LEAST_STEP = 32  # features that share a scale, at least
 _LEAST_STEPS = 2  # of a part of a group's rows, at least
 
@@ -64,9 +67,8 @@ def plan_forward(
         reading = _config_for_reading(problem, target, config, w_block, w_is_packed)
         config, dequantizes = reading or config, reading is None
     elif x_is_quantized and not problem.is_quantized:
-        config = choose_config(KernelConfigForward, problem, target, config)
-        is_read = config.kernel == "plain" and target.compute_capability >= FP8_COMPUTE_CAPABILITY
-        dequantizes = not (is_read and config.block_k <= BLOCK)  # a step has features that share a scale
+        reading = _config_for_reading_x(problem, target, config)
+        config, dequantizes = reading or config, reading is None
     elif problem.is_quantized and why_not_quantized(problem, target) is not None:
         problem, config, dequantizes = problem.dequantized, None, True
     if problem.combine_y:
@@ -81,6 +83,22 @@ def plan_forward(
     return ForwardPlan(problem, config, dequantizes, copies_x, reorders_y, part_columns)
 
 
+def _config_for_reading_x(
+    problem: GroupedGemmProblem, target: Target, config: KernelConfigForward | None
+) -> KernelConfigForward | None:
+    """A configuration whose kernel converts a quantized x as it reads it; None to dequantize it first.
+
+    Each step has the features that share a scale: sums have the same bits with every configuration.
+    """
+    if target.compute_capability < FP8_COMPUTE_CAPABILITY:
+        return None
+    config = choose_config(KernelConfigForward, problem, target, config)
+    if config.kernel != "plain":
+        config = cast(KernelConfigForward, plain_config(KernelConfigForward, problem, target))
+    stages = max(_LEAST_STAGES, min(_MOST_STAGES, config.num_stages * config.block_k // BLOCK))
+    return dataclasses.replace(config, block_k=BLOCK, num_stages=stages)
+
+
 def _config_for_reading(
     problem: GroupedGemmProblem,
     target: Target,
@@ -88,20 +106,22 @@ def _config_for_reading(
     w_block: tuple[int, int],
     w_is_packed: bool,
 ) -> KernelConfigForward | None:
-    """A configuration whose kernel converts quantized weights as it reads them; None to dequantize them first.
+    """A configuration whose kernel dequantizes weights as it reads them; None to dequantize them first.
 
-    The kernel converts w where groups have few rows, since the product then takes the time of reading w. With more rows
-    it would convert w again for each row tile. Where it does, it takes steps of at most as many features as share a
-    scale, unless it scales w itself, as it does with a packed w.
+    The kernel dequantizes w where groups have few rows, since the product then takes the time of reading w. With more
+    rows it would dequantize w again for each row tile. Where it does, it takes steps of at most as many features as
+    share a scale, unless w is packed, and its tiles have few rows: tensor cores then take w from registers, where
+    features change places (see `kernels.places`) such that sums have the bits of the product with a w that was
+    dequantized first.
     """
     config = choose_config(KernelConfigForward, problem, target, config)
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
     is_read = config.kernel == "plain" and (w_is_packed or target.compute_capability >= FP8_COMPUTE_CAPABILITY)
     is_read &= scaled_features >= _LEAST_STEP and has_few_rows(problem.num_rows, problem.num_experts)
-    if w_is_packed:
-        is_read &= config.block_k % _LEAST_STEP == 0
+    is_read &= config.block_k >= (2 * _LEAST_STEP if w_is_packed else _LEAST_STEP)
     if not is_read:
         return None
+    config = dataclasses.replace(config, block_m=min(config.block_m, FEW_ROWS))
     if w_is_packed and config.programs_per_sm == 2:
         # one unpacks while others wait: 212 us for gpt-oss's w_gate_up and 128 rows on an H100, by two programs 229
         return dataclasses.replace(config, num_stages=4, programs_per_sm=3)

@@ -1,0 +1,256 @@
+"""One row, one result: no configuration, and no number of rows, gives a row of a product other bits.
+
+On a CPU the tests read what would be launched: no launch splits the axis that is reduced, and steps that are scaled
+have one length. On a GPU they compare bits.
+"""
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg
+from jgg.activations import ACTIVATIONS
+from jgg.configs import tuned_files
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.configs.tuned_configs import choose_config
+from jgg.core import versions
+from jgg.core.gpu_target import Target, current_target
+from jgg.core.quantized import Format, quantize
+from jgg.core.schedule import group_bounds
+from jgg.launching.choice import How
+from jgg.measuring.workloads import gemm, operands
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.launches.activations import Hidden
+from jgg.products.launches.plans import plan_forward, plan_up
+from jgg.products.low_rank import LowRankTerm
+from jgg.products.up import UP
+from tests.support.configurations import ROWS, all_configs
+from tests.support.packed import random_packed
+
+GROUPS = (70, 0, 133, 5)
+MANY = {"permute_x": True, "permute_y": True, "weighted": True, "biased": True, "rank": 72}
+CASES = {
+    "bfloat16": {},
+    "bfloat16, ekn, all": {"w_layout": "ekn", **MANY},
+    "bfloat16, one group": {"groups": (208,)},
+    "bfloat16, few columns": {"out_features": 16},
+    "bfloat16, odd": {"in_features": 97, "out_features": 50, **MANY},
+    "float16, all": {"dtype": "float16", **MANY},
+    "fp8": {"dtype": "fp8", "out_features": 512, "in_features": 464},
+    "fp8, all": {"dtype": "fp8", "out_features": 512, **MANY},
+}
+
+
+def make(in_features=448, out_features=272, rank=0, groups=GROUPS, **options):
+    sizes = {"num_rows": sum(groups), "num_experts": len(groups)}
+    problem = gemm(in_features=in_features, out_features=out_features, **sizes, **options)
+    arrays = operands(problem) | {"group_sizes": jnp.asarray(groups, jnp.int32)}
+    if rank:
+        dtype, layout = problem.out_dtype, "enk" if problem.is_quantized else problem.w_layout
+        shape = (out_features, rank) if layout == "enk" else (rank, out_features)
+        keys = jax.random.split(jax.random.key(1))
+        rows = jax.random.normal(keys[0], (problem.num_rows, rank), dtype)
+        matrices = jax.random.normal(keys[1], (problem.num_experts, *shape), dtype)
+        arrays["low_rank"] = LowRankTerm(rows, matrices / jnp.asarray(8, dtype))
+    return problem, arrays
+
+
+def product(problem, arrays, config=None, implementation="triton"):
+    own = {key: arrays.get(key) for key in ("gather_indices", "topk_weights", "bias", "low_rank")}
+    bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
+    how = How(implementation, current_target())
+    return FORWARD(how, Forward(arrays["x"], arrays["w"], bounds, **own), config, problem=problem)
+
+
+def bits(array):
+    return np.asarray(array).view(f"uint{8 * array.dtype.itemsize}")
+
+
+def compiled(functions, *arguments):
+    """The functions' results; Triton compiles several kernels at a time."""
+    with ThreadPoolExecutor(8) as threads:
+        programs = list(threads.map(lambda function: jax.jit(function).lower(*arguments).compile(), functions))
+    return [program(*arguments) for program in programs]
+
+
+def differing(results):
+    """For each result the share of elements with other bits than in the first."""
+    first, *_ = results = [bits(result) for result in results]
+    return [float((result != first).mean()) for result in results]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_every_configuration_gives_the_same_bits(name):
+    problem, arrays = make(**CASES[name])
+    configs = all_configs(problem, current_target())
+    results = compiled([functools.partial(product, problem, config=config) for config in configs], arrays)
+    others = {config: share for config, share in zip(configs, differing(results), strict=True) if share}
+    assert not others
+
+
+STORED = {
+    "deepseek's blocks": {"block": (128, 128)},
+    "deepseek's blocks, ekn": {"block": (128, 128), "w_layout": "ekn"},
+    "deepseek's blocks, float16": {"block": (128, 128), "dtype": "float16"},
+    "blocks of 32": {"block": (1, 32)},
+    "blocks of 32, ekn": {"block": (32, 1), "w_layout": "ekn"},
+    "scales of columns": {"block": (128, 1), "w_layout": "ekn"},
+    "packed": {"axis": -1},
+    "packed, ekn": {"axis": -2, "w_layout": "ekn"},
+    "packed, ekn, float16": {"axis": -2, "w_layout": "ekn", "dtype": "float16"},
+    "rows": {"of_x": True, "out_features": 16},
+    "rows, ekn": {"of_x": True, "out_features": 64, "w_layout": "ekn"},
+    "rows, wide": {"of_x": True, "out_features": 160},
+}
+EACH = (1, 16, 32, 64, 160)  # rows of a group
+
+
+def make_stored(block=None, axis=None, of_x=False, rows=EACH[-1], **options):
+    """A problem with groups of that many rows, the first of those of larger groups."""
+    experts = 4
+    sizes = {"num_rows": rows * experts, "num_experts": experts, "in_features": 448}
+    problem = gemm(**sizes | {"out_features": 288} | options)
+    largest = operands(dataclasses.replace(problem, num_rows=EACH[-1] * experts))
+    x = largest["x"].reshape(experts, EACH[-1], -1)[:, :rows].reshape(rows * experts, -1)
+    w = largest["w"]
+    if of_x:
+        x = quantize(x, (1, 128), Format())
+    else:
+        w = random_packed(problem.w_shape, axis) if axis else quantize(w, block, Format())
+    return problem, {"x": x, "w": w, "group_sizes": jnp.full((experts,), rows, jnp.int32)}
+
+
+def first_rows(y, rows):
+    return y.reshape(4, -1, y.shape[1])[:, :rows].reshape(rows * 4, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STORED)
+def test_few_rows_get_the_bits_of_many(name):
+    """Few rows read weights as they are stored, or a quantized x; for many, weights are dequantized first."""
+    problems = [make_stored(rows=rows, **STORED[name]) for rows in EACH]
+    with ThreadPoolExecutor(8) as threads:
+        programs = list(
+            threads.map(lambda case: jax.jit(functools.partial(product, case[0])).lower(case[1]).compile(), problems)
+        )
+    results = [program(arrays) for program, (_, arrays) in zip(programs, problems, strict=True)]
+    for rows, result in zip(EACH, results, strict=True):
+        assert differing([first_rows(results[-1], rows), result])[1] == 0, rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu_tanh", "clamped_swiglu", "ungated_relu_squared", "ungated_gelu"])
+def test_an_activation_has_the_same_bits_in_the_product_and_alone(name, dtype, interleaved):
+    activation = ACTIVATIONS[name]
+    if interleaved and not activation.is_gated:
+        pytest.skip("has no pairs")
+    problem, arrays = make(dtype=dtype, out_features=512, biased=True, permute_x=True)
+    bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
+    own = {"bounds": bounds, "gather_indices": arrays["gather_indices"], "bias": arrays["bias"]}
+    hidden = {"activation": activation, "interleaved": interleaved, "keeps": False, "stored_as": None}
+
+    def activated(arrays, config=None):
+        of_product = Forward(arrays["x"], arrays["w"], **own)
+        return UP(How("triton", current_target()), of_product, config, problem=problem, **hidden).hidden
+
+    plain = KernelConfigForward(block_m=64, num_warps=4, num_stages=2)
+    one, other = compiled([activated, functools.partial(activated, config=plain)], arrays)
+    assert not differing([one, other])[1]
+
+
+TARGETS = {80: 108, 89: 142, 90: 132, 100: 148}
+ON_EACH = pytest.mark.parametrize(
+    "capability", [pytest.param(each, marks=[pytest.mark.thorough] * (each != 90)) for each in TARGETS]
+)
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", CASES)
+def test_no_configuration_splits_the_reduced_axis(name, capability, launched):
+    """Each launch multiplies whole rows by whole columns of w, once, and writes y itself rather than parts of a sum."""
+    problem, arrays = make(**CASES[name])
+    target = Target(capability, TARGETS[capability])
+    with jgg.target(capability, TARGETS[capability]):
+        for config in all_configs(problem, target):
+            launched.clear()
+            run = jax.jit(functools.partial(product, problem, config=config))
+            run.trace(arrays).lower(lowering_platforms=("cuda",))
+            launches = [
+                launch
+                for kernel, launch in launched
+                if kernel in ("forward_kernel", "hopper_kernel", "hopper_fp8_kernel")
+            ]
+            assert len(launches) == 1
+            (launch,) = launches
+            assert launch.constants["REDUCED"] == problem.in_features
+            assert [result.shape for result in launch.outputs.values()] == [problem.y_shape]
+
+
+def test_a_configuration_has_no_field_that_could_split_the_reduced_axis():
+    fields = {field.name for field in dataclasses.fields(KernelConfigForward)}
+    assert fields == {
+        *("block_m", "block_n", "block_k", "num_warps", "num_stages", "band", "programs_per_sm", "kernel"),
+        *("use_tma_load_x", "use_tma_load_w", "fuse_gather", "fuse_scatter"),
+    }
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test_in_fp8_one_kernel_activates_for_every_number_of_rows_or_for_none(activation, capability):
+    """It does not round sums before it activates them, which a kernel after the product can only do."""
+    target, ways = Target(capability, TARGETS[capability]), set()
+    problem, _ = make(**CASES["fp8"], permute_x=True)
+    for rows in ROWS:
+        of_rows = dataclasses.replace(problem, num_rows=rows * problem.num_experts)
+        kernels = {config.kernel for config in all_configs(of_rows, target)}
+        plan = plan_up(of_rows, target, Hidden(activation, interleaved=False, stored_as=Format()))
+        ways.add((plan is None, *sorted(kernels)))
+    assert len(ways) == 1 and len(kernels) <= 1  # none on GPUs that do not multiply in FP8
+
+
+def test_in_fp8_a_tuned_configuration_of_another_kernel_is_not_used(tmp_path, monkeypatch):
+    problem, target = (
+        gemm(num_rows=4096, in_features=512, out_features=512, num_experts=8, dtype="fp8"),
+        Target(90, 132),
+    )
+    entry = next(entry for path in tuned_files.shipped_files() for entry in tuned_files.parse(path))
+    plain = KernelConfigForward(block_m=64, block_k=128, num_warps=4, num_stages=2)
+    entry = dataclasses.replace(entry, problem=problem, config=plain, compute_capability=90)
+    tuned_files.merge(tmp_path / "tuned.json", entry)
+    monkeypatch.setenv("JGG_TUNED", str(tmp_path / "tuned.json"))
+    assert choose_config(KernelConfigForward, problem, target).kernel == "hopper"
+    monkeypatch.setattr(versions, "installed", {"triton": "9.9"}.get)  # which compiles no kernel for Hopper
+    assert choose_config(KernelConfigForward, problem, target) == plain
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("name", [name for name in STORED if "rows" in name])
+def test_steps_that_are_scaled_have_one_length(name, capability):
+    """Else few rows of a quantized x, whose steps are scaled one by one, would be added up in another order."""
+    target, ways = Target(capability, TARGETS[capability]), set()
+    problem, _ = make_stored(**STORED[name])
+    for rows in ROWS:
+        plan = plan_forward(dataclasses.replace(problem, num_rows=4 * rows), target, x_is_quantized=True)
+        ways.add((plan.dequantizes, plan.dequantizes or plan.config.block_k))
+    assert len(ways) == 1
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("name", [name for name in STORED if "rows" not in name])
+def test_weights_are_dequantized_where_they_multiply_in_16_bits(name, capability):
+    """So that tiles of few rows take w from registers, where `kernels.places` knows how features are added up."""
+    options, target = STORED[name], Target(capability, TARGETS[capability])
+    block = options.get("block") or ((32, 1) if options["axis"] == -2 else (1, 32))
+    problem, _ = make_stored(**options)
+    for rows in ROWS:
+        of_rows = dataclasses.replace(problem, num_rows=4 * rows)
+        plan = plan_forward(of_rows, target, w_block=block, w_is_packed="axis" in options)
+        assert plan.dequantizes or plan.config.block_m <= 32
