@@ -137,6 +137,11 @@ class MoELayer(LayerOptions, InFeatures):
         return Lora.of_layer(self)
 
     @property
+    def without_adapters(self) -> Self:
+        """The layer that this one's adapters are beside; among params it passes over theirs."""
+        return dataclasses.replace(self, lora_rank=None, lora_alpha=None)
+
+    @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
         return self.lora.shapes(self.shapes)

@@ -76,7 +76,7 @@ class Layer(nnx.Module):
         add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
         x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
         if hasattr(self, "moe"):
-            y = self.moe._compute(normalized, None, place.mask, self._quantization(x, generates))
+            y = self.moe._compute(normalized, None, place.mask, True, self._quantization(x, generates))
         else:
             y = self.mlp(normalized)
         return x + y * config.residual_scale, cache

@@ -148,3 +148,34 @@ def test_flax_layers_take_a_mask():
     own, linen = modules()
     np.testing.assert_array_equal(own(X, mask=MASK), np.where(MASK[..., None], own(X), 0))
     np.testing.assert_array_equal(linen(X, mask=MASK), own(X, mask=MASK))
+
+
+@pytest.mark.parametrize("quantization", [None, jgg.Fp8()], ids=["dense", "fp8"])
+def test_flax_layers_without_their_adapters(quantization):
+    targets = ("w_down", "w_shared_gate_up", "w_router")
+    options = {"shared_features": 12, "quantization": quantization}
+    own, linen = modules(lora_rank=2, lora_targets=targets, **options)
+    base = jgg.nnx.MoE(24, rngs=nnx.Rngs(0), **SIZES, **options)  # the first draws are those of the same matrices
+    want = base(X)
+    assert np.abs(own(X) - want).max() > 0.1
+    np.testing.assert_array_equal(own(X, adapters=False), want)
+    np.testing.assert_array_equal(linen(X, adapters=False), want)
+    np.testing.assert_array_equal(nnx.jit(lambda layer, x: layer(x, adapters=False))(own, X), nnx.jit(base)(X))
+
+
+def test_the_gradient_of_a_difference_from_the_layer_without_adapters():
+    """As of a KL divergence: the reference gives the adapters none."""
+    own, _ = modules(lora_rank=2)
+    of_adapters = nnx.DiffState(0, nnx.LoRAParam)
+    got = nnx.grad(lambda layer: jnp.sum((layer(X) - layer(X, adapters=False)) ** 2), argnums=of_adapters)(own)
+    reference = own(X, adapters=False)
+    want = nnx.grad(lambda layer: jnp.sum((layer(X) - reference) ** 2), argnums=of_adapters)(own)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(want))
+    assert_close(got, want)
+
+
+def test_adapters_must_be_a_flag():
+    own, linen = modules(lora_rank=2)
+    for call in (own, linen):
+        with pytest.raises(TypeError, match="adapters must be True or False, got 1"):
+            call(X, adapters=1)
