@@ -12,6 +12,7 @@ import jgg
 import jgg.linen
 import jgg.nnx
 from jgg.layers import MoELayer
+from jgg.sharding import MoESharding
 from tests.support.closeness import assert_close
 from tests.support.marks import PLAIN_JAX, TRITON, on, thorough_but
 
@@ -132,6 +133,20 @@ def test_under_vmap_and_scan():
     want = jax.tree.map(lambda *leaves: np.stack(leaves), *want)
     assert_close(jax.vmap(call)(X, MASK), want)
     assert_close(jax.lax.scan(lambda _, own: (None, call(*own)), None, (X, MASK))[1], want)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ragged_all_to_all"])
+def test_masked_tokens_take_no_room_of_other_devices(exchange):
+    layer, mask = MoELayer(24, **SIZES), np.arange(16).reshape(2, 8) % 2 > 0
+    x = np.random.default_rng(1).normal(size=(2, 8, 24)).astype(np.float32)
+    params, _ = arguments_of(layer)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = MoESharding(mesh, expert="a", exchange=exchange, buffer_factor=0.5)
+    call = jax.jit(lambda mask: layer.apply(params, x, mask=mask, sharding=sharding, precision="highest"))
+    y, metrics = call(mask)
+    assert metrics.overflow == 0 and call(np.ones_like(mask))[1].overflow == 16
+    assert_close(y, layer.apply(params, x, mask=mask, precision="highest")[0])
+    assert metrics.group_sizes.sum() == 16
 
 
 def modules(**options):
