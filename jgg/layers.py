@@ -30,7 +30,7 @@ from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.router.logits import compute_matrix_logits
-from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss, counted_rows
+from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
 from jgg.router.routing import (
     Routing,
     as_given_choices,
@@ -38,6 +38,7 @@ from jgg.router.routing import (
     check_counts,
     check_scores,
     compute_routing,
+    without_masked,
 )
 from jgg.sharding import MoESharding
 
@@ -51,11 +52,12 @@ class Metrics(NamedTuple):
     """What `MoELayer.apply` returns beside y.
 
     Attributes:
-      group_sizes: int32 [E], rows that the router gave each expert.
+      group_sizes: int32 [E], rows that the router gave each expert, from tokens that count.
       load_balancing_loss: float32 [], as `jgg.load_balancing_loss` of the tokens that count: 1 where the load is even.
       router_z_loss: float32 [], as `jgg.router_z_loss` of the tokens that count.
       overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
-      topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices as x is.
+      topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices as x is; -1
+        for tokens that do not count.
     """
 
     group_sizes: jax.Array
@@ -138,6 +140,11 @@ class MoELayer(LayerOptions, InFeatures):
         return Lora.of_layer(self)
 
     @property
+    def without_adapters(self) -> Self:
+        """The layer that this one's adapters are beside; among params it passes over theirs."""
+        return dataclasses.replace(self, lora_rank=None, lora_alpha=None)
+
+    @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
         return self.lora.shapes(self.shapes)
@@ -184,8 +191,9 @@ class MoELayer(LayerOptions, InFeatures):
           selection_bias: float [E] with `use_selection_bias`, else None.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
             a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
-          mask: bool or number [...] for the tokens of x, False or 0 for those that do not count in the router's losses,
-            such as padding; by default all count.
+          mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
+            default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
+            they have no part in the router's losses, and no row is multiplied for them.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision: as in `jgg.grouped_gemm`.
@@ -302,13 +310,12 @@ class MoELayer(LayerOptions, InFeatures):
             num_groups=self.num_groups,
             topk_groups=self.topk_groups,
         )
-        y, overflow = self._experts(arrays, routing, sharding, options)
-        rows = routing.group_sizes
         if mask is not None:
-            rows = counted_rows(routing.topk_indices, mask, self.num_experts, how)
+            routing = without_masked(routing, mask, self.num_experts, how)
+        y, overflow = self._experts(arrays, routing, sharding, options)
         metrics = Metrics(
             jax.lax.psum(routing.group_sizes, token_axes),
-            compute_load_balancing_loss(logits, rows, mask, self.topk, self.score, token_axes),
+            compute_load_balancing_loss(logits, routing.group_sizes, mask, self.topk, self.score, token_axes),
             compute_router_z_loss(logits, mask, token_axes),
             overflow,
             routing.topk_indices,

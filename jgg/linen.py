@@ -7,7 +7,7 @@ from flax.linen import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import check
+from jgg.core.arguments import as_flag, check
 from jgg.core.quantized import QuantizedArray, block_of, is_quantized
 from jgg.experts.layer_options import LayerOptions, check_layer
 from jgg.layers import MoELayer, dense_init, expert_init
@@ -75,7 +75,14 @@ class MoE(nn.Module, LayerOptions):
         )
 
     @nn.compact
-    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        topk_indices: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        *,
+        adapters: bool = True,
+    ) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows into the collection "intermediates", which `apply(..., mutable="intermediates")` returns, each in a tuple
@@ -88,9 +95,9 @@ class MoE(nn.Module, LayerOptions):
         - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
-          topk_indices, mask: as in `jgg.nnx.MoE`.
+          topk_indices, mask, adapters: as in `jgg.nnx.MoE`.
         """
-        layer = MoELayer.of(self, x.shape[-1])
+        uses_adapters, layer = as_flag("adapters", adapters), MoELayer.of(self, x.shape[-1])
         params: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.shapes.items():
             init = self.kernel_init if len(shape) == 3 else self.router_init
@@ -98,19 +105,19 @@ class MoE(nn.Module, LayerOptions):
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             packed = self._packed(name, shape)
             params[name] = self.param(name, init, shape, self.param_dtype) if packed is None else packed
-        adapters: dict[str, jax.Array | QuantizedArray] = {}
+        of_adapters: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.adapter_shapes.items():
             init = adapter_init(name, shape)
             init = init if self.sharding is None else self.sharding.split_init(init, name)
-            adapters[name] = self.param(name, init, shape, self.lora_param_dtype)
+            of_adapters[name] = self.param(name, init, shape, self.lora_param_dtype)
         selection_bias = None
         if layer.use_selection_bias:
             shape = (layer.num_experts,)
             selection_bias = self.variable("router", "selection_bias", jnp.zeros, shape, jnp.float32).value
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
-        y, metrics = layer.apply(
-            params | adapters,
+        y, metrics = (layer if uses_adapters else layer.without_adapters).apply(
+            params | of_adapters,
             x,
             selection_bias,
             topk_indices=topk_indices,

@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import as_dtype, check, check_instance
+from jgg.core.arguments import as_dtype, as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray, block_of, is_quantized, values_and_scales
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
 from jgg.layers import MoELayer, dense_init, expert_init
@@ -160,7 +160,14 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """The layer as a function of its parameters."""
         return MoELayer.of(self, self.in_features)
 
-    def __call__(self, x: jax.Array, topk_indices: jax.Array | None = None, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        topk_indices: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        *,
+        adapters: bool = True,
+    ) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
@@ -175,16 +182,23 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
             with -1 for a choice of the router; as in `jgg.route`.
-          mask: bool or number [...], False or 0 for the tokens of x that do not count in the losses, such as padding;
-            by default all count.
+          mask: bool or number [...], False or 0 for the tokens of x that do not count, such as padding; by default all
+            count. Tokens that do not count go to no expert and cost no expert's time: their result is that of the
+            shared experts, or zero. They are not in "group_sizes", nor in the losses, and their "topk_indices" are -1.
+          adapters: whether the layer has its LoRA adapters; False computes the layer without them.
         """
-        return self._compute(x, topk_indices, mask, self.quantization)
+        return self._compute(x, topk_indices, mask, as_flag("adapters", adapters), self.quantization)
 
     def _compute(
-        self, x: jax.Array, topk_indices: jax.Array | None, mask: jax.Array | None, quantization: Fp8 | None
+        self,
+        x: jax.Array,
+        topk_indices: jax.Array | None,
+        mask: jax.Array | None,
+        adapters: bool,
+        quantization: Fp8 | None,
     ) -> jax.Array:
         """Applies the layer as a call does, but its products are those of this `quantization`."""
-        layer = self.layer
+        layer = self.layer if adapters else self.layer.without_adapters
         params = {name: self._value(name) for name in layer.shapes}
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))

@@ -41,9 +41,12 @@ class Place(NamedTuple):
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
-      mask: bool [B, S], the tokens that count in the routers' losses; None for all. Attention does not look at it.
+      mask: bool [B, S], the tokens that go to experts; None for all. Attention does not look at it.
       lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
         NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
+      topk_indices: integer [B, S, k], the experts of each token in this layer, -1 for a choice of the router; None if
+        the router makes all choices.
+      adapters: whether the layer has its LoRA adapters.
     """
 
     positions: jax.Array
@@ -54,6 +57,8 @@ class Place(NamedTuple):
     segments: jax.Array | None = None
     mask: jax.Array | None = None
     lengths: jax.Array | None = None
+    topk_indices: jax.Array | None = None
+    adapters: bool = True
 
 
 class Attention(nnx.Module):
@@ -72,7 +77,7 @@ class Attention(nnx.Module):
 
         Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment.
         """
-        q, k, v = self._heads(x, place.rotation)
+        q, k, v = self._heads(x, place)
         if place.lengths is not None:
             is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
@@ -92,7 +97,7 @@ class Attention(nnx.Module):
                 sinks=self.sinks[...] if self.config.use_sinks else None,
             )
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
-        return linear(self, attended, "o", self.options), cache
+        return linear(self, attended, "o", self.options, place.adapters), cache
 
     @staticmethod
     def empty_cache(config: ModelConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
@@ -100,14 +105,14 @@ class Attention(nnx.Module):
         shape = (layers, batch, positions, config.num_kv_heads, config.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries and keys, and values: [B, S, heads, D]."""
         config = self.config
-        products = zip("qkv", linear_several(self, x, "qkv", self.options), strict=True)
+        products = zip("qkv", linear_several(self, x, "qkv", self.options, place.adapters), strict=True)
         q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
         scales = (self.q_norm[...], self.k_norm[...]) if config.qk_norm == "head" else None
         implementation = self.options.dense_implementation
-        q, k = rotated(q, k, scales, rotation, config.head_features, config.norm_epsilon, implementation)
+        q, k = rotated(q, k, scales, place.rotation, config.head_features, config.norm_epsilon, implementation)
         return q, k, v.reshape(*v.shape[:-1], config.num_kv_heads, config.head_features)
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:

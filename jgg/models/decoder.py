@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_mask, check_instance
+from jgg.core.arguments import as_flag, as_mask, check_instance
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import Lora
 from jgg.models.attention import Place
@@ -21,8 +21,9 @@ from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
-from jgg.models.stacks import merge_stack, new_stack, put_forms, run_stack
+from jgg.models.stacks import by_stack, merge_stack, new_stack, put_forms, run_stack
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
+from jgg.router.routing import as_given_choices
 from jgg.sharding import MoESharding
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
@@ -124,7 +125,13 @@ class Decoder(nnx.Module):
         set_params(self, shapes, config.init_scale, options, rngs)
 
     def __call__(
-        self, tokens: ArrayLike, segments: ArrayLike | None = None, *, mask: ArrayLike | None = None
+        self,
+        tokens: ArrayLike,
+        segments: ArrayLike | None = None,
+        *,
+        topk_indices: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        adapters: bool = True,
     ) -> jax.Array:
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
 
@@ -136,19 +143,26 @@ class Decoder(nnx.Module):
         Sows what each `jgg.nnx.MoE` sows, stacked over the L layers that have experts, as intermediates, which
         `nnx.capture(model, nnx.Intermediate)` collects, each in a tuple of one:
 
-        - "group_sizes", int32 [L, E]: rows that the router gave each expert;
+        - "group_sizes", int32 [L, E]: rows that the router gave each expert, from tokens that count;
         - "load_balancing_loss", float32 [L]: 1 where the load is even;
         - "router_z_loss", float32 [L];
         - "overflow", int32 [L]: rows that found no room in the buffers of a sharded layer;
-        - "topk_indices", int32 [L, B, S, k]: the experts that each token went to.
+        - "topk_indices", int32 [L, B, S, k]: the experts that each token went to, -1 where it does not count.
 
         Args:
           segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
-          mask: bool or number [B, S], False or 0 for tokens that do not count in the routers' losses, such as padding;
-            by default all count. The logits do not depend on it, and "group_sizes" has the rows of all tokens.
+          topk_indices: integer [L, B, S, k], the experts of each token in each of the L layers that have experts, such
+            as a former call sowed; -1 leaves a choice to the router. As in `jgg.route`, weights are still the router's.
+          mask: bool or number [B, S], False or 0 for tokens that do not count, such as padding; by default all count.
+            Tokens that do not count go to no expert and cost no expert's time, and count in no router's loss. Attention
+            sees them as all others, so they must come after those that count, or be of segments of their own: their
+            own logits, and those of tokens that attend to them, depend on the mask.
+          adapters: whether the model has its LoRA adapters; False computes the model that they were added to, such as
+            the reference of a KL divergence.
         """
-        return self.logits(self._features(as_tokens("tokens", tokens, self.config.vocabulary), segments, mask))
+        tokens = as_tokens("tokens", tokens, self.config.vocabulary)
+        return self.logits(self._features(tokens, segments, topk_indices, mask, adapters))
 
     def losses(
         self,
@@ -156,7 +170,9 @@ class Decoder(nnx.Module):
         targets: ArrayLike,
         segments: ArrayLike | None = None,
         *,
+        topk_indices: ArrayLike | None = None,
         mask: ArrayLike | None = None,
+        adapters: bool = True,
     ) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
@@ -165,13 +181,13 @@ class Decoder(nnx.Module):
         again for their gradient. `loss` is their mean, and faster to differentiate. Sows what a call sows.
 
         Args:
-          tokens, segments, mask: as in a call. The losses of targets do not depend on the mask.
+          tokens, segments, topk_indices, mask, adapters: as in a call. The mask leaves no target out.
           targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, also the -100 of
             PyTorch, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them any id,
             and their losses the weight 0.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
-        x = self._features(tokens, segments, mask)
+        x = self._features(tokens, segments, topk_indices, mask, adapters)
         return losses_of(x, self._w_logits(x.dtype), targets, self._head, self.options.sharding)
 
     def loss(
@@ -181,7 +197,9 @@ class Decoder(nnx.Module):
         segments: ArrayLike | None = None,
         *,
         weights: ArrayLike | None = None,
+        topk_indices: ArrayLike | None = None,
         mask: ArrayLike | None = None,
+        adapters: bool = True,
     ) -> jax.Array:
         """Returns the sum of the losses of the targets, each times its weight, float32 []; by default their mean.
 
@@ -189,14 +207,14 @@ class Decoder(nnx.Module):
         computes the gradients with the losses, and so the logits once. Sows what a call sows.
 
         Args:
-          tokens, targets, segments, mask: as in `losses`.
+          tokens, targets, segments, topk_indices, mask, adapters: as in `losses`.
           weights: number or bool [B, S], by default 1 / (B S) for all; `learned / learned.sum()` gives the mean over
             the targets where `learned` is 1. A target with the weight 0 has no part in the loss, in a traced program
             whatever its id. The gradient of the weights is the losses; of a weight 0 whose loss is NaN, it is 0.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         weights = as_weights("weights", weights, tokens)
-        x = self._features(tokens, segments, mask)
+        x = self._features(tokens, segments, topk_indices, mask, adapters)
         return loss_of(x, self._w_logits(x.dtype), targets, weights, self._head, self.options.sharding)
 
     def _tokens_and_targets(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -206,15 +224,31 @@ class Decoder(nnx.Module):
         check_shape("targets", targets, tokens)
         return tokens, targets
 
-    def _features(self, tokens: jax.Array, segments: ArrayLike | None, mask: ArrayLike | None) -> jax.Array:
+    def _features(
+        self,
+        tokens: jax.Array,
+        segments: ArrayLike | None,
+        topk_indices: ArrayLike | None,
+        mask: ArrayLike | None,
+        adapters: bool,
+    ) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
-        mask = as_mask(mask, "[B, S]", tokens.shape)
+        if topk_indices is not None:
+            shape = self.config.num_moe_layers, *tokens.shape, self.config.moe.topk
+            topk_indices = as_given_choices(topk_indices, "[L, B, S, k]", shape)
+        run = functools.partial(
+            self.run_layers,
+            tokens,
+            topk_indices=topk_indices,
+            mask=as_mask(mask, "[B, S]", tokens.shape),
+            adapters=as_flag("adapters", adapters),
+        )
         if segments is None:
-            return self.run_layers(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], mask=mask)[0]
+            return run(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])[0]
         segments = as_segments("segments", segments)
         check_shape("segments", segments, tokens)
         runs, positions = runs_of(segments)
-        return self.run_layers(tokens, positions, segments=runs, mask=mask)[0]
+        return run(positions, segments=runs)[0]
 
     def run_layers(
         self,
@@ -225,12 +259,15 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        topk_indices: jax.Array | None = None,
+        adapters: bool = True,
     ) -> tuple[jax.Array, Caches | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
 
         Args:
           caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
-          positions, segments, mask, lengths: as in `Place`.
+          positions, segments, mask, lengths, adapters: as in `Place`.
+          topk_indices: integer [L, B, S, k], those of `Place` for each of the layers that have experts.
         """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
@@ -239,11 +276,15 @@ class Decoder(nnx.Module):
         x = embed(table, tokens) if sharding is None else embedded(table, split_batch(tokens, sharding))
         x = split_batch(x * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
+        place = functools.partial(
+            Place, positions, rotation, segments=segments, mask=mask, lengths=lengths, adapters=adapters
+        )
+        given = {} if topk_indices is None else by_stack(split_batch(topk_indices, sharding, axis=1), config)
         sown: dict[str, list[jax.Array]] = {}
         own_caches = []
         for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):
-            x, cache, own = run_stack(getattr(self, plan.name), plan, self.options, x, cache, place)
+            layers = getattr(self, plan.name)
+            x, cache, own = run_stack(layers, plan, self.options, x, cache, place, given.get(plan.name))
             own_caches.append(cache)
             for name, value in own.items():
                 sown.setdefault(name, []).append(value)

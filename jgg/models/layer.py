@@ -76,9 +76,10 @@ class Layer(nnx.Module):
         add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
         x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
         if hasattr(self, "moe"):
-            y = self.moe._compute(normalized, None, place.mask, self._quantization(x, generates))
+            quantization = self._quantization(x, generates)
+            y = self.moe._compute(normalized, place.topk_indices, place.mask, place.adapters, quantization)
         else:
-            y = self.mlp(normalized)
+            y = self.mlp(normalized, place.adapters)
         return x + y * config.residual_scale, cache
 
     def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:

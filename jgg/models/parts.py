@@ -96,19 +96,24 @@ def set_params(
         setattr(module, name, nnx.LoRAParam(adapter))
 
 
-def linear(module: nnx.Module, x: jax.Array, name: str, options: Options) -> jax.Array:
-    """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x."""
+def linear(module: nnx.Module, x: jax.Array, name: str, options: Options, adapters: bool = True) -> jax.Array:
+    """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x.
+
+    Without `adapters` it has no adapter.
+    """
     return dense(
         x,
-        *_matrix_and_bias(module, name, options),
+        *_matrix_and_bias(module, name, options, adapters),
         implementation=options.dense_implementation,
         batch_invariant=options.batch_invariant,
     )
 
 
-def linear_several(module: nnx.Module, x: jax.Array, names: Sequence[str], options: Options) -> tuple[jax.Array, ...]:
+def linear_several(
+    module: nnx.Module, x: jax.Array, names: Sequence[str], options: Options, adapters: bool = True
+) -> tuple[jax.Array, ...]:
     """What `linear` computes for each of the names, with what these share computed once."""
-    matrices, biases = zip(*(_matrix_and_bias(module, name, options) for name in names), strict=True)
+    matrices, biases = zip(*(_matrix_and_bias(module, name, options, adapters) for name in names), strict=True)
     return dense_several(
         x,
         matrices,
@@ -118,8 +123,11 @@ def linear_several(module: nnx.Module, x: jax.Array, names: Sequence[str], optio
     )
 
 
-def _matrix_and_bias(module: nnx.Module, name: str, options: Options) -> tuple[Matrix, jax.Array | None]:
-    matrix = options.lora.matrix(f"w_{name}", _params(module, f"w_{name}", options.lora))
+def _matrix_and_bias(
+    module: nnx.Module, name: str, options: Options, adapters: bool
+) -> tuple[Matrix, jax.Array | None]:
+    lora = options.lora if adapters else options.lora.of({})
+    matrix = lora.matrix(f"w_{name}", _params(module, f"w_{name}", lora))
     return matrix, getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
 
 
@@ -149,7 +157,7 @@ class Mlp(nnx.Module):
         shapes = {"w_gate_up": (config.features, 2 * hidden), "w_down": (hidden, config.features)}
         set_params(self, shapes, config.init_scale, self.options, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [..., H] to the same shape."""
-        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options))
-        return linear(self, activated.astype(x.dtype), "down", self.options)
+    def __call__(self, x: jax.Array, adapters: bool = True) -> jax.Array:
+        """Maps x [..., H] to the same shape; adapters: whether the matrices have their LoRA adapters."""
+        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options, adapters))
+        return linear(self, activated.astype(x.dtype), "down", self.options, adapters)

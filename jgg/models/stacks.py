@@ -1,6 +1,7 @@
 """Stacks of layers that are alike: their parameters have the layers as first axis, and they run in one scan."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,24 +31,32 @@ def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.
 
 
 def run_stack(
-    layers: Layer, plan: StackPlan, options: Options, x: jax.Array, cache: Any, place: Callable[..., Place]
+    layers: Layer,
+    plan: StackPlan,
+    options: Options,
+    x: jax.Array,
+    cache: Any,
+    place: Callable[..., Place],
+    topk_indices: jax.Array | None,
 ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
     """Runs stacked layers on x [B, S, H]; also returns their cache, and what the experts sowed, stacked.
 
-    `place` makes the `Place` of a layer of its `layer`, `window` and `is_local`.
+    Args:
+      place: makes the `Place` of a layer of its `layer`, `window`, `is_local` and `topk_indices`.
+      topk_indices: integer [layers, B, S, k], the experts that each layer is given, or None.
     """
     graphdef, state = nnx.split(layers)
     is_local = None if plan.has_window is None else jnp.asarray(plan.has_window)
 
     def body(carry: tuple[jax.Array, Any, jax.Array], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        (own, is_local), number = inputs, carry[2]
+        (own, is_local, given), number = inputs, carry[2]
         layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
-        own_place = place(layer=number, window=plan.window, is_local=is_local)
+        own_place = place(layer=number, window=plan.window, is_local=is_local, topk_indices=given)
         (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(carry[0], own_place, carry[1])
         values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
         return (split_batch(x, options.sharding), cache, number + 1), values
 
-    xs = state, is_local
+    xs = state, is_local, topk_indices
     unroll = min(options.unroll, plan.count)
     (x, cache, _), sown = jax.lax.scan(_rematerialized(body, options), (x, cache, jnp.int32(0)), xs, unroll=unroll)
     return x, cache, sown
@@ -67,6 +76,13 @@ def put_forms(layers: Layer, options: Options) -> None:
         weights = getattr(layers.moe, name).get_value()
         forms = functools.partial(forms_of_forward, name, recipe=recipe, dtype=options.dtype, how=how)
         setattr(layers.moe, name, Frozen(jax.lax.map(forms, weights)))
+
+
+def by_stack(topk_indices: jax.Array, config: ModelConfig) -> dict[str, jax.Array]:
+    """The choices [L, B, S, k] of all layers that have experts, cut into those of each stack, by its name."""
+    plans = [plan for plan in config.plan if not plan.is_dense]
+    ends = itertools.accumulate(plan.count for plan in plans)
+    return {plan.name: topk_indices[end - plan.count : end] for plan, end in zip(plans, ends, strict=True)}
 
 
 def merge_stack(layers: Layer, options: Options) -> None:

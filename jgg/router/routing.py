@@ -260,6 +260,13 @@ def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[
     return sorted_rows.group_sizes, sorted_rows.gather_indices
 
 
+def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How) -> Routing:
+    """The routing of the tokens whose mask [T] is True; the choices of others are -1 and belong to no group."""
+    topk_indices = jnp.where(mask[:, None], routing.topk_indices, -1)
+    topk_weights = jnp.where(mask[:, None], routing.topk_weights, 0.0)
+    return Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
+
+
 def as_logits(logits: ArrayLike) -> jax.Array:
     """The logits as an array; raises unless they are float [T, E]."""
     logits = as_array("logits", logits)

@@ -21,6 +21,7 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
     assert names["losses"][-1] < names["losses"][0]
     trained, tokens = jgg.models.load(tmp_path / "trained"), names["tokens"]
     np.testing.assert_array_equal(trained(tokens), names["model"](tokens))
+    np.testing.assert_allclose(names["replayed"], names["of_targets"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.thorough

@@ -176,14 +176,29 @@ def check_generation():
     np.testing.assert_array_equal(got, want)
 
 
-def check_mask():
-    """The routers' losses of the tokens that count, which devices have different numbers of."""
-    mask, losses = np.arange(7) < np.arange(8)[:, None], []
-    for sharding in (None, MoESharding(mesh(), **ALL)):
-        model = loaded("qwen3_moe", sharding=sharding)
-        _, sown = nnx.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask))(model)
-        losses.append([sown[name][0] for name in ("load_balancing_loss", "router_z_loss")])
-    assert_close(*losses, 1e-5, "the routers' losses")
+def check_mask_and_choices():
+    """Tokens that count, of which devices have different numbers, and experts that they are given."""
+    mask, given = np.arange(7) < np.arange(8)[:, None], np.random.default_rng(0).integers(-1, 4, (2, 8, 7, 2))
+    for exchange in ("all_gather", "ragged_all_to_all"):
+        results = []
+        for sharding in (None, MoESharding(mesh(), **ALL, exchange=exchange)):
+
+            @nnx.jit
+            def run(model):
+                return nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask, topk_indices=given)
+
+            logits, sown = run(loaded("qwen3_moe", sharding=sharding))
+            assert sown["group_sizes"][0].sum() == 2 * 2 * mask.sum()
+            results.append((logits, *(value for (value,) in nnx.to_pure_dict(sown).values())))
+        assert_close(*results, 1e-5, f"masked tokens, {exchange}")
+
+
+def check_without_adapters():
+    """The model that adapters were added to."""
+    model, base = (loaded("glm4_moe", sharding=MoESharding(mesh(), **ALL)) for _ in range(2))
+    jgg.models.load_adapter(model, DATA.parent / "model_adapters" / "glm4_moe-all")
+    got, want = nnx.jit(lambda model: model(TOKENS, adapters=False))(model), nnx.jit(lambda model: model(TOKENS))(base)
+    assert_close(got, want, 1e-6, "without adapters")
 
 
 def check_losses():
@@ -233,7 +248,8 @@ def main():
         check_adapters,
         check_quantized,
         check_generation,
-        check_mask,
+        check_mask_and_choices,
+        check_without_adapters,
         check_losses,
         check_what_is_kept,
     ):
