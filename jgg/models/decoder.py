@@ -23,6 +23,7 @@ from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import merge_stack, new_stack, run_stack
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
+from jgg.primitives.barrier import barrier
 from jgg.sharding import MoESharding
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
@@ -237,7 +238,9 @@ class Decoder(nnx.Module):
         table = self._end("w_embedding").astype(self.options.dtype)
         # a sharding splits sequences evenly
         x = embed(table, tokens) if sharding is None else embedded(table, split_batch(tokens, sharding))
-        x = split_batch(x * config.embedding_scale, sharding)
+        if config.embedding_scale != 1:  # behind a barrier, as XLA might not round the table before it multiplies
+            x = barrier(x) * config.embedding_scale
+        x = split_batch(x, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
         sown: dict[str, list[jax.Array]] = {}
