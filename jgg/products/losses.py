@@ -13,7 +13,7 @@ from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
-_LARGEST_BLOCK = 8192  # columns that a program reads at once
+_LARGEST_BLOCK = 2**14  # columns that a program reads at once: with fewer, few rows would take longer
 _COLUMNS_OF_WARP = 512
 
 
