@@ -13,7 +13,7 @@ import jgg
 import jgg.models
 import jgg.nnx
 from jgg.primitives.product import Call
-from tests.support.models import FAMILIES, config_of, loaded, reference
+from tests.support.models import FAMILIES, config_of, loaded, reference, with_mxfp4
 
 # what moves or rounds numbers
 EXACT = {
@@ -190,6 +190,15 @@ def test_after_a_step_of_training_and_as_its_loss():
     assert losses_of(model, tokens)[3, 7] != want
     check_batches(model, tokens)
     check_samples(model, reference("olmoe")["prompts"], np.array([1, 5, 9]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "remat": "names"}])
+def test_with_experts_in_mxfp4(options, tmp_path):
+    folder = with_mxfp4(tmp_path / "model")
+    model = adapted(jgg.models.load(folder, experts="as stored", batch_invariant=True, **options))
+    check_batches(model, random_tokens(64, 41))
+    check_samples(model, reference("gpt_oss")["prompts"], np.array([1, 5, 9]), num_samples=2)
 
 
 def of_real_width(family="qwen3_moe", **options):
