@@ -23,6 +23,7 @@ from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.rotary import rotations
 from jgg.models.stacks import by_stack, merge_stack, new_stack, put_forms, run_stack
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
+from jgg.primitives.barrier import barrier
 from jgg.router.routing import as_given_choices
 from jgg.sharding import MoESharding
 
@@ -274,7 +275,9 @@ class Decoder(nnx.Module):
         table = self._end("w_embedding").astype(self.options.dtype)
         # a sharding splits sequences evenly
         x = embed(table, tokens) if sharding is None else embedded(table, split_batch(tokens, sharding))
-        x = split_batch(x * config.embedding_scale, sharding)
+        if config.embedding_scale != 1:  # behind a barrier, as XLA might not round the table before it multiplies
+            x = barrier(x) * config.embedding_scale
+        x = split_batch(x, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
         place = functools.partial(
             Place, positions, rotation, segments=segments, mask=mask, lengths=lengths, adapters=adapters

@@ -12,8 +12,9 @@ from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
-from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, sum_and_norm
+from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
+from jgg.primitives.barrier import barrier
 
 
 def saved_names(options: Options) -> tuple[str, ...]:
@@ -80,7 +81,9 @@ class Layer(nnx.Module):
             y = self.moe._compute(normalized, place.topk_indices, place.mask, place.adapters, quantization)
         else:
             y = self.mlp(normalized, place.adapters)
-        return x + y * config.residual_scale, cache
+        if mixer.options.batch_invariant:
+            y = barrier(y)  # else XLA may add without rounding what made y
+        return residual(x, y, config.residual_scale), cache
 
     def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:
         """The recipe of the experts' products; none where text is generated and an expert has few rows.

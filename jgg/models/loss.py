@@ -2,14 +2,16 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike, vary_over, varying_axes
 from jgg.models.head import Head, dw_of, dx_of, logits_of
+from jgg.models.norms import how_of_rows
 from jgg.primitives.barrier import barrier
+from jgg.products.losses import LOSSES, Losses, Scored
 from jgg.sharding import MoESharding
 
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device
@@ -43,21 +45,19 @@ def _losses(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> jax.A
 
 
 def _losses_fwd(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def of_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def of_part(part: tuple[jax.Array, jax.Array]) -> Losses:
         x, targets = part
-        logits = logits_of(x, w, head) * head.scale
-        log_sums = _log_sums(logits)
-        return _losses_by(logits, log_sums, targets), log_sums
+        return losses_by(logits_of(x, w, head), targets, head)
 
     num_parts = _num_parts(x, head.vocabulary(w))
     parts = jax.lax.map(of_part, (_parts(x, num_parts), _parts(targets, num_parts)))
-    losses, log_sums = (_whole(each, targets.shape) for each in parts)
-    return losses, (x, w, targets, log_sums)
+    results = jax.tree.map(lambda each: _whole(each, targets.shape), parts)
+    return results.losses, (x, w, targets, *results)
 
 
 def _losses_bwd(head: Head, residuals: tuple[jax.Array, ...], d_losses: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, targets, log_sums = residuals
-    own = _differentiated(x, w, targets, d_losses, log_sums, head)
+    x, w, targets, *known = residuals
+    own = _differentiated(x, w, targets, d_losses, Losses(*known), head)
     return own.dx, own.dw.astype(w.dtype), None
 
 
@@ -127,7 +127,7 @@ class _Differentiated(NamedTuple):
 
 
 def _differentiated(
-    x: jax.Array, w: jax.Array, targets: jax.Array, d_losses: jax.Array, log_sums: jax.Array | None, head: Head
+    x: jax.Array, w: jax.Array, targets: jax.Array, d_losses: jax.Array, known: Losses | None, head: Head
 ) -> _Differentiated:
     """Computes losses and gradients, by the gradient of the losses, from logits that are computed once.
 
@@ -136,15 +136,15 @@ def _differentiated(
     the products. If nobody uses dw, JAX drops its product and what is kept for it.
 
     Args:
-      log_sums: [B, S], the logarithms of the sums of exp(logits), if they are known.
+      known: the losses [B, S] and their log sums, or None.
     """
 
     def of_part(part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, targets, d_losses, *known = part
-        logits = logits_of(x, w, head) * head.scale
-        log_sums = known[0] if known else _log_sums(logits)
-        d_logits = _d_logits(logits, log_sums, targets, d_losses, head).astype(x.dtype)
-        return _losses_by(logits, log_sums, targets), dx_of(head, x, w, d_logits), d_logits
+        logits = logits_of(x, w, head)
+        losses, log_sums = known or losses_by(logits, targets, head)
+        d_logits = _d_logits(logits * head.scale, log_sums, targets, d_losses, head).astype(x.dtype)
+        return losses, dx_of(head, x, w, d_logits), d_logits
 
     def of_block(block: tuple[jax.Array, ...]) -> _Differentiated:
         losses, dx, d_logits = jax.lax.map(of_part, block)
@@ -157,7 +157,7 @@ def _differentiated(
 
     num_parts, num_blocks = _num_parts(x, head.vocabulary(w)), _num_blocks(x, w, head)
     dw_dtype = jnp.float32 if num_blocks > 1 or x.dtype == jnp.float16 else w.dtype
-    arrays = (x, targets, d_losses) if log_sums is None else (x, targets, d_losses, log_sums)
+    arrays = (x, targets, d_losses, *(() if known is None else known))
     parts = tuple(_parts(array, num_parts) for array in arrays)
     if num_blocks == 1:
         losses, dx, dw = of_block(parts)
@@ -169,33 +169,15 @@ def _differentiated(
     return _Differentiated(_whole(losses, targets.shape), _whole(dx, x.shape), dw)
 
 
-@jax.custom_jvp  # JAX has no rule for this reduction
-def _log_sums(logits: jax.Array) -> jax.Array:
-    """The logarithms of the sums of exp(logits) along the last axis, in one pass: it adds pairs of a maximum and a sum.
+def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
+    """The losses of targets [...] by the unscaled logits [..., V] that `logits_of` gives, and the log sums of these.
 
-    Source: the online softmax, https://arxiv.org/abs/1805.02867.
+    On a GPU the bits of a token's loss do not depend on the other tokens. Logits that are scaled already, with a head
+    whose scale is 1, give the same bits.
     """
-
-    def add(one: Any, other: Any) -> Any:
-        greatest = jnp.maximum(one[0], other[0])
-        return greatest, one[1] * jnp.exp(one[0] - greatest) + other[1] * jnp.exp(other[0] - greatest)
-
-    pairs = alike((logits, jnp.ones_like(logits)))
-    none = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)  # -inf less -inf would be NaN
-    greatest, sums = jax.lax.reduce(pairs, none, add, (logits.ndim - 1,))
-    return greatest + jnp.log(sums)
-
-
-@_log_sums.defjvp
-def _differentiate_log_sums(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    (logits,), (tangent,) = primals, tangents
-    log_sums = _log_sums(logits)
-    return log_sums, jnp.sum(jnp.exp(logits - log_sums[..., None]) * tangent, axis=-1)
-
-
-def _losses_by(logits: jax.Array, log_sums: jax.Array, targets: jax.Array) -> jax.Array:
-    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # else JAX would count from the last logit
-    return log_sums - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
+    rows = Scored(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale)
+    return jax.tree.map(lambda result: result.reshape(targets.shape), results)
 
 
 def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:

@@ -4,11 +4,14 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.gpu_target import current_target, known_target
 from jgg.core.manual_axes import alike
 from jgg.launching.choice import How, is_plain_jax
+from jgg.primitives.barrier import barrier
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, Normalized, NormBackward, rms_norm
 
 TOTAL, NORMALIZED = "attention", "normalized"  # what `add_and_norm` names its results, for a policy of `jax.checkpoint`
@@ -56,7 +59,20 @@ def sum_and_norm(
     x: jax.Array, added: jax.Array, added_scale: float, scale: jax.Array, epsilon: float, implementation: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """The same in two steps, so that the norm can be computed again from the kept sum alone."""
-    return norm_beside(checkpoint_name(x + added * added_scale, TOTAL), scale, epsilon, implementation)
+    return norm_beside(checkpoint_name(residual(x, added, added_scale), TOTAL), scale, epsilon, implementation)
+
+
+def residual(x: jax.Array, added: jax.Array, added_scale: float) -> jax.Array:
+    """x + added * added_scale in plain JAX, with the same bits in whichever fusion XLA computes it.
+
+    Of 16-bit numbers the product is exact in float32, so that it does not matter whether it is contracted with the sum.
+    """
+    if added_scale == 1:
+        return x + added
+    if x.dtype.itemsize > 2:
+        return x + barrier(added * added_scale)
+    factor = np.float32(np.asarray(added_scale, x.dtype))
+    return (x.astype(jnp.float32) + added.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 # the backward pass keeps x alone, not float32 copies of it

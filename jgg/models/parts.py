@@ -11,6 +11,7 @@ from jgg.activations import find_activation
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
+from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import OF_DENSE as OF_MOE
@@ -159,5 +160,6 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, adapters: bool = True) -> jax.Array:
         """Maps x [..., H] to the same shape; adapters: whether the matrices have their LoRA adapters."""
-        activated = find_activation(self.config.dense_activation)(linear(self, x, "gate_up", self.options, adapters))
-        return linear(self, activated.astype(x.dtype), "down", self.options, adapters)
+        activation, implementation = find_activation(self.config.dense_activation), self.options.dense_implementation
+        hidden = activated(linear(self, x, "gate_up", self.options, adapters), activation, implementation)
+        return linear(self, hidden, "down", self.options, adapters)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jgg.core.manual_axes import alike
 from jgg.launching.choice import How
 from jgg.models.norms import how_of_rows, norm
+from jgg.primitives.barrier import barrier
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, Rotated, rotate
 
 type Rotation = tuple[jax.Array, jax.Array]
@@ -17,6 +18,7 @@ type Rotation = tuple[jax.Array, jax.Array]
 def rotations(frequencies: tuple[float, ...], scale: float, positions: jax.Array) -> Rotation:
     """The cosines and sines that `rotated` takes, float32 [B, S, 1, pairs], for positions [B, S]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)[None, None, None]
+    angles = barrier(angles)  # so that XLA computes no cosine of known positions itself, which other bits would have
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 

@@ -14,7 +14,8 @@ from jgg.primitives import vmap
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 
-_LONGEST = 2**13  # columns that a program holds; with more the backward pass would spill registers
+_LONGEST = 2**14  # columns that a program holds; with more it would spill registers
+_LONGEST_BACKWARD = 2**13
 _PROGRAMS = 512  # of the backward pass with many rows, about four for each multiprocessor
 _MOST_ROWS = 16  # of one of them
 _EACH = "t" + WHOLE
@@ -154,7 +155,7 @@ def _launch_backward(launcher: Launcher, operands: NormBackward, epsilon: float)
     from jgg.kernels.norm import norm_backward_kernel
 
     num_rows, num_columns = operands.x.shape
-    if num_columns > _LONGEST:
+    if num_columns > _LONGEST_BACKWARD:
         return _backward_plainly(operands, epsilon)
     block, rows = power_of_2(num_columns), max(1, min(_MOST_ROWS, num_rows // _PROGRAMS))
     programs = math.ceil(num_rows / rows)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
 
 import jgg
 import jgg.hf
@@ -14,7 +13,7 @@ import jgg.nnx
 from tests.models.test_model_folders import assert_holds_same
 from tests.models.test_model_training import loss_and_gradients
 from tests.support.closeness import largest_error
-from tests.support.models import DATA, config_of, loaded, reference
+from tests.support.models import DATA, config_of, loaded, reference, with_mxfp4
 
 TOKENS = np.arange(12).reshape(2, 6)
 
@@ -22,18 +21,7 @@ TOKENS = np.arange(12).reshape(2, 6)
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory):
     """A folder of gpt-oss with random experts in MXFP4."""
-    config = config_of("gpt_oss") | {"intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
-    folder = tmp_path_factory.mktemp("mxfp4") / "model"
-    model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    jgg.models.save(model, folder)
-    (folder / "config.json").write_text(jgg.models.model_config(config).source)
-    tensors, rng = dict(jgg.hf.Checkpoint(folder)), np.random.default_rng(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, rows, columns = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
-        tensors[f"{name}_scales"] = rng.integers(122, 127, (experts, columns, rows // 32), np.uint8)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return with_mxfp4(tmp_path_factory.mktemp("mxfp4") / "model")
 
 
 def test_experts_in_mxfp4_stay_so_or_become_dense(mxfp4, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm, norm_beside
+from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm, norm_beside, residual
 from jgg.models.rotary import rotated, rotations
 from tests.models.test_model_training import loss_and_gradients
 from tests.support.closeness import assert_close
@@ -139,6 +139,15 @@ def test_remat_keeps_what_a_norm_makes_of_the_sum(implementation):
     text = str(jax.make_jaxpr(jax.grad(loss))(x))
     assert text.count("tanh") == 2, text  # in the forward pass, and for its own derivative
     assert text.count(" norm[") == 4  # of the three in the forward pass, only the first again
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_scaled_residual_is_one_exact_product_and_a_sum(dtype):
+    """So that it does not matter whether XLA contracts both."""
+    x, added = (array.astype(dtype) for array in random(3, (64, 32), (64, 32)))
+    got = jax.jit(functools.partial(residual, added_scale=0.22))(x, added)
+    x64, added64, factor = (np.asarray(array, dtype).astype(np.float64) for array in (x, added, 0.22))
+    np.testing.assert_array_equal(got, (x64 + added64 * factor).astype(np.float32).astype(dtype))
 
 
 @pytest.mark.sweep

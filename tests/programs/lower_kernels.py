@@ -37,6 +37,7 @@ from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, Activat
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import FORWARD, Forward
+from jgg.products.losses import LOSSES, Scored
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.project_few import PROJECT_FEW, ProjectFew
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
@@ -75,6 +76,7 @@ LAYER_KERNELS = (
     "add_parts_kernel",
     "unpack_kernel",
     "project_few_kernel",
+    "losses_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -243,6 +245,15 @@ def lower_norm(compute_capability, features, dtype):
             return NORM_BACKWARD(how, NormBackward(total, scale, y, added), epsilon=1e-6)
 
         jax.jit(compute).trace(rows, rows, scale).lower(lowering_platforms=("cuda",))
+
+
+def lower_losses(compute_capability, vocabulary, scale):
+    """The losses of targets by logits."""
+    logits = jax.ShapeDtypeStruct((64, vocabulary), "float32")
+    with jgg.target(compute_capability):
+        losses = functools.partial(LOSSES, How("triton", current_target()), scale=scale)
+        operands = Scored(logits, jax.ShapeDtypeStruct((64,), "int32"))
+        jax.jit(losses).trace(operands).lower(lowering_platforms=("cuda",))
 
 
 def lower_rotary(compute_capability, heads, features, pairs, has_norm):
@@ -419,6 +430,8 @@ def layer_kernels(compute_capability, takes_all):
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     for case in ((17, "float32"), (2880, "bfloat16"), (8192, "bfloat16"), (8192, "float32")):
         yield ["norm", *case], functools.partial(lower_norm, compute_capability, *case)
+    for case in ((151936, 1.0), (49155, 0.3)) if takes_all else ((151936, 1.0),):
+        yield ["losses", *case], functools.partial(lower_losses, compute_capability, *case)
     for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import jgg.hf
@@ -56,6 +57,21 @@ def changed(folder, family="qwen3_moe", drop=(), **tensors):
     copied(family, folder)
     arrays = dict(jgg.hf.Checkpoint(folder)) | {name.replace("__", "."): array for name, array in tensors.items()}
     save_file({name: array for name, array in arrays.items() if name not in drop}, folder / "model.safetensors")
+    return folder
+
+
+def with_mxfp4(folder):
+    """A folder of gpt-oss with random experts in MXFP4."""
+    config = config_of("gpt_oss") | {"intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    jgg.models.save(model, folder)
+    (folder / "config.json").write_text(jgg.models.model_config(config).source)
+    tensors, rng = dict(jgg.hf.Checkpoint(folder)), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(122, 127, (experts, columns, rows // 32), np.uint8)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
