@@ -14,7 +14,8 @@ from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.attend import PART, keys_of_step, precision_of, takes_heads_of
+from jgg.products import attend
+from jgg.products.attend import keys_of_step, precision_of, takes_heads_of
 
 _UNROLL = 8  # parts that are loaded side by side
 _MOST_STAGES = 3
@@ -94,11 +95,11 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
     capacity, kv_heads = operands.k_cache.shape[2:4]
     if not takes_heads_of(features) or scale <= 0:
         return _plain(operands, scale, window)
-    parts = math.ceil(capacity / PART)
+    parts = math.ceil(capacity / attend.PART)
     sizes = {
         "FEATURES": features,
         "WINDOW": window or 0,
-        "PART": PART,
+        "PART": attend.PART,
         "BLOCK_FEATURES": power_of_2(features),
     }
     row_bytes = power_of_2(features) * operands.k.dtype.itemsize
