@@ -106,7 +106,11 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
         return _plain(operands, scale, window)
     block, dtype = power_of_2(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)
-    block_queries = 32 if dtype == jnp.float32 else 64 if block > 128 else 128
+    block_queries = 64 if block > 128 else 128
+    if dtype == jnp.float32:
+        block_queries = 32
+    elif launcher.target.compute_capability != 90:  # others would spill registers
+        block_queries //= 2
     row_bytes = block * dtype.itemsize
     room = launcher.target.shared_memory - block_queries * row_bytes
     types = _result_types(operands, scale, window)
@@ -126,7 +130,7 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
             "BLOCK_FEATURES": block,
         },
         grid=(heads, math.ceil(length / block_queries), batch),
-        num_warps=4 if dtype == jnp.float32 else 8,
+        num_warps=8,
         num_stages=max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes))),
         flops=2 * operands.q.size * capacity,
         bytes_accessed=2 * (operands.q.size + batch * capacity * kv_heads * features) * dtype.itemsize,

@@ -125,6 +125,7 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
             "BLOCK_KEYS": block_keys,
         },
         grid=(batch, kv_heads, parts),
+        num_warps=8 if operands.q.dtype == jnp.float32 else 4,
         num_stages=min(_MOST_STAGES, stages),
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )
