@@ -105,6 +105,7 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
+    BY_TMA: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
@@ -127,10 +128,9 @@ def attend_kernel(
     at = row_pointers(head * FEATURES, rows, features, HEADS * FEATURES)
     q_block = tl.load(q + at, mask=exists[:, None] & is_feature[None, :], other=0.0)
 
-    of_sequence = sequence.to(tl.int64)
+    of_sequence = sequence
     if layer is not None:
-        of_sequence += tl.load(layer).to(tl.int64) * tl.num_programs(2)
-    base = of_sequence * capacity * (KV_HEADS * FEATURES) + head // GROUP * FEATURES
+        of_sequence += tl.load(layer) * tl.num_programs(2)
     places = queries if offset is None else queries + tl.load(offset)
     has_window = load_window(is_local)
     own_starts = queries * 0
@@ -149,7 +149,10 @@ def attend_kernel(
             q_block,
             k,
             v,
-            base + tl.cast(start, tl.int64) * (KV_HEADS * FEATURES),
+            of_sequence,
+            start,
+            capacity,
+            head // GROUP * FEATURES,
             positions,
             lowest,
             last,
@@ -163,6 +166,7 @@ def attend_kernel(
             SCALE,
             PRECISION,
             PART,
+            BY_TMA,
             BLOCK_KEYS,
         )
         tl.store(attended + at, y.to(attended.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
@@ -176,7 +180,10 @@ def attend_to(
     q_block,
     k,
     v,
-    base,
+    of_sequence,
+    start,
+    capacity,
+    column,
     positions,
     lowest,
     last,
@@ -190,6 +197,7 @@ def attend_to(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
+    BY_TMA: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     """What `result_of` gives for queries at positions `lowest` to `last` of the sequence whose keys begin at base."""
@@ -202,18 +210,25 @@ def attend_to(
     begin = first_seen(lowest, has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
     for key in tl.range(begin, last + 1, BLOCK_KEYS):
         keys = key + keys_of_step
-        mask = (keys <= last)[:, None]
-        if q_block.shape[1] > FEATURES:
-            mask = mask & (features < FEATURES)[None, :]
-        at = base + tl.cast(key, tl.int64) * STRIDE
-        k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
+        if BY_TMA:
+            k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+        else:
+            mask = (keys <= last)[:, None]
+            if q_block.shape[1] > FEATURES:
+                mask = mask & (features < FEATURES)[None, :]
+            # int64: a cache may hold more than 2**31 elements
+            at = (tl.cast(of_sequence, tl.int64) * capacity + start + key) * STRIDE + column
+            k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
         logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
         if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
             is_seen = keys[None, :] <= positions[:, None]
             if WINDOW:
                 is_seen = is_seen & (keys[None, :] >= first_keys[:, None])
             logits = tl.where(is_seen, logits, float("-inf"))
-        v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
+        if BY_TMA:
+            v_block = v.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+        else:
+            v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
         part_highest, part_total, part_acc = add_step(
             part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION
         )

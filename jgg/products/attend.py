@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
+from jgg.launching.launch import Launch, matrices
 from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
 
+BY_TMA = True
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 256  # features of a head that kernels take, a multiple of _HEAD_STEP
 _HEAD_STEP = 16
@@ -114,8 +115,13 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
     row_bytes = block * dtype.itemsize
     room = launcher.target.shared_memory - block_queries * row_bytes
     types = _result_types(operands, scale, window)
+    descriptors, keys = {}, {"k": operands.k, "v": operands.v}
+    if launcher.target.has_tma and dtype != jnp.float32 and BY_TMA:
+        rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
+        descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
+        keys = {name: array.reshape(rows) for name, array in keys.items()}
     launch = Launch(
-        operands={**operands._asdict(), "length": length, "capacity": capacity},
+        operands={**operands._asdict(), **keys, "length": length, "capacity": capacity},
         outputs=types._asdict(),
         constants={
             "KV_HEADS": kv_heads,
@@ -125,11 +131,13 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
             "SCALE": scale,
             "PRECISION": precision_of(dtype),
             "PART": PART,
+            "BY_TMA": bool(descriptors),
             "BLOCK_QUERIES": block_queries,
             "BLOCK_KEYS": block_keys,
             "BLOCK_FEATURES": block,
         },
         grid=(heads, math.ceil(length / block_queries), batch),
+        descriptors=descriptors,
         num_warps=8,
         num_stages=max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes))),
         flops=2 * operands.q.size * capacity,
