@@ -130,15 +130,18 @@ def add_parts_kernel(
     highest_logit, total, acc = no_keys(1, BLOCK_FEATURES)
     first_part = first_seen(position, load_window(is_local), WINDOW) // PART
     for step in tl.range(first_part, last_part + 1, UNROLL):
-        for number in tl.static_range(UNROLL):  # so that what is loaded does not wait for what is added up
+        loaded = ()  # of several parts, before any of them is waited for
+        for number in tl.static_range(UNROLL):
             part = step + number + tl.arange(0, 1)
             queries = part * tl.num_programs(0) * HEADS + query
             is_seen = part <= last_part
+            mask = is_seen[:, None] & (features < FEATURES)[None, :]
             part_highest = tl.load(highest_logits + queries, mask=is_seen, other=LOWEST)
             part_total = tl.load(totals + queries, mask=is_seen, other=0.0)
-            mask = is_seen[:, None] & (features < FEATURES)[None, :]
             part_acc = tl.load(row_pointers(parts, queries, features, FEATURES), mask=mask, other=0.0)
-            part_total = tl.broadcast_to(part_total[:, None], (1, ONES))
+            loaded = loaded + ((part_highest, tl.broadcast_to(part_total[:, None], (1, ONES)), part_acc),)
+        for number in tl.static_range(UNROLL):
+            part_highest, part_total, part_acc = loaded[number]
             highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
     heads = head + tl.arange(0, 1)
     result, highest_logit, _ = result_of(highest_logit, total, acc, sinks, heads, heads < HEADS)
