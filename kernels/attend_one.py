@@ -139,7 +139,7 @@ def add_parts_kernel(
             part_highest = tl.load(highest_logits + queries, mask=is_seen, other=LOWEST)
             part_total = tl.load(totals + queries, mask=is_seen, other=0.0)
             part_acc = tl.load(row_pointers(parts, queries, features, FEATURES), mask=mask, other=0.0)
-            loaded = loaded + ((part_highest, tl.broadcast_to(part_total[:, None], (1, ONES)), part_acc),)
+            loaded += ((part_highest, tl.broadcast_to(part_total[:, None], (1, ONES)), part_acc),)
         for number in tl.static_range(UNROLL):
             part_highest, part_total, part_acc = loaded[number]
             highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
