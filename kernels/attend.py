@@ -116,11 +116,11 @@ def attend_kernel(
     layer int32 [] or None for the first; offset int32 [], the place in k of the first query, or None for 0; starts
     int32 [B, length], the place of the first key of each query's sequence, which never decreases along a row, or None
     for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or None; log_sums float32 [B, KV_HEADS * GROUP, length],
-    the logarithm of the sum in each softmax. The grid is (heads, tiles of queries, B), the longest tiles first.
+    the logarithm of the sum in each softmax. The grid is (heads, B, tiles of queries), the longest tiles first.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    head, sequence = tl.program_id(0), tl.program_id(2)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_QUERIES
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_QUERIES
     queries = first + tl.arange(0, BLOCK_QUERIES)
     features = tl.arange(0, BLOCK_FEATURES)
     exists, is_feature = queries < length, features < FEATURES
@@ -130,7 +130,7 @@ def attend_kernel(
 
     of_sequence = sequence
     if layer is not None:
-        of_sequence += tl.load(layer) * tl.num_programs(2)
+        of_sequence += tl.load(layer) * tl.num_programs(1)
     places = queries if offset is None else queries + tl.load(offset)
     has_window = load_window(is_local)
     own_starts = queries * 0

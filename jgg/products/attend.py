@@ -136,7 +136,7 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
             "BLOCK_KEYS": block_keys,
             "BLOCK_FEATURES": block,
         },
-        grid=(heads, math.ceil(length / block_queries), batch),
+        grid=(heads, batch, math.ceil(length / block_queries)),
         descriptors=descriptors,
         num_warps=8,
         num_stages=max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes))),
