@@ -53,8 +53,10 @@ def add_step(highest_logit, total, acc, logits, v_block, SCALE: tl.constexpr, PR
     factor = tl.exp2(highest_logit - higher)
     weights = weights.to(v_block.dtype)
     ones = tl.full([v_block.shape[0], ONES], 1.0, v_block.dtype)
-    total = tl.dot(weights, ones, total * factor[:, None], input_precision=PRECISION)
-    acc = tl.dot(weights, v_block, acc * factor[:, None], input_precision=PRECISION)
+    # both first: what writes to accumulators between two products makes the assembler wait after each instruction
+    total, acc = total * factor[:, None], acc * factor[:, None]
+    total = tl.dot(weights, ones, total, input_precision=PRECISION)
+    acc = tl.dot(weights, v_block, acc, input_precision=PRECISION)
     return higher, total, acc
 
 
@@ -206,34 +208,32 @@ def attend_to(
     in_step = keys_of_step[:, None] * STRIDE + features[None, :]
     first_keys, first_of_last = first_seen(positions, has_window, WINDOW), first_seen(last, has_window, WINDOW)
     highest_logit, total, acc = no_keys(q_block.shape[0], q_block.shape[1])
-    part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
     begin = first_seen(lowest, has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
-    for key in tl.range(begin, last + 1, BLOCK_KEYS):
-        keys = key + keys_of_step
-        if BY_TMA:
-            k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
-        else:
-            mask = (keys <= last)[:, None]
-            if q_block.shape[1] > FEATURES:
-                mask = mask & (features < FEATURES)[None, :]
-            # int64: a cache may hold more than 2**31 elements
-            at = (tl.cast(of_sequence, tl.int64) * capacity + start + key) * STRIDE + column
-            k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
-        logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
-        if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
-            is_seen = keys[None, :] <= positions[:, None]
-            if WINDOW:
-                is_seen = is_seen & (keys[None, :] >= first_keys[:, None])
-            logits = tl.where(is_seen, logits, float("-inf"))
-        if BY_TMA:
-            v_block = v.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
-        else:
-            v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
-        part_highest, part_total, part_acc = add_step(
-            part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION
-        )
-        if (key + BLOCK_KEYS) % PART == 0:
-            highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
-            part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
-    highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
+    for part in tl.range(begin // PART, last // PART + 1):
+        part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
+        for key in tl.range(tl.maximum(begin, part * PART), tl.minimum(last + 1, (part + 1) * PART), BLOCK_KEYS):
+            keys = key + keys_of_step
+            if BY_TMA:
+                k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+            else:
+                mask = (keys <= last)[:, None]
+                if q_block.shape[1] > FEATURES:
+                    mask = mask & (features < FEATURES)[None, :]
+                # int64: a cache may hold more than 2**31 elements
+                at = (tl.cast(of_sequence, tl.int64) * capacity + start + key) * STRIDE + column
+                k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
+            logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+            if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
+                is_seen = keys[None, :] <= positions[:, None]
+                if WINDOW:
+                    is_seen = is_seen & (keys[None, :] >= first_keys[:, None])
+                logits = tl.where(is_seen, logits, float("-inf"))
+            if BY_TMA:
+                v_block = v.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+            else:
+                v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
+            part_highest, part_total, part_acc = add_step(
+                part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION
+            )
+        highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
     return result_of(highest_logit, total, acc, sinks, heads, is_row)
