@@ -14,8 +14,7 @@ from jgg.primitives.product import Product, array_type, split_by_xla
 
 BY_TMA = True
 PART = 512  # keys whose softmax is one; longer sequences add up several
-_LARGEST_HEAD = 256  # features of a head that kernels take, a multiple of _HEAD_STEP
-_HEAD_STEP = 16
+_LARGEST_HEAD = 256  # features of a head that kernels take
 
 
 class Attend(NamedTuple):
@@ -51,12 +50,17 @@ class AttendedTokens(NamedTuple):
 
 def takes_heads_of(features: int) -> bool:
     """Whether kernels take heads of so many features; plain JAX takes others."""
-    return features <= _LARGEST_HEAD and features % _HEAD_STEP == 0
+    return features <= _LARGEST_HEAD
+
+
+def block_features(features: int) -> int:
+    """The features of a block, no fewer than tensor cores multiply."""
+    return max(16, power_of_2(features))
 
 
 def keys_of_step(features: int, dtype: Any) -> int:
-    """BLOCK_KEYS: part of the order of additions, so that nothing but the size of a head decides it."""
-    row_bytes = power_of_2(features) * jnp.dtype(dtype).itemsize
+    """BLOCK_KEYS: part of the order of additions, so that nothing but the size and dtype of a head decides it."""
+    row_bytes = block_features(features) * jnp.dtype(dtype).itemsize
     return max(16, min(64, 16_384 // row_bytes) // (2 if jnp.dtype(dtype).itemsize == 4 else 1))
 
 
@@ -105,7 +109,7 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
     capacity, kv_heads = operands.k.shape[2:4]
     if not takes_heads_of(features) or scale <= 0:
         return _plain(operands, scale, window)
-    block, dtype = power_of_2(features), operands.q.dtype
+    block, dtype = block_features(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)
     block_queries = 64 if block > 128 else 128
     if dtype == jnp.float32:
@@ -116,7 +120,8 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
     room = launcher.target.shared_memory - block_queries * row_bytes
     types = _result_types(operands, scale, window)
     descriptors, keys = {}, {"k": operands.k, "v": operands.v}
-    if launcher.target.has_tma and dtype != jnp.float32 and BY_TMA:
+    has_whole_rows = kv_heads * features * dtype.itemsize % 16 == 0  # as TMA needs
+    if launcher.target.has_tma and dtype != jnp.float32 and has_whole_rows and BY_TMA:
         rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
         descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
         keys = {name: array.reshape(rows) for name, array in keys.items()}

@@ -15,7 +15,7 @@ from jgg.launching.launch import Launch
 from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products import attend
-from jgg.products.attend import keys_of_step, precision_of, takes_heads_of
+from jgg.products.attend import block_features, keys_of_step, precision_of, takes_heads_of
 
 _UNROLL = 8  # parts that are loaded side by side
 _MOST_STAGES = 3
@@ -100,9 +100,9 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
         "FEATURES": features,
         "WINDOW": window or 0,
         "PART": attend.PART,
-        "BLOCK_FEATURES": power_of_2(features),
+        "BLOCK_FEATURES": block_features(features),
     }
-    row_bytes = power_of_2(features) * operands.k.dtype.itemsize
+    row_bytes = block_features(features) * operands.k.dtype.itemsize
     block_keys = keys_of_step(features, operands.k.dtype)
     stages = launcher.target.shared_memory * 3 // 4 // (2 * block_keys * row_bytes)
     outputs: dict[str, Any] = {"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)}

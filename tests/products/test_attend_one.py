@@ -17,6 +17,7 @@ CASES = {
     "grouped": (8, 2, 16, None, None, False),
     "one key head": (6, 1, 48, None, None, False),
     "as many key heads": (2, 2, 32, None, None, False),
+    "few features": (4, 2, 5, None, None, False),
     "window": (4, 2, 16, 5, None, False),
     "window of one": (4, 2, 16, 1, None, True),
     "window that holds, sinks": (8, 2, 16, 70, True, True),

@@ -20,6 +20,7 @@ STARTS = [[0] * 5 + [5] * 30 + [35] * 40, [0] * 70 + [70] * 5]
 CASES = {
     "grouped": (4, 2, 16, None, None, False),
     "one key head, features padded": (3, 1, 48, None, None, False),
+    "few features": (2, 1, 5, None, None, False),
     "window": (2, 1, 16, 5, None, False),
     "window that holds, sinks": (4, 2, 16, 40, True, True),
     "window that does not hold, sinks": (4, 2, 16, 40, False, True),
