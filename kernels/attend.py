@@ -137,11 +137,13 @@ def attend_kernel(
     has_window = load_window(is_local)
     own_starts = queries * 0
     if starts is not None:
-        own_starts = tl.load(starts + rows, mask=exists, other=-1)
+        own_starts = tl.maximum(tl.load(starts + rows, mask=exists, other=0), 0)
 
     end = tl.minimum(first + BLOCK_QUERIES, length)
     while first < end:  # one sequence of those in the tile after the other
-        start = 0 if starts is None else tl.load(starts + sequence.to(tl.int64) * length + first)
+        start = 0
+        if starts is not None:
+            start = tl.maximum(tl.load(starts + sequence.to(tl.int64) * length + first), 0)
         is_row = exists & (own_starts == start)
         count = tl.reduce(is_row.to(tl.int32), 0, add)
         positions = places - start
@@ -208,15 +210,16 @@ def attend_to(
     in_step = keys_of_step[:, None] * STRIDE + features[None, :]
     first_keys, first_of_last = first_seen(positions, has_window, WINDOW), first_seen(last, has_window, WINDOW)
     highest_logit, total, acc = no_keys(q_block.shape[0], q_block.shape[1])
-    begin = first_seen(lowest, has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
-    for part in tl.range(begin // PART, last // PART + 1):
+    begin = first_seen(tl.maximum(lowest, 0), has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
+    end = tl.minimum(last + 1, capacity - start)
+    for part in tl.range(begin // PART, (end + PART - 1) // PART):
         part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
-        for key in tl.range(tl.maximum(begin, part * PART), tl.minimum(last + 1, (part + 1) * PART), BLOCK_KEYS):
+        for key in tl.range(tl.maximum(begin, part * PART), tl.minimum(end, (part + 1) * PART), BLOCK_KEYS):
             keys = key + keys_of_step
             if BY_TMA:
                 k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
             else:
-                mask = (keys <= last)[:, None]
+                mask = (keys < end)[:, None]
                 if q_block.shape[1] > FEATURES:
                     mask = mask & (features < FEATURES)[None, :]
                 # int64: a cache may hold more than 2**31 elements
