@@ -12,7 +12,6 @@ from jgg.launching.launch import Launch, matrices
 from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
 
-BY_TMA = True
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 256  # features of a head that kernels take
 
@@ -121,7 +120,7 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
     types = _result_types(operands, scale, window)
     descriptors, keys = {}, {"k": operands.k, "v": operands.v}
     has_whole_rows = kv_heads * features * dtype.itemsize % 16 == 0  # as TMA needs
-    if launcher.target.has_tma and dtype != jnp.float32 and has_whole_rows and BY_TMA:
+    if launcher.target.has_tma and dtype != jnp.float32 and has_whole_rows:
         rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
         descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
         keys = {name: array.reshape(rows) for name, array in keys.items()}
