@@ -75,10 +75,20 @@ def test_on_a_gpu(name, dtype):
     check(name, "triton", dtype, 0.02)
 
 
-@pytest.mark.parametrize(("family", "is_traced"), [("gpt_oss", False), ("gpt_oss", True), ("qwen3_moe", True)])
-def test_a_prompt_in_parts_has_the_result_of_the_whole(family, is_traced):
+KERNELS = {"implementation": "interpret", "batch_invariant": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "is_traced", "options"),
+    [
+        ("gpt_oss", False, {}),
+        ("qwen3_moe", True, {}),
+        pytest.param("gpt_oss", True, KERNELS, marks=pytest.mark.interpret),
+    ],
+)
+def test_a_prompt_in_parts_has_the_result_of_the_whole(family, is_traced, options):
     """Of one layer; the lengths of two sequences end in different parts."""
-    module = loaded(family).layers.attention
+    module = loaded(family, **options).layers.attention
     config, length = module.config, 11
     module = jax.tree.map(lambda stacked: stacked[0], module)
     x = jax.random.normal(jax.random.key(0), (2, length, config.features))
