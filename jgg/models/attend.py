@@ -68,16 +68,28 @@ def _attend_to_all(
     length, dtype = q.shape[1], q.dtype
     if segments is None or jax.export.is_symbolic_dim(length):
         return _attend(q, k, v, sinks, segments, scale=scale)
-    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
-    if length <= size:
+    slices = query_blocks(length)
+    if len(slices) == 1:
         return _attend(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []
-    for start in range(0, length, size):
-        seen = slice(start + size)
+    for own, seen in slices:
         k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
-        blocks.append(_attend(q[:, start : start + size], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
+        blocks.append(_attend(q[:, own], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
     return jnp.concatenate(blocks, axis=1)
+
+
+def query_blocks(length: int) -> list[tuple[slice, slice]]:
+    """With segments: the blocks of queries of a sequence, each with the keys before its end."""
+    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
+    return [(slice(start, start + size), slice(start + size)) for start in range(0, length, size)]
+
+
+def takes_flash(q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None) -> bool:
+    """Whether `flash_attention` takes these arrays, by primitives that this JAX has."""
+    is_causal = window is None and segments is None
+    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
+    return _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths))
 
 
 def _attend(
@@ -91,15 +103,13 @@ def _attend(
     window: int | None = None,
 ) -> jax.Array:
     """The result for q, the last of the tokens that k has."""
-    is_causal = window is None and segments is None
-    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
-    if _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths)):
+    if takes_flash(q, k, segments, window):
         sinks = None if sinks is None else finite_sinks(sinks)
         return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
     batch, length = q.shape[:2]
     q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
-    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, is_causal, scale)
+    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
     return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
 
 

@@ -17,6 +17,7 @@ CASES = {
     "grouped": (8, 2, 16, None, None, False),
     "one key head": (6, 1, 48, None, None, False),
     "as many key heads": (2, 2, 32, None, None, False),
+    "few features": (4, 2, 5, None, None, False),
     "window": (4, 2, 16, 5, None, False),
     "window of one": (4, 2, 16, 1, None, True),
     "window that holds, sinks": (8, 2, 16, 70, True, True),
@@ -92,7 +93,7 @@ def test_attends_as_float64_does(case, implementation):
 @KERNELS
 @pytest.mark.parametrize("case", ["grouped", "window that holds, sinks", "window that does not hold, sinks"])
 def test_long_caches_are_attended_to_in_parts(case, implementation):
-    operands, window = operands_of(case, [3, 256, 300, 999], 1000, layers=1), CASES[case][3]
+    operands, window = operands_of(case, [3, 512, 600, 1099], 1100, layers=1), CASES[case][3]
     attended, *caches = compute(operands, implementation, window)
     expected, *expected_caches = reference(operands, 0.2, window)
     np.testing.assert_allclose(attended, expected, rtol=2e-5, atol=2e-5)
