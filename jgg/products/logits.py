@@ -102,10 +102,10 @@ def _launch(launcher: Launcher, operands: Logits, precision: jax.lax.Precision) 
 
 def _tile(target: Target, num_rows: int, columns: int, num_pieces: int, itemsize: int) -> tuple[Tile, int]:
     """The tile of a program and its stages; they decide how fast the product is, and not its bits."""
-    for tile in _TILES:
-        tile = tile._replace(columns=min(tile.columns, power_of_2(columns)))
-        if math.ceil(num_rows / tile.rows) * math.ceil(columns / tile.columns) >= _BUSY * target.num_sms:
-            break
+    tiles = [tile._replace(columns=min(tile.columns, power_of_2(columns))) for tile in _TILES]
+    programs = [math.ceil(num_rows / tile.rows) * math.ceil(columns / tile.columns) for tile in tiles]
+    busy = (tile for tile, count in zip(tiles, programs, strict=True) if count >= _BUSY * target.num_sms)
+    tile = next(busy, tiles[-1])
     memory_of_step = (tile.rows + num_pieces * tile.columns) * itemsize
     most = int(_MEMORY * target.shared_memory) // memory_of_step  # features in shared memory
     step = _FLOAT32_STEP if itemsize == 4 else tile.step

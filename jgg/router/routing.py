@@ -97,9 +97,9 @@ def route(
         weights are made from the logits of the experts used, by the options above. An expert that a token is given
         twice has two rows, each with its weight. An index outside [-1, E) is no expert: the choice has weight 0, is
         left out where scores are normalized, and adds nothing in `moe_mlp`.
-      implementation: how to choose, weigh and sort, as in `grouped_gemm`. All implementations choose the same experts for
-        the same scores; weights may differ in their last bits. With kernels, no bit of a token's choices and weights
-        depends on the other tokens.
+      implementation: how to choose, weigh and sort, as in `grouped_gemm`. All implementations choose the same experts
+        for the same scores; weights may differ in their last bits. With kernels, no bit of a token's choices and
+        weights depends on the other tokens.
 
     Returns:
       a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
