@@ -166,6 +166,61 @@ def test_an_activation_has_the_same_bits_in_the_product_and_alone(name, dtype, i
     assert not differing([one, other])[1]
 
 
+MLPS = {
+    "bfloat16": {},
+    "float16, biases, LoRA": {"dtype": "float16", "biased": True, "rank": 8},
+    "ekn, interleaved": {"w_layout": "ekn", "interleaved": True, "activation": "clamped_swiglu", "biased": True},
+    "fp8, LoRA": {"quantization": jgg.Fp8(), "rank": 24},
+    "fp8 as stored, LoRA": {"stored": "fp8", "rank": 8},
+    "mxfp4 as stored, biases": {"stored": "mxfp4", "w_layout": "ekn", "biased": True},
+}
+TOKENS, EXPERTS, TOPK, FEATURES, HIDDEN = (1, 40, 600, 2048), 16, 4, 512, 256
+
+
+def mlp_arguments(dtype="bfloat16", w_layout="enk", stored=None, biased=False, rank=0, **options):
+    """Arguments of moe_mlp but the tokens and the routing, and its options."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+    arrays, options = {}, options | {"w_layout": w_layout, "implementation": "triton"}
+    for name, (columns, reduced) in {"gate_up": (2 * HIDDEN, FEATURES), "down": (FEATURES, HIDDEN)}.items():
+        shape = (columns, reduced) if w_layout == "enk" else (reduced, columns)
+        w = normal(EXPERTS, *shape)
+        if stored == "mxfp4":
+            w = random_packed(w.shape, -1 if w_layout == "enk" else -2)
+        arrays[f"w_{name}"] = jgg.quantize_weights(w) if stored == "fp8" else w
+        if biased:
+            arrays[f"b_{name}"] = normal(EXPERTS, columns)
+        if rank:
+            arrays[f"low_rank_{name}"] = jgg.LowRank(normal(EXPERTS, rank, reduced), normal(EXPERTS, columns, rank))
+    return arrays, options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MLPS)
+def test_a_token_has_the_same_bits_beside_any_number_of_others(name):
+    arrays, options = mlp_arguments(**MLPS[name])
+    tokens = jax.random.normal(jax.random.key(1), (TOKENS[-1], FEATURES), MLPS[name].get("dtype", "bfloat16"))
+    logits = jax.random.normal(jax.random.key(2), (TOKENS[-1], EXPERTS))
+    routing = jgg.route(logits, TOPK)
+
+    def mlp(count):
+        def compute(arrays, tokens, weights, choices):
+            order = jgg.sort_by_expert(choices[:count], EXPERTS)
+            return jgg.moe_mlp(
+                tokens[:count], **arrays, routing=jgg.Routing(weights[:count], choices[:count], *order), **options
+            )
+
+        return compute
+
+    given = arrays, tokens, routing.topk_weights, routing.topk_indices
+    results = compiled([mlp(count) for count in TOKENS], *given)
+    for count, result in zip(TOKENS, results, strict=True):
+        assert not differing([results[-1][:count], result])[1], count
+
+
 TARGETS = {80: 108, 89: 142, 90: 132, 100: 148}
 ON_EACH = pytest.mark.parametrize(
     "capability", [pytest.param(each, marks=[pytest.mark.thorough] * (each != 90)) for each in TARGETS]
