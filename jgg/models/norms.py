@@ -1,11 +1,11 @@
 """RMS norms of a decoder: each in one kernel on a GPU, with the residual that is added before, else in plain JAX."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.gpu_target import current_target, known_target
@@ -50,7 +50,8 @@ def add_and_norm(
     how = how_of_rows(implementation)
     if how is None:
         return sum_and_norm(x, added, added_scale, scale, epsilon, implementation)
-    total, y = _normalized(_Options(how, epsilon, added_scale, gives_total=True), x, added, scale)
+    factor = _exact_factor(added_scale, x.dtype)
+    total, y = _normalized(_Options(how, epsilon, factor, gives_total=True), x, added, scale)
     assert total is not None
     return total, y
 
@@ -65,14 +66,26 @@ def sum_and_norm(
 def residual(x: jax.Array, added: jax.Array, added_scale: float) -> jax.Array:
     """x + added * added_scale in plain JAX, with the same bits in whichever fusion XLA computes it.
 
-    Of 16-bit numbers the product is exact in float32, so that it does not matter whether it is contracted with the sum.
+    Of 16-bit numbers they are those of the total of `add_and_norm` too.
     """
     if added_scale == 1:
         return x + added
     if x.dtype.itemsize > 2:
         return x + barrier(added * added_scale)
-    factor = np.float32(np.asarray(added_scale, x.dtype))
+    factor = jnp.float32(_exact_factor(added_scale, x.dtype))
     return (x.astype(jnp.float32) + added.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def _exact_factor(factor: float, dtype: jnp.dtype) -> float:
+    """The nearest factor whose products with 16-bit numbers are exact in float32, of 13 bits or, for bfloat16, of 16.
+
+    So it does not matter whether a compiler contracts the product with a sum.
+    """
+    if dtype.itemsize > 2:
+        return factor
+    bits = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 # the backward pass keeps x alone, not float32 copies of it

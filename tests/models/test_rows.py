@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm, norm_beside, residual
+from jgg.models.norms import (
+    NORMALIZED,
+    TOTAL,
+    _exact_factor,
+    add_and_norm,
+    how_of_rows,
+    norm,
+    norm_beside,
+    residual,
+)
 from jgg.models.rotary import rotated, rotations
 from tests.models.test_model_training import loss_and_gradients
 from tests.support.closeness import assert_close
@@ -141,13 +150,27 @@ def test_remat_keeps_what_a_norm_makes_of_the_sum(implementation):
     assert text.count(" norm[") == 4  # of the three in the forward pass, only the first again
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_scaled_residual_is_one_exact_product_and_a_sum(dtype):
-    """So that it does not matter whether XLA contracts both."""
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("xla", "bfloat16"),
+        ("xla", "float16"),
+        pytest.param("interpret", "float16", marks=pytest.mark.interpret),
+        *(pytest.param("triton", dtype, marks=pytest.mark.gpu) for dtype in ("bfloat16", "float16")),
+    ],
+)
+@pytest.mark.parametrize("factor", [0.22, 1.0, -3.3])
+def test_scaled_residuals_are_exact_products_and_rounded_sums(factor, dtype, implementation):
+    """So that it does not matter whether a compiler contracts them, and both ways to add have the same bits."""
     x, added = (array.astype(dtype) for array in random(3, (64, 32), (64, 32)))
-    got = jax.jit(functools.partial(residual, added_scale=0.22))(x, added)
-    x64, added64, factor = (np.asarray(array, dtype).astype(np.float64) for array in (x, added, 0.22))
-    np.testing.assert_array_equal(got, (x64 + added64 * factor).astype(np.float32).astype(dtype))
+    got = jax.jit(functools.partial(residual, added_scale=factor))(x, added)
+    exact = _exact_factor(factor, x.dtype)
+    assert abs(exact / factor - 1) < 2**-13
+    x64, added64 = (np.asarray(array).astype(np.float64) for array in (x, added))
+    assert (np.float32(added64 * exact) == added64 * exact).all()
+    np.testing.assert_array_equal(got, (x64 + added64 * exact).astype(np.float32).astype(x.dtype))
+    total, _ = add_and_norm(x, added, factor, jnp.ones(32), EPSILON, implementation)
+    np.testing.assert_array_equal(total, got)
 
 
 @pytest.mark.sweep
