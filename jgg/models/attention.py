@@ -44,6 +44,8 @@ class Place(NamedTuple):
       mask: bool [B, S], the tokens that count in the routers' losses; None for all. Attention does not look at it.
       lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
         NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
+      start: the position of the first token, if there is a cache and more than one token of each sequence: they attend
+        to what the cache has before that position, too.
     """
 
     positions: jax.Array
@@ -54,6 +56,7 @@ class Place(NamedTuple):
     segments: jax.Array | None = None
     mask: jax.Array | None = None
     lengths: jax.Array | None = None
+    start: int = 0
 
 
 class Attention(nnx.Module):
@@ -70,17 +73,21 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
 
-        Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment.
+        Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment;
+        with a cache they go on from `place.start`.
         """
         q, k, v = self._heads(x, place.rotation)
         if place.lengths is not None:
-            is_token = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] < place.lengths[:, None])[..., None, None]
+            columns = place.start + jnp.arange(x.shape[1], dtype=jnp.int32)
+            is_token = (columns[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None and x.shape[1] == 1:
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:
                 cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
+                if place.start:
+                    k, v = (array[place.layer, :, : place.start + x.shape[1]] for array in cache)
             attended = attend(
                 q,
                 k,

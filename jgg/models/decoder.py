@@ -225,12 +225,13 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        start: int = 0,
     ) -> tuple[jax.Array, Caches | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
 
         Args:
           caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
-          positions, segments, mask, lengths: as in `Place`.
+          positions, segments, mask, lengths, start: as in `Place`.
         """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
@@ -239,7 +240,8 @@ class Decoder(nnx.Module):
         x = embed(table, tokens) if sharding is None else embedded(table, split_batch(tokens, sharding))
         x = split_batch(x * config.embedding_scale, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        place = functools.partial(Place, positions, rotation, segments=segments, mask=mask, lengths=lengths)
+        of_tokens = functools.partial(Place, positions, rotation, segments=segments, mask=mask)
+        place = functools.partial(of_tokens, lengths=lengths, start=start)
         sown: dict[str, list[jax.Array]] = {}
         own_caches = []
         for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):

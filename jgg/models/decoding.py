@@ -1,0 +1,205 @@
+"""The program that generates: prompts through the model, then one token of each row at a time, with a cache.
+
+Prompts are [B, S]; each has `num_samples` rows, R in all, which go on from copies of its cache.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgg.models.decoder import Caches, Decoder
+from jgg.models.generated import Generated
+from jgg.models.head import Head
+from jgg.models.loss import losses_by
+from jgg.models.placement import split_batch
+from jgg.models.sampling import Sampling, draw, of_samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the program is compiled for, beside shapes.
+
+    Attributes:
+      most: N, the most new tokens of a row.
+      num_samples: the rows of each prompt.
+      prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
+      details: whether more than tokens is kept.
+    """
+
+    most: int
+    num_samples: int
+    prefill_chunk: int | None
+    details: bool
+
+
+class Record(NamedTuple):
+    """The details of new tokens [R, N], and the choices of experts [L, R, S + N, k], as in `Generated`."""
+
+    log_probabilities: jax.Array
+    sampled_log_probabilities: jax.Array
+    topk_indices: jax.Array
+
+
+class _Loop(NamedTuple):
+    """The state between steps.
+
+    Attributes:
+      filled: int32 [], how many of the N new tokens of each row are there.
+      recent: int32 [R, W], the last of a row's new tokens, as many as the longest stop sequence has; before them -1.
+      is_done: bool [R].
+      tokens: int32 [R, N].
+      lengths: int32 [R], of the new tokens, with the one that ended a row.
+    """
+
+    filled: jax.Array
+    recent: jax.Array
+    is_done: jax.Array
+    tokens: jax.Array
+    lengths: jax.Array
+    caches: Caches
+    record: Record | None
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
+def run(
+    graphdef: nnx.GraphDef[Decoder],
+    state: Any,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    sampling: Sampling | None,
+    stops: jax.Array,
+    new_tokens: jax.Array,
+    *,
+    plan: Plan,
+) -> tuple[jax.Array, Generated | None]:
+    """The new tokens int32 [R, plan.most], and the same with details if the plan asks for them.
+
+    Args:
+      graphdef, state: of the model.
+      prompts, lengths: int32 [B, S] and [B].
+      sampling: how tokens of the B prompts are drawn; None to take the likeliest.
+      stops: int32 [sequences, W], what ends a row, with -1 before those that are not the longest.
+      new_tokens: int32 [], of `plan.most`, after which generation ends.
+    """
+    model = nnx.merge(graphdef, state)
+    head = Head(implementation=model.options.dense_implementation)  # of logits that the model's head has scaled
+    logits, caches, choices = _prefill(model, prompts, lengths, plan)
+    sampling = None if sampling is None else of_samples(sampling, plan.num_samples)
+    starts = jnp.repeat(lengths, plan.num_samples)
+    rows = starts.shape[0]
+    none = jnp.zeros((rows, plan.most), jnp.float32)
+    loop = _Loop(
+        filled=jnp.int32(0),
+        recent=jnp.full((rows, stops.shape[1]), -1, jnp.int32),
+        is_done=jnp.zeros(rows, bool),
+        tokens=jnp.zeros((rows, plan.most), jnp.int32),
+        lengths=jnp.zeros(rows, jnp.int32),
+        caches=caches,
+        record=None if choices is None else Record(none, none, choices),
+    )
+
+    def goes_on(loop: _Loop) -> jax.Array:
+        return (loop.filled < new_tokens) & ~loop.is_done.all()
+
+    def step(loop: _Loop) -> _Loop:
+        model = nnx.merge(graphdef, state)  # of this trace, for what it sows
+        # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
+        positions = (starts + loop.filled - 1)[:, None]
+        is_on = ~loop.is_done[:, None]
+        x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan)
+        record = loop.record
+        if record is not None:
+            of_rows = jnp.arange(rows)[:, None], positions
+            record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
+        return _next(loop._replace(caches=caches, record=record), model.logits(x[:, 0]), stops, sampling, head)
+
+    ended = jax.lax.while_loop(goes_on, step, _next(loop, logits, stops, sampling, head))
+    columns = jnp.minimum(jnp.arange(plan.most, dtype=jnp.int32), ended.filled - 1)
+    tokens = ended.tokens[:, columns]
+    return tokens, None if ended.record is None else Generated(tokens, ended.lengths, *ended.record)
+
+
+def _prefill(
+    model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+    """The logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k]."""
+    batch, longest = prompts.shape
+    caches = model.empty_caches(batch, longest + plan.most)
+    columns = jnp.arange(longest, dtype=jnp.int32)[None]
+    size, last = plan.prefill_chunk or longest, None
+    choices: list[jax.Array] = []
+    for start in range(0, longest, size):
+        part = slice(start, start + size)
+        mask, place = columns[:, part] < lengths[:, None], {"lengths": lengths, "start": start}
+        x, caches, own = _run_layers(model, prompts[:, part], columns[:, part], caches, mask, plan, **place)
+        index = lengths - 1 - start  # of the last token; those that are not in this part yet come in a later one
+        own_last = x[jnp.arange(batch), jnp.clip(index, 0, x.shape[1] - 1)]
+        last = own_last if last is None else jnp.where((index >= 0)[:, None], own_last, last)
+        choices += [] if own is None else [own]
+    assert last is not None  # a prompt has a token
+    sharding, times = model.options.sharding, plan.num_samples
+    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), caches)
+    logits = jnp.repeat(model.logits(last), times, axis=0)
+    if not choices:
+        return logits, caches, None
+    of_new = ((0, 0), (0, 0), (0, plan.most), (0, 0))
+    topk_indices = jnp.pad(jnp.concatenate(choices, axis=2), of_new, constant_values=-1)
+    return logits, caches, _repeated(topk_indices, times)
+
+
+def _repeated(array: jax.Array, times: int) -> jax.Array:
+    """An array [layers, B, ...] with each sequence so many times, [layers, B * times, ...]."""
+    return array if times == 1 else jnp.repeat(array, times, axis=1)
+
+
+def _run_layers(
+    model: Decoder,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: Caches,
+    mask: jax.Array,
+    plan: Plan,
+    **place: Any,
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+    """What `Decoder.run_layers` returns, and with details the choices [L, B, S, k], -1 for tokens without the mask."""
+    if plan.details:
+        captured = nnx.capture(model.run_layers, nnx.Intermediate)
+        (x, after), sown = captured(tokens, positions, caches, mask=mask, **place)
+        choices = jnp.where(mask[None, :, :, None], nnx.to_pure_dict(sown)["topk_indices"][0], -1)
+    else:
+        x, after = model.run_layers(tokens, positions, caches, mask=mask, **place)
+        choices = None
+    assert after is not None  # as there were caches before
+    return x, after, choices
+
+
+def _next(loop: _Loop, logits: jax.Array, stops: jax.Array, sampling: Sampling | None, head: Head) -> _Loop:
+    """The loop with one more token of each row, by its logits [R, V]."""
+    drawn = draw(logits, sampling, loop.filled, head)
+    tokens = jnp.where(loop.is_done, loop.recent[:, -1], drawn.tokens)
+    recent = jnp.concatenate([loop.recent[:, 1:], tokens[:, None]], axis=1)
+    is_there = ~loop.is_done & (tokens >= 0)
+    record = loop.record
+    if record is not None:
+        of_model = -losses_by(logits, tokens, head).losses
+
+        def put(array: jax.Array, values: jax.Array) -> jax.Array:
+            return array.at[:, loop.filled].set(jnp.where(is_there, values, 0.0))
+
+        record = record._replace(
+            log_probabilities=put(record.log_probabilities, of_model),
+            sampled_log_probabilities=put(record.sampled_log_probabilities, drawn.log_probabilities),
+        )
+    is_stop = ((stops[None] == recent[:, None]) | (stops[None] < 0)).all(axis=-1).any(axis=-1)
+    return loop._replace(
+        filled=loop.filled + 1,
+        recent=recent,
+        is_done=loop.is_done | is_stop | (tokens < 0),
+        tokens=loop.tokens.at[:, loop.filled].set(tokens),
+        lengths=loop.lengths + is_there.astype(jnp.int32),
+        record=record,
+    )
