@@ -90,34 +90,17 @@ def run(
     logits, caches, choices = _prefill(model, prompts, lengths, plan)
     sampling = None if sampling is None else of_samples(sampling, plan.num_samples)
     starts = jnp.repeat(lengths, plan.num_samples)
-    rows = starts.shape[0]
-    none = jnp.zeros((rows, plan.most), jnp.float32)
-    loop = _Loop(
-        filled=jnp.int32(0),
-        recent=jnp.full((rows, stops.shape[1]), -1, jnp.int32),
-        is_done=jnp.zeros(rows, bool),
-        tokens=jnp.zeros((rows, plan.most), jnp.int32),
-        lengths=jnp.zeros(rows, jnp.int32),
-        caches=caches,
-        record=None if choices is None else Record(none, none, choices),
-    )
 
     def goes_on(loop: _Loop) -> jax.Array:
         return (loop.filled < new_tokens) & ~loop.is_done.all()
 
     def step(loop: _Loop) -> _Loop:
         model = nnx.merge(graphdef, state)  # of this trace, for what it sows
-        # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
-        positions = (starts + loop.filled - 1)[:, None]
-        is_on = ~loop.is_done[:, None]
-        x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan)
-        record = loop.record
-        if record is not None:
-            of_rows = jnp.arange(rows)[:, None], positions
-            record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
-        return _next(loop._replace(caches=caches, record=record), model.logits(x[:, 0]), stops, sampling, head)
+        logits, loop = _step(model, loop, starts, plan)
+        return _next(loop, logits, stops, sampling, head)
 
-    ended = jax.lax.while_loop(goes_on, step, _next(loop, logits, stops, sampling, head))
+    first = _next(_empty(caches, choices, starts, stops, plan), logits, stops, sampling, head)
+    ended = jax.lax.while_loop(goes_on, step, first)
     columns = jnp.minimum(jnp.arange(plan.most, dtype=jnp.int32), ended.filled - 1)
     tokens = ended.tokens[:, columns]
     return tokens, None if ended.record is None else Generated(tokens, ended.lengths, *ended.record)
@@ -154,6 +137,38 @@ def _prefill(
 def _repeated(array: jax.Array, times: int) -> jax.Array:
     """An array [layers, B, ...] with each sequence so many times, [layers, B * times, ...]."""
     return array if times == 1 else jnp.repeat(array, times, axis=1)
+
+
+def _empty(caches: Caches, choices: jax.Array | None, starts: jax.Array, stops: jax.Array, plan: Plan) -> _Loop:
+    """The state before the first new token."""
+    rows = starts.shape[0]
+    none = jnp.zeros((rows, plan.most), jnp.float32)
+    return _Loop(
+        filled=jnp.int32(0),
+        recent=jnp.full((rows, stops.shape[1]), -1, jnp.int32),
+        is_done=jnp.zeros(rows, bool),
+        tokens=jnp.zeros((rows, plan.most), jnp.int32),
+        lengths=jnp.zeros(rows, jnp.int32),
+        caches=caches,
+        record=None if choices is None else Record(none, none, choices),
+    )
+
+
+def _step(model: Decoder, loop: _Loop, starts: jax.Array, plan: Plan) -> tuple[jax.Array, _Loop]:
+    """The logits [R, V] that follow the last token of each row, and the loop with what it adds to caches and record.
+
+    Args:
+      starts: int32 [R], the positions of the first new tokens.
+    """
+    # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
+    positions = (starts + loop.filled - 1)[:, None]
+    is_on = ~loop.is_done[:, None]
+    x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan)
+    record = loop.record
+    if record is not None:
+        of_rows = jnp.arange(len(starts))[:, None], positions
+        record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
+    return model.logits(x[:, 0]), loop._replace(caches=caches, record=record)
 
 
 def _run_layers(
