@@ -36,43 +36,21 @@ def attend(
     """The result for each query, [B, S, heads, D].
 
     Args:
-      q: [B, S, heads, D], the last S of the tokens that k has.
-      k, v: [B, keys, kv heads, D].
+      q: [B, S, heads, D].
+      k, v: [B, S, kv heads, D].
       scale: factor of the products of queries and keys.
       window: how many of the last tokens a token attends to, itself included; None for all.
       is_local: bool [], whether there is a window; None if there always is.
-      segments: int32 [B, keys]: a token attends to tokens of the same number alone. None if q has fewer tokens than k.
+      segments: int32 [B, S]: a token attends to tokens of the same number alone.
       sinks: [heads], a logit that takes part in the softmax and adds nothing to the result.
     """
-    if q.shape[1] < k.shape[1]:  # by a mask: cuDNN and XLA would take the queries for the first tokens
-        segments = jnp.zeros(k.shape[:2], jnp.int32)
     of_all = functools.partial(_attend_to_all, scale=scale)
-    if window is None or window >= k.shape[1]:
+    if window is None or window >= q.shape[1]:
         return of_all(q, k, v, sinks, segments)
-    of_window = functools.partial(_attend_within, scale=scale, window=window)
+    of_window = functools.partial(_attend, scale=scale, window=window)
     if is_local is None:
         return of_window(q, k, v, sinks, segments)
     return jax.lax.cond(is_local, of_window, of_all, q, k, v, sinks, segments)
-
-
-def _attend_within(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    segments: jax.Array | None,
-    *,
-    scale: float,
-    window: int,
-) -> jax.Array:
-    """The result for q, the last of the tokens that k has: with zeros for the queries of those that they see before."""
-    before = min(window, k.shape[1] - q.shape[1])
-    if not before:
-        return _attend(q, k, v, sinks, segments, scale=scale, window=window)
-    seen = slice(k.shape[1] - q.shape[1] - before, None)
-    segments = None if segments is None else segments[:, seen]
-    q = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
-    return _attend(q, k[:, seen], v[:, seen], sinks, segments, scale=scale, window=window)[:, before:]
 
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
@@ -87,19 +65,31 @@ def _attend_to_all(
 
     So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
     """
-    length, dtype, before = q.shape[1], q.dtype, k.shape[1] - q.shape[1]
+    length, dtype = q.shape[1], q.dtype
     if segments is None or jax.export.is_symbolic_dim(length):
         return _attend(q, k, v, sinks, segments, scale=scale)
-    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
-    if length <= size:
+    slices = query_blocks(length)
+    if len(slices) == 1:
         return _attend(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []
-    for start in range(0, length, size):
-        seen = slice(before + start + size)
+    for own, seen in slices:
         k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
-        blocks.append(_attend(q[:, start : start + size], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
+        blocks.append(_attend(q[:, own], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
     return jnp.concatenate(blocks, axis=1)
+
+
+def query_blocks(length: int) -> list[tuple[slice, slice]]:
+    """With segments: the blocks of queries of a sequence, each with the keys before its end."""
+    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
+    return [(slice(start, start + size), slice(start + size)) for start in range(0, length, size)]
+
+
+def takes_flash(q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None) -> bool:
+    """Whether `flash_attention` takes these arrays, by primitives that this JAX has."""
+    is_causal = window is None and segments is None
+    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
+    return _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths))
 
 
 def _attend(
@@ -113,15 +103,13 @@ def _attend(
     window: int | None = None,
 ) -> jax.Array:
     """The result for q, the last of the tokens that k has."""
-    is_causal = window is None and segments is None
-    lengths = (q.shape[1], k.shape[1]) if window is None else (window,)
-    if _fits_cudnn(q) and cudnn.is_available() and (is_causal or _are_even(*lengths)):
+    if takes_flash(q, k, segments, window):
         sinks = None if sinks is None else finite_sinks(sinks)
         return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
     batch, length = q.shape[:2]
     q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
-    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, is_causal, scale)
+    y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
     return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
 
 

@@ -11,10 +11,12 @@ from jax.typing import DTypeLike
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.models.attend import attend, finite_sinks
+from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
-from jgg.models.norms import norm
+from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, rotated
+from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -44,8 +46,9 @@ class Place(NamedTuple):
       mask: bool [B, S], the tokens that count in the routers' losses; None for all. Attention does not look at it.
       lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
         NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
-      start: the position of the first token, if there is a cache and more than one token of each sequence: they attend
-        to what the cache has before that position, too.
+      start: with a cache, the position of the first of the S tokens in all sequences, an int or int32 []: they attend
+        to the cached tokens before it too, and their positions must be start, start + 1, ... None or 0 if none are
+        before them.
     """
 
     positions: jax.Array
@@ -56,7 +59,7 @@ class Place(NamedTuple):
     segments: jax.Array | None = None
     mask: jax.Array | None = None
     lengths: jax.Array | None = None
-    start: int = 0
+    start: jax.Array | int | None = None
 
 
 class Attention(nnx.Module):
@@ -73,31 +76,24 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
 
-        Without a cache, or if S > 1, tokens attend to each other, so positions must be 0, 1, 2, ... in each segment;
-        with a cache they go on from `place.start`.
+        Without a cache, or if S > 1 and `place` has no start, tokens attend to each other alone, so positions must be
+        0, 1, 2, ... in each segment.
         """
         q, k, v = self._heads(x, place.rotation)
         if place.lengths is not None:
-            columns = place.start + jnp.arange(x.shape[1], dtype=jnp.int32)
-            is_token = (columns[None] < place.lengths[:, None])[..., None, None]
+            places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
+            is_token = (places[None] < place.lengths[:, None])[..., None, None]
             k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None and x.shape[1] == 1:
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:
                 cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
-                if place.start:
-                    k, v = (array[place.layer, :, : place.start + x.shape[1]] for array in cache)
-            attended = attend(
-                q,
-                k,
-                v,
-                scale=self.config.attention_scale,
-                window=place.window,
-                is_local=place.is_local,
-                segments=place.segments,
-                sinks=self.sinks[...] if self.config.use_sinks else None,
-            )
+            has_more = place.start is not None and not (isinstance(place.start, int) and place.start == 0)
+            if cache is not None and has_more:
+                attended = self._attend_to_those_before(q, place, cache)
+            else:
+                attended = self._attend_to_each_other(q, k, v, place)
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
         return linear(self, attended, "o", self.options), cache
 
@@ -124,11 +120,44 @@ class Attention(nnx.Module):
             y = norm(y, getattr(self, f"{name}_norm")[...], config.norm_epsilon, self.options.dense_implementation)
         return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
 
+    def _attend_to_each_other(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
+        """The result for all tokens of sequences or segments, [B, S, heads, D]."""
+        sinks = self.sinks[...] if self.config.use_sinks else None
+        how = how_of_rows(self.options.dense_implementation) if self.options.batch_invariant else None
+        scale, window, is_local, segments = self.config.attention_scale, place.window, place.is_local, place.segments
+        if how is None:
+            return attend(q, k, v, scale=scale, window=window, is_local=is_local, segments=segments, sinks=sinks)
+        starts = None
+        if segments is not None:
+            starts = jnp.arange(q.shape[1], dtype=jnp.int32) - jnp.broadcast_to(place.positions, q.shape[:2])
+        tokens = Tokens(q, k, v, is_local, segments, starts, sinks)
+        return attend_in_steps(how, tokens, scale=scale, window=window)
+
+    def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
+        """The result for tokens that are in the cache, at place.start and after it, [B, S, heads, D]."""
+        sinks = self.sinks[...] if self.config.use_sinks else None
+        operands = Attend(
+            q,
+            cache.k,
+            cache.v,
+            layer=place.layer,
+            offset=jnp.asarray(place.start, jnp.int32),
+            is_local=None if place.window is None else place.is_local,
+            sinks=None if sinks is None else finite_sinks(sinks),
+        )
+        scale, window = self.config.attention_scale, place.window
+        return ATTEND(self._how_of_cache, operands, scale=scale, window=window).attended
+
+    @property
+    def _how_of_cache(self) -> How | None:
+        """How tokens attend to a cache; XLA splits plain JAX over the devices of a sharding."""
+        return How(self.options.implementation, current_target()) if self.options.sharding is None else None
+
     def _attend_to_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache
     ) -> tuple[jax.Array, Cache]:
         """The result for one token of each sequence [B, 1, heads, D], and the cache with its key and value."""
-        sharding, sinks = self.options.sharding, self.sinks[...] if self.config.use_sinks else None
+        sinks = self.sinks[...] if self.config.use_sinks else None
         operands = AttendOne(
             q=q[:, 0],
             k=k[:, 0],
@@ -140,7 +169,6 @@ class Attention(nnx.Module):
             is_local=None if place.window is None else place.is_local,
             sinks=None if sinks is None else finite_sinks(sinks),
         )
-        # XLA splits plain JAX over the devices of a sharding
-        how = How(self.options.implementation, current_target()) if sharding is None else None
-        attended, *of_cache = ATTEND_ONE(how, operands, scale=self.config.attention_scale, window=place.window)
+        scale, window = self.config.attention_scale, place.window
+        attended, *of_cache = ATTEND_ONE(self._how_of_cache, operands, scale=scale, window=window)
         return attended[:, None], Cache(*of_cache)

@@ -67,7 +67,14 @@ def _forward(
     return y, (q, k, v, sinks, segments, y, log_sums)
 
 
-def _backward(options: tuple[float, int | None], kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def backward(options: tuple[float, int | None], kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    """The gradients of q, k, v, sinks and segments, for what the forward pass keeps, its result and statistics last.
+
+    Args:
+      options: scale and window.
+      kept: q, k, v, sinks and segments, the result [B, S, heads, D] and the logarithms of the sums [B, S, heads].
+      dy: the gradient of the result.
+    """
     scale, window = options
     q, k, v, sinks, segments, y, log_sums = kept
     of_blocks: tuple[jax.Array, jax.Array, jax.Array]
@@ -98,4 +105,4 @@ def _bias(mask: jax.Array | None, q: jax.Array) -> jax.Array | None:
     return jnp.where(mask, 0.0, least).astype(q.dtype)[:, None]
 
 
-_flash_attention.defvjp(_forward, _backward)
+_flash_attention.defvjp(_forward, backward)

@@ -1,4 +1,7 @@
-"""Attention of one new token of each sequence to a cache of keys and values, which takes the token's own."""
+"""Attention of one new token of each sequence to a cache of keys and values, which takes the token's own.
+
+Its bits are those of `ATTEND`: the kernels of both take the same steps.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -11,13 +14,11 @@ from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.products import attend
+from jgg.products.attend import keys_of_step, precision_of, takes_heads_of
 
-_PART = 256  # keys of a program; longer caches take a second kernel
-_STEP_BYTES = 16_384  # of the keys of a step, of which there are 64 if features are few
-_BLOCK_PARTS = 16
+_UNROLL = 8  # parts that are loaded side by side
 _MOST_STAGES = 3
-_LARGEST_HEAD = 256  # features of a head that kernels take, a multiple of _HEAD_STEP
-_HEAD_STEP = 16
 
 
 class AttendOne(NamedTuple):
@@ -92,17 +93,17 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
 
     batch, heads, features = operands.q.shape
     capacity, kv_heads = operands.k_cache.shape[2:4]
-    if features > _LARGEST_HEAD or features % _HEAD_STEP:
+    if not takes_heads_of(features) or scale <= 0:
         return _plain(operands, scale, window)
-    parts = math.ceil(capacity / _PART)
+    parts = math.ceil(capacity / attend.PART)
     sizes = {
         "FEATURES": features,
         "WINDOW": window or 0,
-        "PART": _PART,
+        "PART": attend.PART,
         "BLOCK_FEATURES": power_of_2(features),
     }
     row_bytes = power_of_2(features) * operands.k.dtype.itemsize
-    block_keys = min(64, _STEP_BYTES // row_bytes)
+    block_keys = keys_of_step(features, operands.k.dtype)
     stages = launcher.target.shared_memory * 3 // 4 // (2 * block_keys * row_bytes)
     outputs: dict[str, Any] = {"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)}
     if parts > 1:
@@ -119,11 +120,12 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
             "KV_HEADS": kv_heads,
             "GROUP": heads // kv_heads,
             "SCALE": scale,
-            "PRECISION": "ieee" if operands.q.dtype == jnp.float32 else "tf32",
+            "PRECISION": precision_of(operands.q.dtype),
             "BLOCK_GROUP": max(16, power_of_2(heads // kv_heads)),
             "BLOCK_KEYS": block_keys,
         },
         grid=(batch, kv_heads, parts),
+        num_warps=8 if operands.q.dtype == jnp.float32 else 4,
         num_stages=min(_MOST_STAGES, stages),
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )
@@ -148,7 +150,7 @@ def _sum_of_parts(
             **{name: getattr(operands, name) for name in names},
         },
         outputs={"attended": jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)},
-        constants=sizes | {"HEADS": heads, "BLOCK_PARTS": _BLOCK_PARTS},
+        constants=sizes | {"HEADS": heads, "UNROLL": _UNROLL},
         grid=(batch, heads),
         bytes_accessed=4 * parts["attended"].size,
     )

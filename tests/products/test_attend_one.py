@@ -92,7 +92,7 @@ def test_attends_as_float64_does(case, implementation):
 @KERNELS
 @pytest.mark.parametrize("case", ["grouped", "window that holds, sinks", "window that does not hold, sinks"])
 def test_long_caches_are_attended_to_in_parts(case, implementation):
-    operands, window = operands_of(case, [3, 256, 300, 999], 1000, layers=1), CASES[case][3]
+    operands, window = operands_of(case, [3, 512, 600, 1099], 1100, layers=1), CASES[case][3]
     attended, *caches = compute(operands, implementation, window)
     expected, *expected_caches = reference(operands, 0.2, window)
     np.testing.assert_allclose(attended, expected, rtol=2e-5, atol=2e-5)

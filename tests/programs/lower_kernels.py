@@ -34,6 +34,7 @@ from jgg.launching.choice import How
 from jgg.measuring.timing import product
 from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
@@ -67,6 +68,7 @@ LAYER_KERNELS = (
     "norm_backward_kernel",
     "rotary_kernel",
     "rotary_backward_kernel",
+    "attend_kernel",
     "attend_one_kernel",
     "add_parts_kernel",
     "unpack_kernel",
@@ -312,6 +314,21 @@ def lower_fp8_product(compute_capability, out_dtype, options):
         jax.jit(compute).trace(shapes).lower(lowering_platforms=("cuda",))
 
 
+def lower_attend(compute_capability, heads, kv_heads, features, has_window, dtype):
+    """Attention of whole sequences, or, with a window, of those packed in rows."""
+    batch, length = 2, 1000
+    key = jax.ShapeDtypeStruct((1, batch, length, kv_heads, features), dtype)
+    operands = Attend(jax.ShapeDtypeStruct((batch, length, heads, features), dtype), key, key)
+    if has_window:
+        starts, is_local = jax.ShapeDtypeStruct((batch, length), "int32"), jax.ShapeDtypeStruct((), "bool")
+        sinks = jax.ShapeDtypeStruct((heads,), "float32")
+        operands = operands._replace(starts=starts, is_local=is_local, sinks=sinks)
+    with jgg.target(compute_capability):
+        attend = functools.partial(ATTEND, How("triton", current_target()), scale=0.1)
+        attend = functools.partial(attend, window=128 if has_window else None)
+        jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
+
+
 def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, dtype):
     """Attention of one token to a cache that takes several programs."""
     batch, capacity, layers = 3, 1000, 2
@@ -366,6 +383,7 @@ def layer_kernels(compute_capability, takes_all):
     attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
+        yield ["attend", *case], functools.partial(lower_attend, compute_capability, *case)
     projections = [(1, 2048, "bfloat16"), (64, 2880, "bfloat16"), (3, 96, "float32"), (17, 100, "float16")]
     for case in projections if takes_all else projections[:1]:
         yield ["project_few", *case], functools.partial(lower_project_few, compute_capability, *case)

@@ -1,0 +1,175 @@
+"""Attention of several tokens of each sequence, to each other and to those before them, in a fixed order of keys."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch, matrices
+from jgg.primitives import vmap
+from jgg.primitives.product import Product, array_type, split_by_xla
+
+BY_TMA = True
+PART = 512  # keys whose softmax is one; longer sequences add up several
+_LARGEST_HEAD = 256  # features of a head that kernels take, a multiple of _HEAD_STEP
+_HEAD_STEP = 16
+
+
+class Attend(NamedTuple):
+    """S tokens of each of B sequences, or of several sequences in each row, and all keys and values.
+
+    Attributes:
+      q: [B, S, heads, D].
+      k, v: [layers, B, C, kv heads, D], in the dtype of q: a cache, or the tokens' own, of one layer.
+      layer: int32 [], the layer of k and v; None for the first.
+      offset: int32 [], the place in k of the first query, the others being at those after it; None for 0.
+      starts: int32 [B, S], the place in k of the first token of each query's sequence, where a row has several
+        sequences, one after the other; None if all begin at 0.
+      is_local: bool [], whether the window holds; None if it does, or if there is none.
+      sinks: float32 [heads], finite: logits that take part in the softmax and add nothing to the result; None for none.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    layer: jax.Array | None = None
+    offset: jax.Array | None = None
+    starts: jax.Array | None = None
+    is_local: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+class AttendedTokens(NamedTuple):
+    """The result [B, S, heads, D], and the logarithm of the sum in each softmax, float32 [B, heads, S]."""
+
+    attended: jax.Array
+    log_sums: jax.Array
+
+
+def takes_heads_of(features: int) -> bool:
+    """Whether kernels take heads of so many features; plain JAX takes others."""
+    return features <= _LARGEST_HEAD and features % _HEAD_STEP == 0
+
+
+def keys_of_step(features: int, dtype: Any) -> int:
+    """BLOCK_KEYS: part of the order of additions, so that nothing but the size of a head decides it."""
+    row_bytes = power_of_2(features) * jnp.dtype(dtype).itemsize
+    return max(16, min(64, 16_384 // row_bytes) // (2 if jnp.dtype(dtype).itemsize == 4 else 1))
+
+
+def precision_of(dtype: Any) -> str:
+    """Triton's name for how products are computed."""
+    return "ieee" if dtype == jnp.float32 else "tf32"
+
+
+def _result_types(operands: Attend, scale: float, window: int | None) -> AttendedTokens:
+    batch, length, heads, _ = operands.q.shape
+    log_sums = array_type((batch, heads, length), jnp.float32)
+    return AttendedTokens(array_type(operands.q.shape, operands.q.dtype), log_sums)
+
+
+def _plain(operands: Attend, scale: float, window: int | None) -> AttendedTokens:
+    q, (batch, length, heads, features) = operands.q, operands.q.shape
+    k, v = (array[0 if operands.layer is None else operands.layer] for array in (operands.k, operands.v))
+    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
+        q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
+    places = jnp.arange(length, dtype=jnp.int32)[None, :, None]
+    if operands.offset is not None:
+        places += operands.offset
+    keys = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
+    mask = keys <= places
+    if operands.starts is not None:
+        mask &= keys >= operands.starts[:, :, None]
+    if window is not None:
+        is_near = places - keys < window
+        mask &= is_near if operands.is_local is None else is_near | ~operands.is_local
+    q = q.reshape(batch, length, k.shape[2], -1, features)
+    logits = jnp.einsum("bsghd,bcgd->bghsc", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
+    if operands.sinks is not None:
+        sinks = operands.sinks.reshape(1, *q.shape[2:4], 1, 1)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:4], 1))], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    attended = jnp.einsum("bghsc,bcgd->bsghd", weights, v).astype(operands.q.dtype)
+    log_sums = jax.nn.logsumexp(logits, axis=-1).reshape(batch, heads, length)
+    return AttendedTokens(attended.reshape(operands.q.shape), log_sums)
+
+
+def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | None) -> AttendedTokens:
+    from jgg.kernels.attend import attend_kernel
+
+    batch, length, heads, features = operands.q.shape
+    capacity, kv_heads = operands.k.shape[2:4]
+    if not takes_heads_of(features) or scale <= 0:
+        return _plain(operands, scale, window)
+    block, dtype = power_of_2(features), operands.q.dtype
+    block_keys = keys_of_step(features, dtype)
+    block_queries = 64 if block > 128 else 128
+    if dtype == jnp.float32:
+        block_queries = 32
+    elif launcher.target.compute_capability != 90:  # others would spill registers
+        block_queries //= 2
+    row_bytes = block * dtype.itemsize
+    room = launcher.target.shared_memory - block_queries * row_bytes
+    types = _result_types(operands, scale, window)
+    descriptors, keys = {}, {"k": operands.k, "v": operands.v}
+    if launcher.target.has_tma and dtype != jnp.float32 and BY_TMA:
+        rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
+        descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
+        keys = {name: array.reshape(rows) for name, array in keys.items()}
+    launch = Launch(
+        operands={**operands._asdict(), **keys, "length": length, "capacity": capacity},
+        outputs=types._asdict(),
+        constants={
+            "KV_HEADS": kv_heads,
+            "GROUP": heads // kv_heads,
+            "FEATURES": features,
+            "WINDOW": window or 0,
+            "SCALE": scale,
+            "PRECISION": precision_of(dtype),
+            "PART": PART,
+            "BY_TMA": bool(descriptors),
+            "BLOCK_QUERIES": block_queries,
+            "BLOCK_KEYS": block_keys,
+            "BLOCK_FEATURES": block,
+        },
+        grid=(heads, math.ceil(length / block_queries), batch),
+        descriptors=descriptors,
+        num_warps=8,
+        num_stages=max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes))),
+        flops=2 * operands.q.size * capacity,
+        bytes_accessed=2 * (operands.q.size + batch * capacity * kv_heads * features) * dtype.itemsize,
+    )
+    return AttendedTokens(**launcher.run(attend_kernel, launch))
+
+
+def _merge_batch(
+    how: How, operands: Attend, batched: Attend, scale: float, window: int | None
+) -> AttendedTokens | None:
+    """One product of all sequences, where only arrays that have an axis of sequences are batched."""
+    if not (batched.q and batched.k and batched.v) or operands.k.shape[1] != 1:
+        return None
+    if batched.layer or batched.offset or batched.is_local or batched.sinks:
+        return None
+    size = vmap.batch_size(operands, batched)
+    starts = operands.starts if batched.starts is None else vmap.for_each(operands.starts, batched.starts, size)
+    k, v = (array.reshape(1, -1, *array.shape[3:]) for array in (operands.k, operands.v))
+    merged = operands._replace(q=vmap.flat(operands.q), k=k, v=v, starts=vmap.flat(starts))
+    results = ATTEND(how, merged, scale=scale, window=window)
+    return jax.tree.map(lambda result: result.reshape(size, -1, *result.shape[1:]), results)
+
+
+ATTEND: Product[AttendedTokens] = Product(
+    "attend",
+    Attend,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=split_by_xla(_plain),
+    merge_batch=_merge_batch,
+)
+"""AttendedTokens; the parameters are the factor of the logits, more than 0, and how many of the last tokens are seen,
+None for all."""

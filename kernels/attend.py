@@ -1,0 +1,239 @@
+"""Attention in steps over keys: the one order of additions of training, of prompts and of decoding.
+
+The keys of a sequence are taken in steps of BLOCK_KEYS and in parts of PART keys, both counted from the sequence's own
+first key. A part has a softmax of its own, its sums of weights are a product with ones, and parts are added up first
+part first. A step or a part of which a query sees nothing changes no bit of the query's sums. So the bits of a result
+depend on the query's own sequence, not on the queries beside it, the capacity of a cache, what else a row holds, or the
+kernel: `attend_one` takes the same steps for one query. Multiply-adds are spelled out, as compilers might choose others
+in each kernel.
+
+Logits are kept times log2(e), since exp2 is what GPUs have. Source: Dao, FlashAttention-2, 2023; for the parts, Dao et
+al., Flash-Decoding, 2023.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import add, highest, row_pointers
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: two of them have a difference
+ONES = tl.constexpr(8)  # columns of ones: a tensor core's least
+
+
+@triton.jit
+def first_seen(position, has_window, WINDOW: tl.constexpr):
+    """The first position that the token at `position` attends to; WINDOW 0 is none."""
+    if WINDOW:
+        return tl.where(has_window, tl.maximum(position - WINDOW + 1, 0), 0)
+    else:
+        return position * 0
+
+
+@triton.jit
+def load_window(is_local):
+    """Whether the window holds; is_local may be None."""
+    return True if is_local is None else tl.load(is_local) != 0
+
+
+@triton.jit
+def no_keys(BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr):
+    """The softmax of no keys: highest logit [rows], sum of weights [rows, ONES], weighted sum of values."""
+    highest_logit = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
+    total = tl.full([BLOCK_ROWS, ONES], 0.0, tl.float32)
+    return highest_logit, total, tl.full([BLOCK_ROWS, BLOCK_FEATURES], 0.0, tl.float32)
+
+
+@triton.jit
+def add_step(highest_logit, total, acc, logits, v_block, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """The softmax with the keys of one step more: logits [rows, keys], -inf where unseen, times SCALE."""
+    higher = tl.maximum(highest_logit, tl.reduce(logits, 1, highest) * SCALE)
+    weights = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE, tl.float32), -higher[:, None]))
+    factor = tl.exp2(highest_logit - higher)
+    weights = weights.to(v_block.dtype)
+    ones = tl.full([v_block.shape[0], ONES], 1.0, v_block.dtype)
+    total = tl.dot(weights, ones, total * factor[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights, v_block, acc * factor[:, None], input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def add_part(highest_logit, total, acc, part_highest, part_total, part_acc):
+    """The softmax of the keys before a part and of those in it."""
+    higher = tl.maximum(highest_logit, part_highest)
+    factor = tl.exp2(highest_logit - higher)[:, None]
+    part_factor = tl.exp2(part_highest - higher)[:, None]
+    total = tl.fma(total, tl.broadcast_to(factor, total.shape), part_total * part_factor)
+    acc = tl.fma(acc, tl.broadcast_to(factor, acc.shape), part_acc * part_factor)
+    return higher, total, acc
+
+
+@triton.jit
+def result_of(highest_logit, total, acc, sinks, heads, exists):
+    """The result [rows, features], highest logit and sum of weights [rows]; a row's sink takes part, if not None."""
+    total = tl.reduce(total, 1, highest)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=exists, other=0.0).to(tl.float32)
+        higher = tl.maximum(highest_logit, sink * LOG2_E)
+        factor = tl.exp2(highest_logit - higher)
+        weight = tl.exp2(tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), -higher))
+        total = tl.fma(total, factor, weight)
+        acc = acc * factor[:, None]
+        highest_logit = higher
+    return acc * (1.0 / total)[:, None], highest_logit, total
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k,
+    v,
+    layer,
+    offset,
+    starts,
+    is_local,
+    sinks,
+    attended,
+    log_sums,
+    length,
+    capacity,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEATURES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PART: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+):
+    """Each query attends to the keys of its own sequence up to itself, or to the last WINDOW of them.
+
+    Arrays: q and attended [B, length, KV_HEADS * GROUP, FEATURES]; k, v [layers, B, capacity, KV_HEADS, FEATURES];
+    layer int32 [] or None for the first; offset int32 [], the place in k of the first query, or None for 0; starts
+    int32 [B, length], the place of the first key of each query's sequence, which never decreases along a row, or None
+    for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or None; log_sums float32 [B, KV_HEADS * GROUP, length],
+    the logarithm of the sum in each softmax. The grid is (heads, tiles of queries, B), the longest tiles first.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    head, sequence = tl.program_id(0), tl.program_id(2)
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_QUERIES
+    queries = first + tl.arange(0, BLOCK_QUERIES)
+    features = tl.arange(0, BLOCK_FEATURES)
+    exists, is_feature = queries < length, features < FEATURES
+    rows = sequence.to(tl.int64) * length + queries
+    at = row_pointers(head * FEATURES, rows, features, HEADS * FEATURES)
+    q_block = tl.load(q + at, mask=exists[:, None] & is_feature[None, :], other=0.0)
+
+    of_sequence = sequence
+    if layer is not None:
+        of_sequence += tl.load(layer) * tl.num_programs(2)
+    places = queries if offset is None else queries + tl.load(offset)
+    has_window = load_window(is_local)
+    own_starts = queries * 0
+    if starts is not None:
+        own_starts = tl.load(starts + rows, mask=exists, other=-1)
+
+    end = tl.minimum(first + BLOCK_QUERIES, length)
+    while first < end:  # one sequence of those in the tile after the other
+        start = 0 if starts is None else tl.load(starts + sequence.to(tl.int64) * length + first)
+        is_row = exists & (own_starts == start)
+        count = tl.reduce(is_row.to(tl.int32), 0, add)
+        positions = places - start
+        lowest = first - start if offset is None else first - start + tl.load(offset)
+        last = lowest + count - 1
+        y, highest_logit, total = attend_to(
+            q_block,
+            k,
+            v,
+            of_sequence,
+            start,
+            capacity,
+            head // GROUP * FEATURES,
+            positions,
+            lowest,
+            last,
+            has_window,
+            sinks,
+            queries * 0 + head,
+            is_row,
+            KV_HEADS * FEATURES,
+            FEATURES,
+            WINDOW,
+            SCALE,
+            PRECISION,
+            PART,
+            BY_TMA,
+            BLOCK_KEYS,
+        )
+        tl.store(attended + at, y.to(attended.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
+        sums = (highest_logit + tl.log2(total)) * LN_2
+        tl.store(log_sums + (sequence.to(tl.int64) * HEADS + head) * length + queries, sums, mask=is_row)
+        first += count
+
+
+@triton.jit
+def attend_to(
+    q_block,
+    k,
+    v,
+    of_sequence,
+    start,
+    capacity,
+    column,
+    positions,
+    lowest,
+    last,
+    has_window,
+    sinks,
+    heads,
+    is_row,
+    STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PART: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """What `result_of` gives for queries at positions `lowest` to `last` of the sequence whose keys begin at base."""
+    keys_of_step = tl.arange(0, BLOCK_KEYS)
+    features = tl.arange(0, q_block.shape[1])
+    in_step = keys_of_step[:, None] * STRIDE + features[None, :]
+    first_keys, first_of_last = first_seen(positions, has_window, WINDOW), first_seen(last, has_window, WINDOW)
+    highest_logit, total, acc = no_keys(q_block.shape[0], q_block.shape[1])
+    part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
+    begin = first_seen(lowest, has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
+    for key in tl.range(begin, last + 1, BLOCK_KEYS):
+        keys = key + keys_of_step
+        if BY_TMA:
+            k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+        else:
+            mask = (keys <= last)[:, None]
+            if q_block.shape[1] > FEATURES:
+                mask = mask & (features < FEATURES)[None, :]
+            # int64: a cache may hold more than 2**31 elements
+            at = (tl.cast(of_sequence, tl.int64) * capacity + start + key) * STRIDE + column
+            k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
+        logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+        if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
+            is_seen = keys[None, :] <= positions[:, None]
+            if WINDOW:
+                is_seen = is_seen & (keys[None, :] >= first_keys[:, None])
+            logits = tl.where(is_seen, logits, float("-inf"))
+        if BY_TMA:
+            v_block = v.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+        else:
+            v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
+        part_highest, part_total, part_acc = add_step(
+            part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION
+        )
+        if (key + BLOCK_KEYS) % PART == 0:
+            highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
+            part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
+    highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
+    return result_of(highest_logit, total, acc, sinks, heads, is_row)
