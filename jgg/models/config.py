@@ -126,6 +126,11 @@ class ModelConfig:
         return tuple(stacks.values())
 
     @property
+    def num_moe_layers(self) -> int:
+        """L, the number of layers that have experts."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
     def family(self) -> Family:
         """What the models of the family have in common."""
         return FAMILIES[self.model_type]

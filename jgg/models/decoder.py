@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        start: int = 0,
+        start: jax.Array | int | None = None,
     ) -> tuple[jax.Array, Caches | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
 

@@ -106,32 +106,67 @@ def run(
     return tokens, None if ended.record is None else Generated(tokens, ended.lengths, *ended.record)
 
 
+class _Prefilled(NamedTuple):
+    """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S + N, k]."""
+
+    last: jax.Array
+    caches: Caches
+    choices: jax.Array | None
+
+
 def _prefill(
     model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
 ) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """The logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k]."""
-    batch, longest = prompts.shape
-    caches = model.empty_caches(batch, longest + plan.most)
-    columns = jnp.arange(longest, dtype=jnp.int32)[None]
-    size, last = plan.prefill_chunk or longest, None
-    choices: list[jax.Array] = []
-    for start in range(0, longest, size):
-        part = slice(start, start + size)
-        mask, place = columns[:, part] < lengths[:, None], {"lengths": lengths, "start": start}
-        x, caches, own = _run_layers(model, prompts[:, part], columns[:, part], caches, mask, plan, **place)
-        index = lengths - 1 - start  # of the last token; those that are not in this part yet come in a later one
-        own_last = x[jnp.arange(batch), jnp.clip(index, 0, x.shape[1] - 1)]
-        last = own_last if last is None else jnp.where((index >= 0)[:, None], own_last, last)
-        choices += [] if own is None else [own]
-    assert last is not None  # a prompt has a token
+    """The logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
+
+    Chunks of prompts that are as long as each other run in a loop, so that many are compiled as quickly as one.
+    """
+    (batch, longest), config = prompts.shape, model.config
+    shape = config.num_moe_layers, batch, longest + plan.most, config.moe.topk
+    choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
+    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, shape[2])
+    through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
+    done, size = _Prefilled(last, caches, choices), plan.prefill_chunk or longest
+    if size >= longest:
+        done = through(done, prompts, 0)
+    else:
+        rest = longest % size
+
+        def chunk(number: jax.Array, done: _Prefilled) -> _Prefilled:
+            start = number * size
+            return through(done, jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1), start)
+
+        done = jax.lax.fori_loop(jnp.int32(0), jnp.int32(longest // size), chunk, done)
+        done = through(done, prompts[:, longest - rest :], longest - rest) if rest else done
     sharding, times = model.options.sharding, plan.num_samples
-    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), caches)
-    logits = jnp.repeat(model.logits(last), times, axis=0)
-    if not choices:
-        return logits, caches, None
-    of_new = ((0, 0), (0, 0), (0, plan.most), (0, 0))
-    topk_indices = jnp.pad(jnp.concatenate(choices, axis=2), of_new, constant_values=-1)
-    return logits, caches, _repeated(topk_indices, times)
+    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), done.caches)
+    logits = jnp.repeat(model.logits(done.last), times, axis=0)
+    return logits, caches, None if done.choices is None else _repeated(done.choices, times)
+
+
+def _run_chunk(
+    graphdef: nnx.GraphDef[Decoder],
+    state: Any,
+    lengths: jax.Array,
+    plan: Plan,
+    done: _Prefilled,
+    tokens: jax.Array,
+    start: jax.Array | int,
+) -> _Prefilled:
+    """What is done after the tokens [B, C] of prompts from `start` on."""
+    model = nnx.merge(graphdef, state)  # of this trace, for what it sows
+    batch, size = tokens.shape
+    positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
+    is_token = positions < lengths[:, None]
+    place = {"lengths": lengths, "start": start}
+    x, caches, own = _run_layers(model, tokens, positions, done.caches, is_token, plan, **place)
+    index = lengths - 1 - start  # of the last token, if that is among these
+    last = x[jnp.arange(batch), jnp.clip(index, 0, size - 1)]
+    last = jnp.where(((index >= 0) & (index < size))[:, None], last, done.last)
+    choices = done.choices
+    if choices is not None and own is not None:
+        choices = jax.lax.dynamic_update_slice_in_dim(choices, own, start, axis=2)
+    return _Prefilled(last, caches, choices)
 
 
 def _repeated(array: jax.Array, times: int) -> jax.Array:
