@@ -26,12 +26,14 @@ class Plan:
     Attributes:
       most: N, the most new tokens of a row.
       num_samples: the rows of each prompt.
+      is_padded: whether prompts may be shorter than others.
       prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
       details: whether more than tokens is kept.
     """
 
     most: int
     num_samples: int
+    is_padded: bool
     prefill_chunk: int | None
     details: bool
 
@@ -96,7 +98,7 @@ def run(
 
     def step(loop: _Loop) -> _Loop:
         model = nnx.merge(graphdef, state)  # of this trace, for what it sows
-        logits, loop = _step(model, loop, starts, plan)
+        logits, loop = _step(model, loop, starts, stops, plan)
         return _next(loop, logits, stops, sampling, head)
 
     first = _next(_empty(caches, choices, starts, stops, plan), logits, stops, sampling, head)
@@ -158,8 +160,8 @@ def _run_chunk(
     batch, size = tokens.shape
     positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
     is_token = positions < lengths[:, None]
-    place = {"lengths": lengths, "start": start}
-    x, caches, own = _run_layers(model, tokens, positions, done.caches, is_token, plan, **place)
+    place = {"lengths": lengths, "mask": is_token} if plan.is_padded else {}
+    x, caches, own = _run_layers(model, tokens, positions, done.caches, is_token, plan, start=start, **place)
     index = lengths - 1 - start  # of the last token, if that is among these
     last = x[jnp.arange(batch), jnp.clip(index, 0, size - 1)]
     last = jnp.where(((index >= 0) & (index < size))[:, None], last, done.last)
@@ -189,16 +191,18 @@ def _empty(caches: Caches, choices: jax.Array | None, starts: jax.Array, stops: 
     )
 
 
-def _step(model: Decoder, loop: _Loop, starts: jax.Array, plan: Plan) -> tuple[jax.Array, _Loop]:
+def _step(model: Decoder, loop: _Loop, starts: jax.Array, stops: jax.Array, plan: Plan) -> tuple[jax.Array, _Loop]:
     """The logits [R, V] that follow the last token of each row, and the loop with what it adds to caches and record.
 
     Args:
       starts: int32 [R], the positions of the first new tokens.
+      stops: what ends rows.
     """
     # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
     positions = (starts + loop.filled - 1)[:, None]
     is_on = ~loop.is_done[:, None]
-    x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan)
+    mask = is_on if len(starts) > 1 and len(stops) else None  # else no row waits for others, unless it is damaged
+    x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan, mask=mask)
     record = loop.record
     if record is not None:
         of_rows = jnp.arange(len(starts))[:, None], positions
@@ -211,17 +215,17 @@ def _run_layers(
     tokens: jax.Array,
     positions: jax.Array,
     caches: Caches,
-    mask: jax.Array,
+    is_token: jax.Array,
     plan: Plan,
     **place: Any,
 ) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """What `Decoder.run_layers` returns, and with details the choices [L, B, S, k], -1 for tokens without the mask."""
+    """What `Decoder.run_layers` returns, and with details the choices [L, B, S, k], -1 unless `is_token` [B, S]."""
     if plan.details:
         captured = nnx.capture(model.run_layers, nnx.Intermediate)
-        (x, after), sown = captured(tokens, positions, caches, mask=mask, **place)
-        choices = jnp.where(mask[None, :, :, None], nnx.to_pure_dict(sown)["topk_indices"][0], -1)
+        (x, after), sown = captured(tokens, positions, caches, **place)
+        choices = jnp.where(is_token[None, :, :, None], nnx.to_pure_dict(sown)["topk_indices"][0], -1)
     else:
-        x, after = model.run_layers(tokens, positions, caches, mask=mask, **place)
+        x, after = model.run_layers(tokens, positions, caches, **place)
         choices = None
     assert after is not None  # as there were caches before
     return x, after, choices

@@ -125,7 +125,7 @@ def generate(
       TypeError: an argument has the wrong type.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
-    tokens, lengths = _prompts(tokens, lengths, model.config.vocabulary)
+    tokens, sizes = _prompts(tokens, lengths, model.config.vocabulary)
     batch, longest = tokens.shape
     new_tokens = as_int("max_new_tokens", max_new_tokens, 1)
     most = 2**31 - 1 - longest
@@ -133,12 +133,13 @@ def generate(
     plan = decoding.Plan(
         most=min(most, _bound(new_tokens)),
         num_samples=as_int("num_samples", num_samples, 1),
+        is_padded=lengths is not None,
         prefill_chunk=None if prefill_chunk is None else as_int("prefill_chunk", prefill_chunk, 1),
         details=as_flag("details", details),
     )
     stops = _stops(stop_tokens, model.config.vocabulary)
     sampling = _sampling(temperature, seeds, key, top_k, top_p, batch)
-    arguments = _with_copies(model, batch, (tokens, lengths, sampling))
+    arguments = _with_copies(model, batch, (tokens, sizes, sampling))
     result, generated = decoding.run(*nnx.split(model), *arguments, stops, jnp.int32(new_tokens), plan=plan)
     rows = batch * plan.num_samples
     if generated is None:

@@ -90,10 +90,11 @@ def test_a_sample_depends_on_its_prompt_and_seed_alone():
     np.testing.assert_array_equal(alone.lengths[:2], got.lengths[2:4])
     for name in ("log_probabilities", "sampled_log_probabilities"):
         np.testing.assert_allclose(getattr(alone, name)[:2], getattr(got, name)[2:4], rtol=0, atol=1e-5)
-    turned = generate(model, prompts_of()[::-1], 6, lengths=LENGTHS[::-1], seeds=SEEDS[::-1], num_samples=2, **options)
-    np.testing.assert_array_equal(turned.reshape(3, 2, 6)[::-1].reshape(6, 6), got.tokens)
-    other = generate(model, prompts_of(), 6, lengths=LENGTHS, seeds=[3, 8, 9], num_samples=2, **options)
-    assert [np.array_equal(*rows) for rows in zip(other, got.tokens, strict=True)] == [True, True, *[False] * 4]
+    options |= {"num_samples": 2, "details": True}
+    turned = generate(model, prompts_of()[::-1], 6, lengths=LENGTHS[::-1], seeds=SEEDS[::-1], **options)
+    np.testing.assert_array_equal(turned.tokens.reshape(3, 2, 6)[::-1].reshape(6, 6), got.tokens)
+    other = generate(model, prompts_of(), 6, lengths=LENGTHS, seeds=[3, 8, 9], **options)
+    assert [np.array_equal(*rows) for rows in zip(other.tokens, got.tokens, strict=True)] == [True, True, *[False] * 4]
 
 
 def test_sampled_log_probabilities_are_of_what_is_left_of_the_distribution():
