@@ -3,13 +3,16 @@
 from jgg.models.adapters import load_adapter, save_adapter
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
+from jgg.models.generated import Generated, TrainingRows
 from jgg.models.generation import generate
 from jgg.models.loading import load
 from jgg.models.saving import save
 
 __all__ = [
     "Decoder",
+    "Generated",
     "ModelConfig",
+    "TrainingRows",
     "generate",
     "load",
     "load_adapter",

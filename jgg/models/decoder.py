@@ -260,6 +260,7 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        start: jax.Array | int | None = None,
         topk_indices: jax.Array | None = None,
         adapters: bool = True,
     ) -> tuple[jax.Array, Caches | None]:
@@ -267,7 +268,7 @@ class Decoder(nnx.Module):
 
         Args:
           caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
-          positions, segments, mask, lengths, adapters: as in `Place`.
+          positions, segments, mask, lengths, start, adapters: as in `Place`.
           topk_indices: integer [L, B, S, k], those of `Place` for each of the layers that have experts.
         """
         config, sharding = self.config, self.options.sharding
@@ -279,9 +280,8 @@ class Decoder(nnx.Module):
             x = barrier(x) * config.embedding_scale
         x = split_batch(x, sharding)
         rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        place = functools.partial(
-            Place, positions, rotation, segments=segments, mask=mask, lengths=lengths, adapters=adapters
-        )
+        of_tokens = functools.partial(Place, positions, rotation, segments=segments, mask=mask, adapters=adapters)
+        place = functools.partial(of_tokens, lengths=lengths, start=start)
         given = {} if topk_indices is None else by_stack(split_batch(topk_indices, sharding, axis=1), config)
         sown: dict[str, list[jax.Array]] = {}
         own_caches = []

@@ -1,22 +1,59 @@
-"""Generates tokens: the prompts once through the model, then one token of each sequence at a time, with a cache."""
+"""`generate`: continues prompts. What is wrong with an argument is found here, before the program runs."""
 
-import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jgg.core.arguments import as_finite, as_int, check, check_instance
+from jgg.core.arguments import as_array, as_finite, as_flag, as_int, check, check_instance, check_reals
 from jgg.core.schedule import saturated_int32
-from jgg.models.decoder import Caches, Decoder
+from jgg.models import decoding
+from jgg.models.decoder import Decoder
+from jgg.models.generated import Generated
+from jgg.models.placement import on_host
+from jgg.models.sampling import Sampling, normal_temperatures
 from jgg.models.tokens import as_integers, check_ids
 
-# the float32 numbers that are normal, and whose reciprocals are: a smaller one would be taken for 0
-_TEMPERATURES = 2.0**-126, 2.0**126
+_INT32, _LARGEST = jnp.iinfo(jnp.int32), jnp.finfo(jnp.float32).max
+
+
+_LEAST_BOUND, _BOUNDS = 16, 16  # the least bound of new tokens, and how many bounds are between powers of two
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `generate`, but for `details`."""
+
+    lengths: ArrayLike | None
+    temperature: ArrayLike
+    top_p: float
+    top_k: int | None
+    key: jax.Array | None
+    seeds: ArrayLike | None
+    num_samples: int
+    stop_tokens: Iterable[int | Sequence[int]]
+    prefill_chunk: int | None
+
+
+@overload
+def generate(
+    model: Decoder,
+    tokens: ArrayLike,
+    max_new_tokens: int,
+    *,
+    details: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def generate(
+    model: Decoder, tokens: ArrayLike, max_new_tokens: int, *, details: Literal[True], **options: Unpack[_Options]
+) -> Generated: ...
 
 
 def generate(
@@ -25,16 +62,22 @@ def generate(
     max_new_tokens: int,
     *,
     lengths: ArrayLike | None = None,
-    temperature: float = 0.0,
+    temperature: ArrayLike = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     key: jax.Array | None = None,
-    stop_tokens: Iterable[int] = (),
-) -> jax.Array:
+    seeds: ArrayLike | None = None,
+    num_samples: int = 1,
+    stop_tokens: Iterable[int | Sequence[int]] = (),
+    details: bool = False,
+    prefill_chunk: int | None = None,
+) -> jax.Array | Generated:
     """Continues prompts.
 
-    Compiled once for the shapes of its arguments; the loop over new tokens is part of the compiled program. If devices
-    split a model's sequences, the last prompt is repeated up to a multiple of their number, and its copies are left out
-    of the result.
+    Compiled once for the shapes of its arguments and a bound of max_new_tokens, which is rounded up to 16, 32, 48, ...,
+    512, 544, ...: 16 bounds between two powers of two. The loop over new tokens is part of the compiled program. If
+    devices split a model's sequences, the last prompt is repeated up to a multiple of their number, and its copies are
+    left out of the result.
 
     Examples:
       >>> import jgg.models
@@ -55,55 +98,124 @@ def generate(
       max_new_tokens: N, how many tokens to add to each.
       lengths: integer [B], the lengths of the prompts, from 1 to S; what a row holds past its length is not read. None
         if all have S tokens.
-      temperature: what logits are divided by before tokens are drawn; 0 takes the likeliest token.
-      top_p: draws only among the likeliest tokens that together have at least this probability.
-      key: one random key for all prompts, needed unless temperature is 0.
-      stop_tokens: tokens that end a sequence, which repeats the one that ended it up to its N tokens. Generation ends
-        when all sequences have. A number that is no id of the model's vocabulary ends nothing.
+      temperature: what logits are divided by before tokens are drawn, a number for all or numbers [B]; 0 takes the
+        likeliest token.
+      top_p: draws only among the likeliest tokens that together have at least this probability, of those that top_k
+        leaves.
+      top_k: draws only among so many of the likeliest tokens, and those that are as likely as the last of them; None
+        for all.
+      key: one random key for all prompts; this or seeds are needed unless temperature is 0.
+      seeds: integer [B], by default 0 to B - 1. What is drawn for a prompt depends on the key, its seed and the number
+        of the sample, not on its row or on the other prompts, as far as the logits do not.
+      num_samples: how many times to continue each prompt, which runs through the model once.
+      stop_tokens: tokens that end a row, and sequences of tokens that do; the row repeats its last token up to its N
+        tokens. Generation ends when all rows have. Numbers that are no ids of the model's vocabulary end nothing. A
+        sequence may not begin in the prompt.
+      details: whether to return a `Generated`.
+      prefill_chunk: how many tokens of each prompt run through the model at once, which takes less memory for long
+        prompts and, as the program has each chunk apart, longer to compile. None for all.
 
-    Returns: the new tokens, int32 [B, N]. A sequence goes on with -1 from where the model's logits are NaN.
+    Returns: the new tokens, int32 [B * num_samples, N], the rows of a prompt side by side. A row goes on with -1 from
+      where the model's logits are NaN. With details a `Generated`, which has them as `tokens`.
 
     Raises:
       ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key is missing.
-        Inside a transformation such as `jax.jit`, traced tokens and lengths are not checked: an unknown id makes the
-        logits NaN, and lengths are clipped to their range.
+        Inside a transformation such as `jax.jit`, traced arrays are not checked: an unknown id makes the logits NaN,
+        and lengths are clipped to their range.
       TypeError: an argument has the wrong type.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
-    tokens, lengths = _prompts(tokens, lengths, model.config.vocabulary)
+    tokens, sizes = _prompts(tokens, lengths, model.config.vocabulary)
+    batch, longest = tokens.shape
     new_tokens = as_int("max_new_tokens", max_new_tokens, 1)
-    longest = 2**31 - 1 - tokens.shape[1]
-    check(new_tokens <= longest, f"max_new_tokens must be at most 2**31 - 1 - S, {longest}, got {new_tokens}.")
-    temperature, top_p = as_finite("temperature", temperature), as_finite("top_p", top_p)
-    check(temperature >= 0, f"temperature must be 0 or more, got {temperature}.")
-    check(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}.")
-    check(key is not None or not temperature, f"key must be a random key with temperature {temperature}, got None.")
-    sampling = _sampling(temperature, top_p, jax.random.key(0) if key is None else key)
+    most = 2**31 - 1 - longest
+    check(new_tokens <= most, f"max_new_tokens must be at most 2**31 - 1 - S, {most}, got {new_tokens}.")
+    plan = decoding.Plan(
+        most=min(most, _bound(new_tokens)),
+        num_samples=as_int("num_samples", num_samples, 1),
+        is_padded=lengths is not None,
+        prefill_chunk=None if prefill_chunk is None else as_int("prefill_chunk", prefill_chunk, 1),
+        details=as_flag("details", details),
+    )
     stops = _stops(stop_tokens, model.config.vocabulary)
-    graphdef, state = nnx.split(model)
-    sharding, batch = model.options.sharding, len(tokens)
+    sampling = _sampling(temperature, seeds, key, top_k, top_p, batch)
+    arguments = _with_copies(model, batch, (tokens, sizes, sampling))
+    result, generated = decoding.run(*nnx.split(model), *arguments, stops, jnp.int32(new_tokens), plan=plan)
+    rows = batch * plan.num_samples
+    if generated is None:
+        return result[:rows, :new_tokens]
+    return Generated(
+        result[:rows, :new_tokens],
+        generated.lengths[:rows],
+        generated.log_probabilities[:rows, :new_tokens],
+        generated.sampled_log_probabilities[:rows, :new_tokens],
+        generated.topk_indices[:, :rows, : longest + new_tokens],
+    )
+
+
+def _bound(new_tokens: int) -> int:
+    """The least bound of so many new tokens: a multiple of a power of two, by which it is hardly more."""
+    step = max(_LEAST_BOUND, 2 ** (new_tokens - 1).bit_length() // (2 * _BOUNDS))
+    return -(-new_tokens // step) * step
+
+
+def _with_copies(model: Decoder, batch: int, arrays: Any) -> Any:
+    """Arrays [B, ...] with copies of the last prompt for devices that would have none."""
+    sharding = model.options.sharding
     copies = 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)
     each = jnp.minimum(jnp.arange(batch + copies), batch - 1)
-    return _generate(
-        graphdef,
-        state,
-        tokens[each],
-        lengths[each],
-        stops,
-        sampling if temperature else None,
-        new_tokens=new_tokens,
-    )[:batch]
+    return jax.tree.map(lambda array: array[each] if array.ndim else array, arrays)
 
 
-class Sampling(NamedTuple):
-    """How tokens are drawn: float32 temperature and top_p, and a random key."""
+def _sampling(
+    temperature: ArrayLike, seeds: ArrayLike | None, key: Any, top_k: int | None, top_p: float, batch: int
+) -> Sampling | None:
+    """How tokens of the prompts are drawn; None for the likeliest of all."""
+    temperatures = _temperatures(temperature, batch)
+    top_p = as_finite("top_p", top_p)
+    check(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}.")
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
+    is_random = key is not None or seeds is not None or temperatures is None
+    check(is_random, f"key must be a random key with temperature {temperature}, got None.")
+    key, seeds = _key(jax.random.key(0) if key is None else key), _seeds(seeds, batch)
+    if temperatures is None:
+        return None
+    return Sampling(
+        temperatures=normal_temperatures(temperatures),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, seeds),
+        top_k=None if top_k is None else jnp.int32(min(top_k, _INT32.max)),
+        top_p=None if top_p == 1 else jnp.float32(max(top_p, float(jnp.finfo(jnp.float32).tiny))),
+    )
 
-    temperature: jax.Array
-    top_p: jax.Array
-    key: jax.Array
+
+def _temperatures(temperature: ArrayLike, batch: int) -> jax.Array | None:
+    """The temperatures [B]; None for the number 0."""
+    if not isinstance(temperature, Tracer) and np.ndim(temperature) == 0:
+        number = as_finite("temperature", temperature)
+        check(number >= 0, f"temperature must be 0 or more, got {number}.")
+        return jnp.full(batch, min(number, float(_LARGEST)), jnp.float32) if number else None
+    array = as_array("temperature", temperature)
+    check_reals("temperature", array)
+    check(array.shape in ((), (batch,)), f"temperature must be a number or [B], [{batch}], got {list(array.shape)}.")
+    if not isinstance(array, Tracer):
+        known = on_host(array)
+        is_right = np.isfinite(known).all() and (known >= 0).all()
+        check(is_right, f"temperature must have finite numbers of 0 or more, got {known.tolist()}.")
+    return jnp.broadcast_to(array, (batch,))
 
 
-def _sampling(temperature: float, top_p: float, key: Any) -> Sampling:
+def _seeds(seeds: ArrayLike | None, batch: int) -> jax.Array:
+    if seeds is None:
+        return jnp.arange(batch, dtype=jnp.int32)
+    array, known = as_integers("seeds", seeds, "[B]")
+    check(array.shape == (batch,), f"seeds must be [B], [{batch}], got {list(array.shape)}.")
+    if known is not None:
+        is_known = (known >= _INT32.min) & (known <= _INT32.max)
+        check(is_known.all(), f"seeds must be within int32, got {known.tolist()}.")
+    return array.astype(jnp.int32)
+
+
+def _key(key: Any) -> jax.Array:
     check_instance("key", key, jax.Array | np.ndarray, "a random key, as jax.random.key returns it")
     try:
         key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(jnp.asarray(key))
@@ -111,17 +223,26 @@ def _sampling(temperature: float, top_p: float, key: Any) -> Sampling:
         got = f"{key.dtype} {list(key.shape)}"
         raise TypeError(f"key must be a random key, as jax.random.key returns it, got {got}.") from None
     check(not key.shape, f"key must be one random key, for all prompts, got keys {list(key.shape)}.")
-    least = float(jnp.finfo(jnp.float32).tiny)
-    return Sampling(jnp.float32(np.clip(temperature, *_TEMPERATURES)), jnp.float32(max(top_p, least)), key)
+    return key
 
 
-def _stops(stop_tokens: Iterable[int], vocabulary: int) -> jax.Array:
+def _stops(stop_tokens: Iterable[int | Sequence[int]], vocabulary: int) -> jax.Array:
+    """The sequences of tokens that end a row, int32 [sequences, W], with -1 before those that are not the longest."""
+    expected = "a collection of ints, or of sequences of them"
     try:
         given = list(stop_tokens)
     except TypeError:
-        raise TypeError(f"stop_tokens must be a collection of ints, got {stop_tokens!r}.") from None
-    ids = [as_int("stop_tokens", token, expected="a collection of ints") for token in given]
-    return jnp.asarray([token for token in ids if 0 <= token < vocabulary], jnp.int32)
+        raise TypeError(f"stop_tokens must be {expected}, got {stop_tokens!r}.") from None
+    sequences = []
+    for stop in given:
+        tokens = list(stop) if isinstance(stop, Sequence | np.ndarray) and np.ndim(stop) else [stop]
+        check(tokens, f"stop_tokens must be {expected}, at least one in each, got {stop!r}.")
+        ids = [as_int("stop_tokens", token, expected=expected) for token in tokens]
+        if all(0 <= token < vocabulary for token in ids):
+            sequences.append(ids)
+    width = max(map(len, sequences), default=1)
+    padded = [[-1] * (width - len(ids)) + ids for ids in sequences]
+    return jnp.asarray(padded, jnp.int32).reshape(len(padded), width)
 
 
 def _prompts(tokens: ArrayLike, lengths: ArrayLike | None, vocabulary: int) -> tuple[jax.Array, jax.Array]:
@@ -138,71 +259,3 @@ def _prompts(tokens: ArrayLike, lengths: ArrayLike | None, vocabulary: int) -> t
         if ids_known is not None:
             check_ids("tokens", ids_known, vocabulary, np.arange(longest) < known[:, None])
     return saturated_int32(ids), jnp.clip(saturated_int32(sizes), 1, longest)
-
-
-class _Loop(NamedTuple):
-    """The state between steps: `filled` of the N new tokens [B, N] of each sequence are there."""
-
-    filled: jax.Array
-    new: jax.Array
-    is_done: jax.Array
-    caches: Caches
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames="new_tokens")
-def _generate(
-    graphdef: nnx.GraphDef[Decoder],
-    state: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    stops: jax.Array,
-    sampling: Sampling | None,
-    *,
-    new_tokens: int,
-) -> jax.Array:
-    model = nnx.merge(graphdef, state)
-    if model.options.batch_invariant:
-        model.put_forms()
-    batch, longest = tokens.shape
-    caches: Caches | None = model.empty_caches(batch, longest + new_tokens)
-    x, caches = model.run_layers(tokens, jnp.arange(longest, dtype=jnp.int32)[None], caches, lengths=lengths)
-    assert caches is not None
-    first = _choose(model.logits(x[jnp.arange(batch), lengths - 1]), sampling, jnp.int32(0))
-    new = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(first)
-
-    def ends(token: jax.Array) -> jax.Array:
-        return jnp.isin(token, stops) | (token < 0)
-
-    def goes_on(loop: _Loop) -> jax.Array:
-        return (loop.filled < new_tokens) & ~loop.is_done.all()
-
-    def step(loop: _Loop) -> _Loop:
-        previous = loop.new[:, loop.filled - 1]
-        # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
-        positions = lengths + loop.filled - 1
-        x, caches = model.run_layers(previous[:, None], positions[:, None], loop.caches)
-        assert caches is not None
-        token = jnp.where(loop.is_done, previous, _choose(model.logits(x[:, 0]), sampling, loop.filled))
-        is_done = loop.is_done | ends(token)
-        return _Loop(loop.filled + 1, loop.new.at[:, loop.filled].set(token), is_done, caches)
-
-    ended = jax.lax.while_loop(goes_on, step, _Loop(jnp.int32(1), new, ends(first), caches))
-    return ended.new[:, jnp.minimum(jnp.arange(new_tokens, dtype=jnp.int32), ended.filled - 1)]
-
-
-def _choose(logits: jax.Array, sampling: Sampling | None, count: jax.Array) -> jax.Array:
-    """The next token of each sequence, int32 [B], by its logits [B, V]; -1 if one of them is NaN."""
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    chosen = jnp.argmax(logits, axis=-1) if sampling is None else _drawn(logits, highest, sampling, count)
-    return jnp.where(jnp.isnan(highest[:, 0]), -1, chosen).astype(jnp.int32)
-
-
-def _drawn(logits: jax.Array, highest: jax.Array, sampling: Sampling, count: jax.Array) -> jax.Array:
-    logits = jnp.where(logits == highest, 0.0, (logits - highest) / sampling.temperature)
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    descending = jnp.flip(jnp.sort(probabilities, axis=-1), axis=-1)
-    # tokens before which the likelier ones already have top_p are left out; the likeliest always stays
-    is_kept = jnp.cumsum(descending, axis=-1) - descending < sampling.top_p
-    least = jnp.min(jnp.where(is_kept, descending, 1.0), axis=-1, keepdims=True)
-    logits = jnp.where(probabilities >= least, logits, -jnp.inf)
-    return jax.random.categorical(jax.random.fold_in(sampling.key, count), logits)

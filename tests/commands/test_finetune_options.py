@@ -77,6 +77,10 @@ OPTIONS_OF_GENERATE = {
     "--max-new-tokens": ["0", "-1", "1.5", "2147483648"],
     "--temperature": ["-1", "nan", "inf", "x"],
     "--top-p": ["0", "2", "nan"],
+    "--top-k": ["0", "x"],
+    "--samples": ["0"],
+    "--stop": [""],
+    "--prefill-chunk": ["0"],
     "--seed": ["-1", str(2**64)],
     "--experts": ["int4"],
 }

@@ -108,6 +108,18 @@ def test_generate(adapter, experts, main, tmp_path):
     assert "prefill: " in printed
 
 
+@pytest.mark.thorough
+def test_samples_end_at_a_text(main, tmp_path):
+    folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
+    draws = {"temperature": 1.0, "top_k": 9, "key": jax.random.key(0), "num_samples": 2}
+    new = jgg.models.generate(jgg.models.load(folder), [[5, 6, 7]], 5, **draws).tolist()
+    stop = new[1][1:3]
+    arguments = ["--prompt", "t5 t6 t7", "--max-new-tokens", "5", "--stop", words(stop), "--stop", "t0 t0 t0"]
+    drawing = ["--temperature", "1", "--top-k", "9", "--samples", "2", "--prefill-chunk", "2"]
+    printed = main("generate", [str(folder), *arguments, *drawing]).splitlines()
+    assert printed[:2] == [words([5, 6, 7, *new[0]]), words([5, 6, 7, new[1][0]])]
+
+
 PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 14]), ([15, 16, 17, 18, 19, 20], [21])]
 
 

@@ -27,10 +27,17 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
 @pytest.mark.thorough
 def test_text_is_generated(tmp_path, capsys):
     folder_with_tokenizer("gpt_oss", tmp_path / "model")
-    names = run_code("\n".join(code_of("generate.md", "In code") + code_of("generate.md", "Draw")))
+    names = run_code(
+        "\n".join(
+            code_of("generate.md", "In code") + code_of("generate.md", "Draw") + code_of("generate.md", "Details")
+        )
+    )
     assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
     assert names["lengths"] == [4, 1]
     assert names["new"].shape == names["drawn"].shape == (2, 16)
+    assert names["samples"].shape == names["generated"].tokens.shape == (8, 16)
+    new = names["rows"].is_new
+    np.testing.assert_allclose(-names["losses"][new], names["rows"].log_probabilities[new], atol=0.1)  # bfloat16
     alone = jgg.models.generate(names["model"], [names["prompts"][1][:1]], 16, stop_tokens=[2])
     np.testing.assert_array_equal(names["new"][1:], alone)
     assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary

@@ -169,8 +169,8 @@ WRONG = {
         ValueError,
         {"key": jax.random.split(jax.random.key(0), 3)},
     ),
-    "stop_tokens must be a collection of ints, got 5": (TypeError, {"stop_tokens": 5}),
-    "stop_tokens must be a collection of ints, got [5]": (TypeError, {"stop_tokens": [[5]]}),
+    "stop_tokens must be a collection of ints, or of sequences of them, got 5": (TypeError, {"stop_tokens": 5}),
+    "stop_tokens must be a collection of ints, or of sequences of them, got [5]": (TypeError, {"stop_tokens": [[[5]]]}),
     "model must be a jgg.models.Decoder, got": (TypeError, {"model": nnx.Module()}),
 }
 

@@ -169,11 +169,15 @@ def check_quantized():
 
 
 def check_generation():
-    """Three prompts on four devices that could split sequences."""
+    """Two samples of each of three prompts on four devices that could split sequences."""
     whole, model = loaded("qwen3_moe"), loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL))
-    options = {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
+    options = {"lengths": [7, 2, 4], "temperature": [0.9, 0.0, 1.5], "top_p": 0.9, "top_k": 40, "seeds": [2, 1, 0]}
+    options |= {"num_samples": 2, "details": True, "prefill_chunk": 4}
     got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
-    np.testing.assert_array_equal(got, want)
+    for name in ("tokens", "lengths", "topk_indices"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    for name in ("log_probabilities", "sampled_log_probabilities"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=1e-5)
 
 
 def check_mask_and_choices():

@@ -1,0 +1,99 @@
+"""`Generated`: new tokens with what reinforcement learning needs of them, and the rows that a trainer takes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jgg.core.arguments import check
+from jgg.core.schedule import saturated_int32
+from jgg.models.tokens import as_integers
+
+
+class TrainingRows(NamedTuple):
+    """Prompts and the new tokens behind them as R rows of W = S + N tokens.
+
+    Attributes:
+      tokens: int32 [R, W], each prompt and at once its new tokens, then zeros.
+      targets: int32 [R, W], the token that follows each of `tokens`, then zeros.
+      mask: bool [R, W], the tokens that others follow: the `mask` of `Decoder.losses`.
+      is_new: bool [R, W], where the target is a new token, whose loss counts.
+      log_probabilities, sampled_log_probabilities: float32 [R, W], those of the targets that are new; 0 elsewhere.
+      topk_indices: int32 [L, R, W, k], the experts of `tokens`; -1 where there is none.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    mask: jax.Array
+    is_new: jax.Array
+    log_probabilities: jax.Array
+    sampled_log_probabilities: jax.Array
+    topk_indices: jax.Array
+
+
+class Generated(NamedTuple):
+    """What `generate` returns with `details=True`, of R = B * num_samples rows, those of a prompt side by side.
+
+    Attributes:
+      tokens: int32 [R, N], the new tokens; a row that has ended repeats its last one.
+      lengths: int32 [R], how many new tokens a row has, with the one that ended it, and without a -1 for NaN.
+      log_probabilities: float32 [R, N], the logarithm of each new token's probability by the model's own logits: what
+        `Decoder.losses` has, negated. 0 behind a row's length.
+      sampled_log_probabilities: float32 [R, N], the same of the distribution that it was drawn from, after temperature,
+        top_k and top_p. 0 with the temperature 0, and behind a row's length.
+      topk_indices: int32 [L, R, S + N, k], the experts that each token of the prompt and each new token went to, in
+        the L layers that have experts: a prompt's from 0 on, and those of new tokens at once behind them. -1 for
+        tokens that did not run through the model, as the last new token of a row.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    log_probabilities: jax.Array
+    sampled_log_probabilities: jax.Array
+    topk_indices: jax.Array
+
+    def training_rows(self, prompts: ArrayLike, lengths: ArrayLike | None = None) -> TrainingRows:
+        """Lays prompts and new tokens out for a trainer.
+
+        With `rows = generated.training_rows(prompts, lengths)`, the losses
+        `model.losses(rows.tokens, rows.targets, mask=rows.mask, topk_indices=rows.topk_indices)` are
+        `-rows.log_probabilities` where `rows.is_new`.
+
+        Args:
+          prompts: integer [B, S], as `generate` had them.
+          lengths: integer [B], as `generate` had them.
+
+        Raises: ValueError, TypeError: `generate` cannot have had such prompts or lengths.
+        """
+        prompts = saturated_int32(as_integers("prompts", prompts, "[B, S]")[0])
+        (rows, new), width = self.tokens.shape, self.topk_indices.shape[2]
+        batch, longest = prompts.shape
+        is_alike = longest == width - new and rows % max(1, batch) == 0 and (batch > 0 or rows == 0)
+        expected = f"those of generate, [B, {width - new}] with B a divisor of {rows}"
+        check(is_alike, f"prompts must be {expected}, got {[batch, longest]}.")
+        given = jnp.full(batch, longest, jnp.int32) if lengths is None else as_integers("lengths", lengths, "[B]")[0]
+        check(given.shape == (batch,), f"lengths must be [B], [{batch}], got {list(given.shape)}.")
+        num_samples = rows // max(1, batch)
+        starts = jnp.repeat(jnp.clip(saturated_int32(given), 1, longest), num_samples)[:, None]  # [R, 1]
+        ends = starts + self.lengths[:, None]
+        columns = jnp.arange(width, dtype=jnp.int32)[None]
+
+        def of_new(array: jax.Array, first: jax.Array) -> jax.Array:
+            """What new tokens have, in columns from `first` on."""
+            return jnp.take_along_axis(array, jnp.clip(columns - first, 0, new - 1), axis=1)
+
+        padded = jnp.pad(jnp.repeat(prompts, num_samples, axis=0), ((0, 0), (0, new)))
+        tokens = jnp.where(columns < starts, padded, of_new(self.tokens, starts))
+        tokens = jnp.where(columns < ends, tokens, 0)
+        mask = columns < ends - 1
+        is_new = mask & (columns >= starts - 1)
+        return TrainingRows(
+            tokens,
+            jnp.where(mask, jnp.roll(tokens, -1, axis=1), 0),
+            mask,
+            is_new,
+            jnp.where(is_new, of_new(self.log_probabilities, starts - 1), 0.0),
+            jnp.where(is_new, of_new(self.sampled_log_probabilities, starts - 1), 0.0),
+            self.topk_indices,
+        )
