@@ -121,7 +121,7 @@ class Attention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache
     ) -> tuple[jax.Array, Cache]:
         """The result for one token of each sequence [B, 1, heads, D], and the cache with its key and value."""
-        sharding, sinks = self.options.sharding, self.sinks[...] if self.config.use_sinks else None
+        sinks = self.sinks[...] if self.config.use_sinks else None
         operands = AttendOne(
             q=q[:, 0],
             k=k[:, 0],
@@ -134,6 +134,6 @@ class Attention(nnx.Module):
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         # XLA splits plain JAX over the devices of a sharding
-        how = How(self.options.implementation, current_target()) if sharding is None else None
+        how = None if self.options.is_split_by_xla else How(self.options.implementation, current_target())
         attended, *of_cache = ATTEND_ONE(how, operands, scale=self.config.attention_scale, window=place.window)
         return attended[:, None], Cache(*of_cache)

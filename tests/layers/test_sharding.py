@@ -206,6 +206,22 @@ def test_lowers_for_gpus_that_are_not_there(exchange):
     assert ("ragged_all_to_all" in text) == (exchange == "ragged_all_to_all")
 
 
+@pytest.mark.parametrize("axes", [{"expert": "b"}, {"tensor": "b"}], ids=str)
+def test_more_than_two_devices_add_up_results_themselves(axes):
+    """The collectives that add do so in an order that depends on the place of a number; the overflow is of ints."""
+    sharding = MoESharding(MESH, **axes)
+    floats, chosen, _ = make("uneven", hidden=12)
+    chosen = np.tile(chosen, (8, 1))
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in floats.items()}
+    for name in ("x", "topk_weights"):
+        shapes[name] = jax.ShapeDtypeStruct((len(chosen), *floats[name].shape[1:]), jnp.float32)
+    run = functools.partial(sharded_moe_mlp, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn")
+    with jgg.target(90):
+        text = jax.jit(lambda floats: run(**floats)[0]).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_to_all" in text
+    assert "reduce_scatter" not in text and "all_reduce" not in text
+
+
 @pytest.mark.parametrize("activation", ["geglu", pytest.param("ungated_gelu", marks=pytest.mark.sweep)])
 @on(None, PLAIN_JAX)
 def test_gradients_of_exact_gelu_on_a_mesh(implementation, activation):

@@ -37,6 +37,16 @@ CASES = {
         {"remat": "names"},
     ),
     "fsdp, expert, tensor, tied": ("gpt_oss", {"fsdp": "a", "expert": "b", "tensor": "c"}, {}),
+    "each device its own sequences, fsdp, expert, data": (
+        "glm4_moe",
+        {"fsdp": "a", "expert": "b", "data": "c"},
+        {"remat": "attention", "batch_invariant": True},
+    ),
+    "each device its own sequences, data, tensor": (
+        "gpt_oss",
+        {"data": ("a", "b"), "tensor": "c"},
+        {"remat": "names", "batch_invariant": True},
+    ),
 }
 ALL = {"fsdp": "a", "expert": "b", "data": "c"}
 
@@ -169,11 +179,21 @@ def check_quantized():
 
 
 def check_generation():
-    """Three prompts on four devices that could split sequences."""
-    whole, model = loaded("qwen3_moe"), loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL))
-    options = {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
-    got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
-    np.testing.assert_array_equal(got, want)
+    """Three prompts on four devices that could split sequences, and that each compute their own."""
+    whole, options = loaded("qwen3_moe"), {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
+    want = jgg.models.generate(whole, TOKENS[:3], 4, **options)
+    for batch_invariant in (False, True):
+        model = loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL), batch_invariant=batch_invariant)
+        np.testing.assert_array_equal(jgg.models.generate(model, TOKENS[:3], 4, **options), want)
+
+
+def check_segments():
+    """Two sequences in each row, of which each device computes its own, give what they give alone."""
+    segments = np.arange(7) >= np.arange(8)[:, None] % 6 + 1
+    whole, model = loaded("gpt_oss"), loaded("gpt_oss", sharding=MoESharding(mesh(), data="a"), batch_invariant=True)
+    got, want = (nnx.jit(lambda model: model(TOKENS, segments.astype(np.int32)))(each) for each in (model, whole))
+    assert got.sharding.is_equivalent_to(model.options.sharding.named(jax.P("a")), 3), got.sharding
+    assert_close(got, want, 1e-5, "logits of segments")
 
 
 def check_mask():
@@ -233,6 +253,7 @@ def main():
         check_adapters,
         check_quantized,
         check_generation,
+        check_segments,
         check_mask,
         check_losses,
         check_what_is_kept,
