@@ -179,21 +179,11 @@ def check_quantized():
 
 
 def check_generation():
-    """Three prompts on four devices that could split sequences, and that each compute their own."""
-    whole, options = loaded("qwen3_moe"), {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
-    want = jgg.models.generate(whole, TOKENS[:3], 4, **options)
-    for batch_invariant in (False, True):
-        model = loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL), batch_invariant=batch_invariant)
-        np.testing.assert_array_equal(jgg.models.generate(model, TOKENS[:3], 4, **options), want)
-
-
-def check_segments():
-    """Two sequences in each row, of which each device computes its own, give what they give alone."""
-    segments = np.arange(7) >= np.arange(8)[:, None] % 6 + 1
-    whole, model = loaded("gpt_oss"), loaded("gpt_oss", sharding=MoESharding(mesh(), data="a"), batch_invariant=True)
-    got, want = (nnx.jit(lambda model: model(TOKENS, segments.astype(np.int32)))(each) for each in (model, whole))
-    assert got.sharding.is_equivalent_to(model.options.sharding.named(jax.P("a")), 3), got.sharding
-    assert_close(got, want, 1e-5, "logits of segments")
+    """Three prompts on four devices that could split sequences."""
+    whole, model = loaded("qwen3_moe"), loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL))
+    options = {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
+    got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
+    np.testing.assert_array_equal(got, want)
 
 
 def check_mask():
@@ -204,6 +194,19 @@ def check_mask():
         _, sown = nnx.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask))(model)
         losses.append([sown[name][0] for name in ("load_balancing_loss", "router_z_loss")])
     assert_close(*losses, 1e-5, "the routers' losses")
+
+
+def check_own_sequences():
+    """Segments, and tokens for an odd number of prompts, of a model whose devices each compute their own sequences."""
+    whole = loaded("gpt_oss")
+    model = loaded("gpt_oss", sharding=MoESharding(mesh(), data="a", tensor="c"), batch_invariant=True)
+    segments = (np.arange(7) >= np.arange(8)[:, None] % 6 + 1).astype(np.int32)
+    got, want = (nnx.jit(lambda model: model(TOKENS, segments))(each) for each in (model, whole))
+    assert got.sharding.is_equivalent_to(model.options.sharding.named(jax.P("a")), 3), got.sharding
+    assert_close(got, want, 1e-5, "logits of segments")
+    options = {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
+    got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
+    np.testing.assert_array_equal(got, want)
 
 
 def check_losses():
@@ -253,8 +256,8 @@ def main():
         check_adapters,
         check_quantized,
         check_generation,
-        check_segments,
         check_mask,
+        check_own_sequences,
         check_losses,
         check_what_is_kept,
     ):

@@ -84,6 +84,18 @@ def check_sums():
             np.testing.assert_array_equal(pull_back(dy[rows])[0], expected(dy[rows])[0])
 
 
+def check_four_devices():
+    """Results that more than two devices add up, and their gradients."""
+    mesh, (floats, chosen, dy) = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO,) * 2), make("uneven", hidden=12)
+    want_y, want = on_one_device(floats, chosen, dy, np.ones(chosen.shape, bool))
+    for axis in ("expert", "tensor"):
+        sharding = MoESharding(mesh, **{axis: "a"})
+        y, got, _ = on_mesh(*place(floats, chosen, dy, sharding), sharding)
+        assert_shards_close(y, want_y, f"{axis}: y")
+        for name in floats:
+            assert_shards_close(got[name], want[name], f"{axis}: {name}")
+
+
 def check_layer(kind):
     """A layer on a mesh against the same layer on one device: y, gradients and metrics. Some choices are given."""
     layer = MoELayer(24, **({"hidden_features": 20, "num_experts": 8, "topk": 2} | LAYERS[kind]))
@@ -338,6 +350,7 @@ def main():
     for name in LOW_RANK_CASES[3:]:  # with all axes; the others are for two GPUs
         assert_case_is_right(name, mesh_of(kind_of(name)), terms=make_terms())
     check_sums()
+    check_four_devices()
     check_quantized_weights()
     check_packed_weights()
     check_float32_weights()
