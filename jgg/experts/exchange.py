@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
+from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
 from jgg.products.buffer import BUFFER, Buffer
 from jgg.products.combine import COMBINE, Combine
@@ -59,8 +60,7 @@ def by_all_gather(
     experts -= jax.lax.axis_index(axis) * placement.num_experts  # other devices' experts lie outside the groups
     group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
     partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
-    y = jax.lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
-    return y, jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+    return sum_scatter(partial, axis), jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
 
 
 def by_ragged_all_to_all(

@@ -17,6 +17,7 @@ from jgg.experts.arguments import ExpertWeights, MlpOptions
 from jgg.experts.exchange import EXCHANGES, Placement
 from jgg.experts.mesh import MoESharding, specs_of_parts
 from jgg.experts.moe import compute_mlp
+from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
 from jgg.router.routing import Routing, compute_order
 
@@ -64,7 +65,7 @@ def compute_mlp_on_device(
         compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names))
     y, overflow = compute(x, topk_weights, weights)
     if sharding.tensor is not None:
-        y = jax.lax.psum(y, sharding.tensor)
+        y = sum_all(y, sharding.tensor)
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
 
 

@@ -156,7 +156,7 @@ class Attention(nnx.Module):
     @property
     def _how_of_cache(self) -> How | None:
         """How tokens attend to a cache; XLA splits plain JAX over the devices of a sharding."""
-        return How(self.options.implementation, current_target()) if self.options.sharding is None else None
+        return None if self.options.is_split_by_xla else How(self.options.implementation, current_target())
 
     def _attend_to_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache

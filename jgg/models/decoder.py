@@ -17,6 +17,7 @@ from jgg.models.embedding import embed, embedded
 from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import loss_of, losses_of
+from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
@@ -66,10 +67,11 @@ class Decoder(nnx.Module):
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
         the experts' products, and those of other matrices where a table of measurements says that they are faster than
-        XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts in any
-        case.
+        XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts, except
+        with batch_invariant.
       batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
-        padding: kernels with a fixed order of additions compute everything. Without a GPU it changes nothing.
+        padding: kernels with a fixed order of additions compute everything, with a sharding each device's own
+        sequences, whichever device that is. Without a GPU the option promises nothing.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
@@ -293,13 +295,16 @@ class Decoder(nnx.Module):
                 sown.setdefault(name, []).append(value)
         for name, values in sown.items() if hasattr(self, "__captures__") else ():
             self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
-        x = norm(x, self.norm[...], config.norm_epsilon, self.options.dense_implementation)
+        x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)
         return x, None if caches is None else tuple(own_caches)
 
     def put_forms(self) -> None:
         """Makes ready for forward passes alone: see `stacks.put_forms`."""
         for plan in self.config.plan:
             put_forms(getattr(self, plan.name), self.options)
+
+    def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
+        return norm(x, scale, self.config.norm_epsilon, self.options.dense_implementation)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
@@ -311,7 +316,9 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        return logits_of(x, self._w_logits(x.dtype), self._head) * self.config.logits_scale
+        head = self._head
+        logits = map_sequences(lambda w, x: logits_of(x, w, head), self.options.mapped, self._w_logits(x.dtype), x)
+        return logits * self.config.logits_scale
 
     @property
     def _head(self) -> Head:

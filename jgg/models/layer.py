@@ -12,6 +12,7 @@ from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
+from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
 from jgg.primitives.barrier import barrier
@@ -69,21 +70,26 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
-        config, generates = self.config, cache is not None
+        generates = cache is not None
+        mapped = getattr(self, self.mixer).options.mapped
+        (x, y), cache = map_module(self, Layer._before_experts, mapped, (x, place), cache, besides="moe")
+        if hasattr(self, "moe"):
+            quantization = self._quantization(x, generates)
+            y = self.moe._compute(y, place.topk_indices, place.mask, place.adapters, quantization)
+        if getattr(self, self.mixer).options.batch_invariant:
+            y = barrier(y)  # else XLA may add without rounding what made y
+        return residual(x, y, self.config.residual_scale), cache
+
+    def _before_experts(self, x: jax.Array, place: Place, cache: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """x with what the mixer adds, and its norm, which experts take; in a dense layer what the MLP makes of that."""
+        config = self.config
         mixer: Mixer = getattr(self, self.mixer)
         norms = config.norm_epsilon, mixer.options.dense_implementation
         x, normalized = norm_beside(x, self.attention_norm[...], *norms)
         mixed, cache = mixer(normalized, place, cache)
         add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
         x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
-        if hasattr(self, "moe"):
-            quantization = self._quantization(x, generates)
-            y = self.moe._compute(normalized, place.topk_indices, place.mask, place.adapters, quantization)
-        else:
-            y = self.mlp(normalized, place.adapters)
-        if mixer.options.batch_invariant:
-            y = barrier(y)  # else XLA may add without rounding what made y
-        return residual(x, y, config.residual_scale), cache
+        return (x, self.mlp(normalized, place.adapters) if hasattr(self, "mlp") else normalized), cache
 
     def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:
         """The recipe of the experts' products; none where text is generated and an expert has few rows.

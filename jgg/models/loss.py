@@ -215,17 +215,3 @@ def _whole(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The array of this shape that `_parts` divided."""
     batch, length, *features = shape
     return jnp.moveaxis(parts, 0, 1).reshape(batch, parts.shape[0] * parts.shape[2], *features)[:, :length]
-
-
-class Losses(NamedTuple):
-    """Losses of targets, and the logarithms of the sums of exp(logits), float32."""
-
-    losses: jax.Array
-    log_sums: jax.Array
-
-
-def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
-    """The losses of targets [...] by the unscaled logits [..., V] that `logits_of` gives, and the log sums of these."""
-    logits = logits * head.scale
-    log_sums = _log_sums(logits)
-    return Losses(_losses_by(logits, log_sums, targets), log_sums)

@@ -45,9 +45,19 @@ class Options:
     sharding: MoESharding | None
 
     @property
+    def mapped(self) -> MoESharding | None:
+        """The sharding whose devices each compute their own sequences, by kernels in `jax.shard_map`; else None."""
+        return self.sharding if self.batch_invariant else None
+
+    @property
+    def is_split_by_xla(self) -> bool:
+        """Whether XLA splits all but the experts over devices, and so computes it."""
+        return self.sharding is not None and self.mapped is None
+
+    @property
     def dense_implementation(self) -> str | None:
-        """How all but the experts is computed: where a mesh splits sequences, by XLA."""
-        return self.implementation if self.sharding is None else "xla"
+        """How all but the experts is computed."""
+        return "xla" if self.is_split_by_xla else self.implementation
 
     @classmethod
     def checked(

@@ -51,11 +51,10 @@ def _result_types(operands: ProjectFew) -> Projected:
 
 def _plain(operands: ProjectFew) -> Projected:
     x = operands.x
-    pairs = zip(operands[1:4], operands[4:], strict=True)
-    products = (
-        (jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest"), bias) for w, bias in pairs
-    )
-    return Projected(*((y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype) for y, bias in products))
+    biases = (None if bias is None else bias.astype(jnp.float32)[None] for bias in operands[4:])
+    products = (jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest") for w in operands[1:4])
+    pairs = zip(products, biases, strict=True)
+    return Projected(*((y if bias is None else y + bias).astype(x.dtype) for y, bias in pairs))
 
 
 def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:

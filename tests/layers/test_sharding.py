@@ -81,6 +81,34 @@ def test_quantized_weights_on_gpus(name, axis):
 
 @pytest.mark.gpu
 @SEVERAL_GPUS
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("exchange", [None, "all_gather", "ragged_all_to_all"])
+def test_a_tokens_bits_depend_on_no_device_and_no_other_token(exchange, devices):
+    """In another order, and so on other devices, and among fewer tokens; without an exchange, features are split."""
+    mesh = jax.sharding.Mesh(mesh_of_gpus((devices, 1, 1)).devices.reshape(-1), ("a",))
+    axes = {"tensor": "a"} if exchange is None else {"expert": "a", "exchange": exchange}
+    sharding = MoESharding(mesh, **axes)
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16)
+        for name, shape in (("x", (1024, 96)), ("w_gate_up", (8, 96, 128)), ("w_down", (8, 64, 96)))
+    }
+    arrays["topk_weights"] = jnp.asarray(rng.uniform(size=(1024, 4)), jnp.float32)
+    arrays["topk_indices"] = jnp.asarray(np.argsort(rng.random((1024, 8)))[:, :4], jnp.int32)
+
+    @jax.jit
+    def y_of(tokens):
+        own = {name: arrays[name][tokens] for name in ("x", "topk_weights", "topk_indices")}
+        y, _ = sharded_moe_mlp(**(arrays | own), sharding=sharding, interleaved=True, w_layout="ekn")
+        return y
+
+    want = np.asarray(y_of(jnp.arange(1024)).astype(jnp.float32))
+    for tokens in (rng.permutation(1024), rng.permutation(1024)[: 8 * devices], np.full(256, 7)):
+        np.testing.assert_array_equal(y_of(jnp.asarray(tokens)).astype(jnp.float32), want[tokens])
+
+
+@pytest.mark.gpu
+@SEVERAL_GPUS
 @pytest.mark.parametrize(
     ("kind", "spec"), [("Auto", jax.P()), ("Auto", jax.P("a", None, "b")), ("Explicit", jax.P())], ids=str
 )
@@ -204,6 +232,22 @@ def test_lowers_for_gpus_that_are_not_there(exchange):
         text = gradients.trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call" in text
     assert ("ragged_all_to_all" in text) == (exchange == "ragged_all_to_all")
+
+
+@pytest.mark.parametrize("axes", [{"expert": "b"}, {"tensor": "b"}], ids=str)
+def test_more_than_two_devices_add_up_results_themselves(axes):
+    """The collectives that add do so in an order that depends on the place of a number; the overflow is of ints."""
+    sharding = MoESharding(MESH, **axes)
+    floats, chosen, _ = make("uneven", hidden=12)
+    chosen = np.tile(chosen, (8, 1))
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in floats.items()}
+    for name in ("x", "topk_weights"):
+        shapes[name] = jax.ShapeDtypeStruct((len(chosen), *floats[name].shape[1:]), jnp.float32)
+    run = functools.partial(sharded_moe_mlp, topk_indices=chosen, sharding=sharding, interleaved=True, w_layout="ekn")
+    with jgg.target(90):
+        text = jax.jit(lambda floats: run(**floats)[0]).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_to_all" in text
+    assert "reduce_scatter" not in text and "all_reduce" not in text
 
 
 @pytest.mark.parametrize("activation", ["geglu", pytest.param("ungated_gelu", marks=pytest.mark.sweep)])

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jgg
 import jgg.models
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.support import processes
 from tests.support.models import config_of, loaded
+from tests.support.sharded_cases import SEVERAL_GPUS
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
@@ -46,6 +48,44 @@ def test_a_mesh_of_one_device_changes_nothing():
     tokens = np.arange(12).reshape(2, 6)
     got = loaded("qwen3_moe", sharding=MoESharding(mesh, fsdp="a"))(tokens)
     np.testing.assert_allclose(got, loaded("qwen3_moe")(tokens), rtol=0, atol=1e-5)
+
+
+def test_with_batch_invariant_kernels_compute_each_devices_sequences():
+    """All but the attention of the tiny head, where XLA computes all but the experts without."""
+    config = jgg.models.model_config(config_of("qwen3_moe"))
+    sharding, tokens = MoESharding(abstract_mesh(), data="a", expert="b"), np.zeros((8, 16), np.int32)
+
+    def kernels(**options):
+        def create():
+            return jgg.models.Decoder(config, sharding=sharding, rngs=nnx.Rngs(0), **options)
+
+        graphdef, state = nnx.split(nnx.eval_shape(create))
+        lowered = jax.jit(lambda state: nnx.merge(graphdef, state)(tokens)).trace(state).lower
+        return lowered(lowering_platforms=("cuda",)).as_text().count("@triton_kernel_call")
+
+    with jgg.target(90):
+        # two norms, queries, keys and values, rotary embedding and output of a layer, the last norm, and logits
+        assert kernels(batch_invariant=True) >= kernels() + 7
+
+
+@pytest.mark.gpu
+@SEVERAL_GPUS
+@pytest.mark.parametrize("axes", [{"fsdp": "a"}, {"expert": "a"}, {"expert": "a", "exchange": "ragged_all_to_all"}])
+def test_a_sequences_bits_depend_on_no_device_and_no_other_sequence(axes):
+    if jax.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, has {jax.device_count()}")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32, "num_local_experts": 8, "vocab_size": 640}
+    config = jgg.models.model_config(config_of("qwen3_moe") | sizes)
+    options = {"batch_invariant": True, "sharding": MoESharding(mesh, **axes)}
+    model = jgg.models.Decoder(config, **options, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 640, (2, 32, 70))
+    losses = nnx.jit(lambda model, *arrays: model.losses(*arrays))
+    want = np.asarray(losses(model, tokens, targets))
+    for rows in (rng.permutation(32), np.array([9, 30]), np.full(6, 5)):
+        np.testing.assert_array_equal(losses(model, tokens[rows], targets[rows]), want[rows])
+    np.testing.assert_array_equal(losses(model, tokens[:4, :33], targets[:4, :33]), want[:4, :33])
 
 
 # message: (kind of axes, what splits what)

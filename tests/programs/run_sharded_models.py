@@ -37,6 +37,16 @@ CASES = {
         {"remat": "names"},
     ),
     "fsdp, expert, tensor, tied": ("gpt_oss", {"fsdp": "a", "expert": "b", "tensor": "c"}, {}),
+    "each device its own sequences, fsdp, expert, data": (
+        "glm4_moe",
+        {"fsdp": "a", "expert": "b", "data": "c"},
+        {"remat": "attention", "batch_invariant": True},
+    ),
+    "each device its own sequences, data, tensor": (
+        "gpt_oss",
+        {"data": ("a", "b"), "tensor": "c"},
+        {"remat": "names", "batch_invariant": True},
+    ),
 }
 ALL = {"fsdp": "a", "expert": "b", "data": "c"}
 
@@ -205,6 +215,19 @@ def check_without_adapters():
     assert_close(got, want, 1e-6, "without adapters")
 
 
+def check_own_sequences():
+    """Segments, and tokens for an odd number of prompts, of a model whose devices each compute their own sequences."""
+    whole = loaded("gpt_oss")
+    model = loaded("gpt_oss", sharding=MoESharding(mesh(), data="a", tensor="c"), batch_invariant=True)
+    segments = (np.arange(7) >= np.arange(8)[:, None] % 6 + 1).astype(np.int32)
+    got, want = (nnx.jit(lambda model: model(TOKENS, segments))(each) for each in (model, whole))
+    assert got.sharding.is_equivalent_to(model.options.sharding.named(jax.P("a")), 3), got.sharding
+    assert_close(got, want, 1e-5, "logits of segments")
+    options = {"lengths": [7, 2, 4], "temperature": 0.9, "key": jax.random.key(0)}
+    got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
+    np.testing.assert_array_equal(got, want)
+
+
 def check_losses():
     """The gradients of weighted losses of sequences that devices split, two of which have the same ones."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -254,6 +277,7 @@ def main():
         check_generation,
         check_mask_and_choices,
         check_without_adapters,
+        check_own_sequences,
         check_losses,
         check_what_is_kept,
     ):

@@ -16,6 +16,7 @@ from flax import nnx
 import jgg
 import jgg.linen
 import jgg.nnx
+from jgg.experts.sums import sum_all, sum_scatter
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 from tests.support.closeness import distance
@@ -54,6 +55,45 @@ def kind_of(name):
     """The kind of mesh that a case of CASES runs on."""
     axes, _, load = CASES[name]
     return "Auto" if "tensor" not in axes else "Explicit" if load == "uneven" else "both"
+
+
+def check_sums():
+    """Sums are those of the numbers in the order of the devices, rounded once, and derivatives those of JAX's sums."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO,) * 2)
+    rng = np.random.default_rng(0)
+    ways = (
+        (sum_scatter, lambda rows, axis: jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True), jax.P("a")),
+        (sum_all, jax.lax.psum, jax.P()),
+    )
+
+    def mapped(function, spec):
+        on_device = lambda parts: function(parts[0], "a")  # noqa: E731
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=jax.P("a"), out_specs=spec))
+
+    for num_rows, dtype in ((4, jnp.float32), (4 * 33, jnp.bfloat16)):
+        numbers = rng.normal(size=(4, num_rows, 3)) * 10.0 ** rng.integers(-3, 3, (4, num_rows, 3))
+        parts, dy = jnp.asarray(numbers, dtype), jnp.asarray(rng.normal(size=(num_rows, 3)), dtype)
+        one, two, three, four = parts.astype(jnp.float32)
+        want = (((one + two) + three) + four).astype(dtype)
+        for sums, of_jax, spec in ways:
+            # an odd number of rows, where each device gets all
+            rows = slice(None) if sums is sum_scatter else slice(num_rows - 1)
+            got, pull_back = jax.vjp(mapped(sums, spec), parts[:, rows])
+            np.testing.assert_array_equal(got, want[rows])
+            _, expected = jax.vjp(mapped(of_jax, spec), parts[:, rows])
+            np.testing.assert_array_equal(pull_back(dy[rows])[0], expected(dy[rows])[0])
+
+
+def check_four_devices():
+    """Results that more than two devices add up, and their gradients."""
+    mesh, (floats, chosen, dy) = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO,) * 2), make("uneven", hidden=12)
+    want_y, want = on_one_device(floats, chosen, dy, np.ones(chosen.shape, bool))
+    for axis in ("expert", "tensor"):
+        sharding = MoESharding(mesh, **{axis: "a"})
+        y, got, _ = on_mesh(*place(floats, chosen, dy, sharding), sharding)
+        assert_shards_close(y, want_y, f"{axis}: y")
+        for name in floats:
+            assert_shards_close(got[name], want[name], f"{axis}: {name}")
 
 
 def check_layer(kind):
@@ -309,6 +349,8 @@ def main():
         print(name, flush=True)
     for name in LOW_RANK_CASES[3:]:  # with all axes; the others are for two GPUs
         assert_case_is_right(name, mesh_of(kind_of(name)), terms=make_terms())
+    check_sums()
+    check_four_devices()
     check_quantized_weights()
     check_packed_weights()
     check_float32_weights()

@@ -1,0 +1,78 @@
+"""Parts of a sharded model that each device computes for its own sequences in a `jax.shard_map`, so that kernels can.
+
+Experts are no such part: `jgg.nnx.MoE` has a `jax.shard_map` of its own, in which their tokens are exchanged.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jgg.sharding import MoESharding
+
+P = jax.P
+
+
+def map_sequences[Result](
+    function: Callable[..., Result], sharding: MoESharding | None, whole: Any, *arrays: Any
+) -> Result:
+    """`function(whole, *arrays)`, where a sharding says so on each device, of its own sequences.
+
+    Args:
+      whole: a pytree of arrays that every device has whole, such as parameters. Their gradients are summed.
+      arrays: pytrees. Of the first leaf's B sequences each device gets its own; leaves whose first axis is shorter are
+        the same for all. Leaves that are no arrays stay as they are.
+
+    Returns: the function's arrays [B, ...].
+    """
+    if sharding is None:
+        return function(whole, *arrays)
+    result, _ = _mapped(lambda whole, arrays, _: (function(whole, *arrays), None), sharding, whole, arrays, None)
+    return result
+
+
+def map_module[Module: nnx.Module, Result](
+    module: Module,
+    method: Callable[..., tuple[Result, Any]],
+    sharding: MoESharding | None,
+    arrays: tuple[Any, ...],
+    cache: Any,
+    *,
+    besides: str,
+) -> tuple[Result, Any]:
+    """`method(module, *arrays, cache)`, as `map_sequences` does it, with the module's parameters whole.
+
+    Args:
+      cache: None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
+      besides: the name of a module in the module that the method does not use.
+    """
+    if sharding is None:
+        return method(module, *arrays, cache)
+    graphdef, state, *others = nnx.split(module, lambda path, _: besides not in path, ...)
+
+    def function(state: Any, arrays: tuple[Any, ...], cache: Any) -> tuple[Result, Any]:
+        return method(nnx.merge(graphdef, state, *others), *arrays, cache)
+
+    return _mapped(function, sharding, state, arrays, cache)
+
+
+def _mapped[Result](
+    function: Callable[..., tuple[Result, Any]], sharding: MoESharding, whole: Any, arrays: tuple[Any, ...], cache: Any
+) -> tuple[Result, Any]:
+    """`function(whole, arrays, cache)`, whose two results are of sequences and a cache, in `jax.shard_map`."""
+    leaves, structure = jax.tree.flatten(arrays)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    own = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    tokens, batch = sharding.token_spec, own[0].shape[0]
+    of_cache = P(None, *tokens)
+
+    def on_device(whole: Any, own: list[jax.Array], cache: Any) -> tuple[Result, Any]:
+        parts = iter(own)
+        given = [next(parts) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        return function(whole, jax.tree.unflatten(structure, given), cache)
+
+    specs = [tokens if array.ndim and array.shape[0] == batch else P() for array in own]
+    return jax.shard_map(on_device, mesh=sharding.mesh, in_specs=(P(), specs, of_cache), out_specs=(tokens, of_cache))(
+        whole, own, cache
+    )
