@@ -5,7 +5,7 @@ from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
 from jgg.models.generation import generate
 from jgg.models.loading import load
-from jgg.models.saving import save
+from jgg.models.saving import named_tensors, save
 
 __all__ = [
     "Decoder",
@@ -14,6 +14,7 @@ __all__ = [
     "load",
     "load_adapter",
     "model_config",
+    "named_tensors",
     "save",
     "save_adapter",
 ]
