@@ -169,9 +169,7 @@ def padded(term: LowRank, rank: int) -> LowRank:
     missing = rank - term.a.shape[-1]
     a, b = np.asarray(term.a), np.asarray(term.b)
     around = [(0, 0)] * (a.ndim - 2)
-    return LowRank(
-        np.pad(a, [*around, (0, 0), (0, missing)]), np.pad(b, [*around, (0, missing), (0, 0)]), term.scale
-    )
+    return LowRank(np.pad(a, [*around, (0, 0), (0, missing)]), np.pad(b, [*around, (0, missing), (0, 0)]), term.scale)
 
 
 def flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:

@@ -106,7 +106,7 @@ def names_of_experts(config: Mapping[str, Any], layer: int, param: str) -> tuple
 
 
 def modules_of_expert(config: Mapping[str, Any], layer: int, param: str, expert: int) -> list[str]:
-    """The modules of one expert that "w_gate_up" or "w_down" is of, in the order of its columns; none if it has none."""
+    """The modules of one expert that "w_gate_up" or "w_down" is of, in the order of its columns; [] if it has none."""
     own = family(config)
     parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
     return [own.block_name(layer) + part.replace("{e}", str(expert)) for part in parts]

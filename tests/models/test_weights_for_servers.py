@@ -1,4 +1,4 @@
-"""Weights and adapters by the names that servers know: those of published checkpoints, an expert's modules by number."""
+"""Weights and adapters by the names that servers know: those of published checkpoints, with each expert's modules."""
 
 import json
 
