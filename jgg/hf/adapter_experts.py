@@ -164,6 +164,14 @@ def rescaled(term: LowRank, scale: float) -> LowRank:
     return LowRank(term.a, (b * np.float64(term.scale / scale)).astype(b.dtype), scale)
 
 
+def padded(term: LowRank, rank: int) -> LowRank:
+    """The same term with a larger rank, by zeros."""
+    missing = rank - term.a.shape[-1]
+    a, b = np.asarray(term.a), np.asarray(term.b)
+    around = [(0, 0)] * (a.ndim - 2)
+    return LowRank(np.pad(a, [*around, (0, 0), (0, missing)]), np.pad(b, [*around, (0, missing), (0, 0)]), term.scale)
+
+
 def flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:
     """Yields lora_A and lora_B of a fused parameter: A has the expert slowest, B the expert fastest."""
     a, b = np.asarray(low_rank.a).swapaxes(1, 2), np.asarray(low_rank.b)  # both [E, r, features]

@@ -102,9 +102,14 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slo
 
 def names_of_experts(config: Mapping[str, Any], layer: int, param: str) -> tuple[str, list[str]]:
     """The names of "w_gate_up" or "w_down" in PEFT: the fused parameter, and the modules of expert 0."""
+    return names_of_parameters(family(config), layer)[param], modules_of_expert(config, layer, param, 0)
+
+
+def modules_of_expert(config: Mapping[str, Any], layer: int, param: str, expert: int) -> list[str]:
+    """The modules of one expert that "w_gate_up" or "w_down" is of, in the order of its columns; [] if it has none."""
     own = family(config)
     parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
-    return names_of_parameters(own, layer)[param], [own.block_name(layer) + part.replace("{e}", "0") for part in parts]
+    return [own.block_name(layer) + part.replace("{e}", str(expert)) for part in parts]
 
 
 def read_settings(folder: Path) -> AdapterSettings:
@@ -150,9 +155,6 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
       TypeError: a part of the adapter has the wrong type.
       OSError: the folder cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     own, shapes, folder = family(config), moe_layer(config).shapes, as_path("folder", folder)
     check_instance("adapter", adapter, Adapter, "an Adapter")
     tensors: dict[str, np.ndarray] = {}
@@ -175,13 +177,24 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
         check(not pattern.match(name), f"others of adapter must be tensors of modules other than experts, got {name}.")
         tensors[name] = np.ascontiguousarray(tensor)
     settings = new_settings("settings of adapter", adapter.settings, terms).with_terms(terms, experts)
-    text = json.dumps(settings.values, indent=2, sort_keys=True)
+    write_adapter(folder, settings.values, tensors)
+
+
+def write_adapter(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes both files of an adapter; one that the folder holds is replaced once both are written.
+
+    Raises: OSError: the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    text = json.dumps(settings, indent=2, sort_keys=True)
     folder = Path(os.path.realpath(folder))  # a link leads to the place, which need not exist yet
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / SETTINGS) as of_settings, replacing(folder / TENSORS) as of_tensors:
         of_settings.write_text(text, encoding="utf-8")
         try:
-            save_file(tensors, of_tensors, metadata={"format": "pt"})
+            save_file(dict(tensors), of_tensors, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder / TENSORS} could not be written: {error}") from error
 

@@ -6,7 +6,7 @@ from jgg.models.decoder import Decoder
 from jgg.models.generated import Generated, TrainingRows
 from jgg.models.generation import generate
 from jgg.models.loading import load
-from jgg.models.saving import save
+from jgg.models.saving import named_tensors, save
 
 __all__ = [
     "Decoder",
@@ -17,6 +17,7 @@ __all__ = [
     "load",
     "load_adapter",
     "model_config",
+    "named_tensors",
     "save",
     "save_adapter",
 ]

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jgg.core.arguments import as_path, check, check_instance
+from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.hf import adapters as of_hf
-from jgg.hf.adapter_experts import pair_of, rescaled
-from jgg.hf.adapter_settings import as_number
+from jgg.hf.adapter_experts import padded, pair_of, rescaled
+from jgg.hf.adapter_settings import as_number, new_settings
 from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
@@ -26,7 +26,7 @@ from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices
 
 
-def save_adapter(model: Decoder, folder: str | Path) -> None:
+def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False) -> None:
     """Writes a model's LoRA adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
     `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention are written for modules
@@ -39,15 +39,20 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
       model: the model, which has a lora_rank.
       folder: where to write; it is made if it is missing. An adapter that it holds is replaced once both files are
         written.
+      by_expert: whether to write adapters of experts for each expert's own modules, as published checkpoints name them,
+        and to give all terms one rank, with zeros, and one scale. vLLM and SGLang read that, and `load_adapter` too.
 
     Raises:
-      ValueError: the model has no adapters.
+      ValueError: the model has no adapters; or, with by_expert, its family has no modules for each expert.
       TypeError: an argument has the wrong type.
       OSError: the folder cannot be written.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     check(model.options.lora.rank is not None, "model must have LoRA adapters, of a lora_rank, got a model without.")
     folder = as_path("folder", folder)
+    if as_flag("by_expert", by_expert):
+        of_hf.write_adapter(folder, *_by_module(model))
+        return
     layers: dict[int, dict[str, LowRank]] = {}
     others: dict[str, np.ndarray] = {}
     of_modules: dict[str, tuple[int, float]] = {}  # rank and alpha by the name of a module or parameter
@@ -66,6 +71,28 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
             of_modules |= dict.fromkeys([module + ending for module in modules], own)
     settings = _settings(of_modules, of_experts) | {"base_model_name_or_path": model.config.name}
     of_hf.save_adapter(folder, model.config.hf, of_hf.Adapter(layers, others, settings))
+
+
+def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The settings and the tensors of an adapter that has modules alone, with one rank and one scale."""
+    terms = list(_terms(model))
+    rank = max((term.a.shape[-1] for *_, term in terms), default=1)
+    scale = terms[0][2].scale if terms else 1.0
+    tensors: dict[str, np.ndarray] = {}
+    for matrix, number, term in terms:
+        own = padded(rescaled(term, scale), rank)
+        if matrix.is_of_experts:
+            for expert, (a, b) in enumerate(zip(own.a, own.b, strict=True)):
+                modules = of_hf.modules_of_expert(model.config.hf, number, matrix.target, expert)
+                check(bool(modules), f"model must have modules for each expert, got {model.config.model_type}.")
+                tensors |= _tensors_of(modules, LowRank(a, b, scale))
+        else:
+            tensors |= _tensors_of(matrix.modules[number], own)
+    settings = {
+        "base_model_name_or_path": model.config.name,
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+    }
+    return dict(new_settings("settings", settings, {"": (rank, scale)}).values), tensors
 
 
 def _settings(of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -63,6 +63,20 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
         multihost_utils.sync_global_devices("jgg.models.save: the folder is there")
 
 
+def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the name and the array of each tensor that `save` writes, such as for a server that takes weights so.
+
+    Host memory holds the tensors of one parameter of one layer at a time. If a model is split over the devices of
+    several processes, all of them must take all tensors.
+
+    Raises: ValueError, TypeError: as in `save`.
+    """
+    check_instance("model", model, Decoder, "a jgg.models.Decoder")
+    config = _config(model)
+    _check_adapters(model)
+    return _tensors(model, config)
+
+
 def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: int) -> None:
     with filling(folder, last=_CONFIG) as temporary:
         _write_shards(_tensors(model, config), temporary, limit)

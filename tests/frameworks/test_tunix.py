@@ -280,3 +280,67 @@ def test_the_recipe(tmp_path, installed):
         for name, term in terms.items():
             want = ours.adapters_of(model.layers[index].mlp)[name].delta("ekn")
             np.testing.assert_allclose(term.delta("ekn"), want, rtol=1e-5, atol=1e-5)
+
+
+class Words:
+    """Token 5 is the word "t5"; 0 pads, 1 ends and 2 begins a text."""
+
+    def encode(self, text, **_):
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, ids, **_):
+        return " ".join(f"t{int(token)}" for token in ids)
+
+    def bos_id(self):
+        return 2
+
+    def eos_id(self):
+        return 1
+
+    def pad_id(self):
+        return 0
+
+
+@pytest.fixture
+def promotion_everywhere():
+    """Also in the threads of tunix, which those of a context do not reach."""
+    options = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+    before = {name: getattr(jax.config, name) for name in options}
+    for own in (options, before):
+        for name, value in own.items():
+            jax.config.update(name, value)
+        if own is options:
+            yield
+
+
+@pytest.mark.usefixtures("promotion_everywhere")
+def test_tunix_s_grpo_learns_with_these_experts(installed, monkeypatch):
+    from tunix.models.qwen3 import model
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+
+    installed()
+    rewards, computed = [], []
+    experts = model.MoELayer.__call__
+    monkeypatch.setattr(model.MoELayer, "__call__", lambda *args: (computed.append(0), experts(*args))[1])
+
+    def odd(prompts, completions, **_):
+        own = [float(np.mean([int(word[1:]) % 2 for word in text.split()] or [0])) for text in completions]
+        rewards.append(np.mean(own))
+        return own
+
+    with in_mesh((1, 1)) as mesh:
+        actor, reference = (model.Qwen3(config(vocab_size=32), rngs=nnx.Rngs(0)) for _ in range(2))
+    rollout = RolloutConfig(max_tokens_to_generate=4, max_prompt_length=4, kv_cache_size=16, temperature=1.0, top_p=1.0)
+    training = {"eval_every_n_steps": 100, "max_steps": 8, "mini_batch_size": 2, "train_micro_batch_size": 2}
+    cluster = ClusterConfig(
+        role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
+        training_config=RLTrainingConfig(actor_optimizer=optax.adam(3e-2), **training),
+        rollout_config=rollout,
+    )
+    cluster = RLCluster(actor=actor, reference=reference, tokenizer=Words(), cluster_config=cluster)
+    learner = GRPOLearner(cluster, GRPOConfig(num_generations=16, beta=0.0), odd)
+    learner.train([{"prompts": np.array(["t5 t6", "t7 t8"])} for _ in range(8)])
+    assert len(rewards) == 8 and computed
+    assert rewards[0] < 0.6 and rewards[-1] > 0.9

@@ -89,3 +89,19 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
     own = names["adapters"], nnx.state(names["model"], nnx.LoRAParam)
     trained, loaded = map(nnx.to_pure_dict, own)
     jax.tree.map(np.testing.assert_array_equal, loaded, trained)
+
+
+@pytest.mark.thorough
+def test_a_model_learns_from_rewards_and_its_weights_go_to_servers(tmp_path, capsys):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    names = run_code("\n".join(code_of("reinforcement-learning.md", "In code")))
+    steps, differences = zip(*(line.split() for line in capsys.readouterr().out.splitlines()), strict=True)
+    assert steps == ("1", "2", "3") and max(map(float, differences)) < 0.1  # in bfloat16, on a CPU
+    rows, advantages = names["batch_of"](4)
+    assert rows.tokens.shape == (8, 11) and advantages.shape == (8, 1) and np.any(advantages)
+    run_code("\n".join(code_of("reinforcement-learning.md", "Weights to a server")))
+    own = load_file(tmp_path / "model" / "model.safetensors")
+    printed = {line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert printed == own.keys() == load_file(tmp_path / "weights-1" / "model.safetensors").keys()
+    modules = {name.partition(".lora_")[0] for name in load_file(tmp_path / "policy-1" / "adapter_model.safetensors")}
+    assert {f"{module.removeprefix('base_model.model.')}.weight" for module in modules} < own.keys()

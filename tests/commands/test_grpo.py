@@ -1,0 +1,119 @@
+"""examples/grpo.py: its loss is the formula's, and a model learns what it is rewarded for."""
+
+import argparse
+import re
+
+import grpo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgg.models
+from tests.support.models import folder_with_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Model(nnx.Module):
+    """Its losses are given, those without adapters are others."""
+
+    def __init__(self, losses, of_reference):
+        self.own, self.of_reference = nnx.Param(jnp.asarray(losses)), nnx.Param(jnp.asarray(of_reference))
+
+    def losses(self, tokens, targets, *, mask, topk_indices=None, adapters=True):
+        assert tokens.shape == targets.shape == mask.shape
+        return self.own[...] if adapters else self.of_reference[...]
+
+
+def test_the_loss_is_that_of_the_formula():
+    rng, shape = np.random.default_rng(0), (5, 7)
+    losses, of_reference, of_sampler = (rng.uniform(0, 2, shape).astype(np.float32) for _ in range(3))
+    is_new = rng.random(shape) < 0.6
+    advantages = rng.standard_normal((5, 1)).astype(np.float32)
+    part = {
+        "tokens": np.zeros(shape, np.int32),
+        "targets": np.zeros(shape, np.int32),
+        "mask": np.ones(shape, bool),
+        "log_probabilities": -of_sampler,
+        "advantages": advantages,
+        "weights": (is_new / is_new.sum()).astype(np.float32),
+        "place": np.array([0, 2], np.float32),
+    }
+    options = argparse.Namespace(clip=(0.2, 0.3), kl=0.1)
+    value, differences = grpo.loss_of(options)(Model(losses, of_reference), part)
+    ratio, total = np.exp(of_sampler.astype(np.float64) - losses), 0.0
+    further = losses.astype(np.float64) - of_reference
+    for row, column in np.argwhere(is_new):
+        own, advantage = ratio[row, column], advantages[row, 0]
+        gain = min(own * advantage, np.clip(own, 0.8, 1.3) * advantage)
+        total += -gain + 0.1 * (np.exp(further[row, column]) - further[row, column] - 1)
+    np.testing.assert_allclose(value, total / is_new.sum(), rtol=1e-5)
+    largest = np.abs(losses - of_sampler)[is_new].max()
+    np.testing.assert_allclose(differences, [0, 2 * largest], rtol=1e-6)
+    gradient = jax.grad(lambda own: grpo.loss_of(options)(Model(own, of_reference), part)[0])(losses)
+    assert np.array_equal(np.asarray(gradient) != 0, is_new)  # the KL term has one where the ratio is out of bounds
+
+
+def test_advantages_are_those_of_a_problem_s_answers():
+    rewards = np.array([[0.0, 1.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.5], [1.0, 0.0, 0.0, 0.0]])
+    advantages = grpo.advantages_of(rewards)
+    np.testing.assert_allclose(advantages[:2], [[-1, 1, 1, -1], [0, 0, 0, 0]], atol=1e-3)
+    np.testing.assert_allclose(advantages[2], np.array([3, -1, -1, -1]) / np.sqrt(3), atol=1e-3)
+
+
+def test_problems_have_their_answers():
+    rng = np.random.default_rng(0)
+    problems = [grpo.new_problem(rng) for _ in range(20)]
+    assert len(set(problems)) > 15
+    for problem in problems:
+        digits, end = re.fullmatch(r"Max (\d{3}): (\n?)", problem.prompt).groups()
+        assert problem.answer == f"{max(digits)}\n" and not end
+        assert grpo.reward_of(problem, problem.answer) == 1
+        assert grpo.reward_of(problem, problem.answer[:1]) == grpo.reward_of(problem, "x\n") == 0.5
+        assert grpo.reward_of(problem, problem.answer + "x") == pytest.approx(2 / 3)
+        assert grpo.reward_of(problem, "") == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--updates", "2", "--replay", "--kl", "0.001"],
+        pytest.param(["--accumulate", "2", "--batch-invariant"], marks=pytest.mark.thorough),
+    ],
+    ids=["replay", "accumulate"],
+)
+def test_a_model_learns_what_it_is_rewarded_for(options, tmp_path, capsys, monkeypatch):
+    folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    monkeypatch.setattr(grpo, "new_problem", lambda rng: grpo.Problem("t5 t6" + " t7" * int(rng.integers(2)), "t9 t9"))
+    monkeypatch.setattr(grpo, "reward_of", lambda problem, text: np.mean([word == "t9" for word in text.split()]))
+    arguments = [str(folder), "--output", str(tmp_path / "adapter"), "--dtype", "float32", "--learning-rate", "3e-2"]
+    sizes = ["--steps", "16", "--problems", "2", "--samples", "16", "--max-new-tokens", "3", "--log-every", "4"]
+    grpo.main([*arguments, *sizes, *options])
+    lines = re.findall(r"step (\d+): reward (\S+), .* differ by up to ([^,]+), ", capsys.readouterr().out)
+    assert [int(step) for step, *_ in lines] == [1, 4, 8, 12, 16]
+    rewards, differences = ([float(line[place]) for line in lines] for place in (1, 2))
+    assert rewards[0] < 0.1 and rewards[-1] > 0.8
+    assert max(differences) < 1e-4
+    model = jgg.models.load(folder, dtype=jnp.float32)
+    jgg.models.load_adapter(model, tmp_path / "adapter")
+    assert jgg.models.generate(model, [[5, 6]], 2).tolist() == [[9, 9]]
+
+
+WRONG = {
+    "--accumulate must divide --problems times --samples": ["--problems", "3", "--samples", "5", "--accumulate", "2"],
+    "argument --samples: must be a whole number from 2 to": ["--samples", "1"],
+    "argument --clip: must be a number of at least 0, got '-1'": ["--clip", "0.2", "-1"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_options_that_are_wrong_are_named(message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["model", "--output", "adapter", *WRONG[message]])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
