@@ -91,7 +91,8 @@ def run(
     if model.options.batch_invariant:
         model.put_forms()
         graphdef, state = nnx.split(model)
-    head = Head(implementation=model.options.dense_implementation)  # of logits that the model's head has scaled
+    options = model.options
+    head = Head(implementation=options.dense_implementation, mapped=options.mapped)  # its logits are scaled already
     logits, caches, choices = _prefill(model, prompts, lengths, plan)
     sampling = None if sampling is None else of_samples(sampling, plan.num_samples)
     starts = jnp.repeat(lengths, plan.num_samples)

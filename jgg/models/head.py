@@ -13,6 +13,7 @@ from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import Operands
 from jgg.linear.linear import Linear
+from jgg.sharding import MoESharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Head:
       scale: factor of the logits.
       w_layout: "ekn" for w [H, V], "enk" for w [V, H], as an embedding is.
       implementation, batch_invariant: of the product, as in `jgg.linear.dense`.
+      mapped: the sharding over whose devices `losses_by` maps the rows of logits that are split so; None for no map.
     """
 
     scale: float = 1.0
     w_layout: str = "ekn"
     implementation: str | None = None
     batch_invariant: bool = False
+    mapped: MoESharding | None = None
 
     def vocabulary(self, w: jax.Array) -> int:
         """V."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike, vary_over, varying_axes
 from jgg.models.head import Head, dw_of, dx_of, logits_of
+from jgg.models.mapped import map_sequences
 from jgg.models.norms import how_of_rows
 from jgg.primitives.barrier import barrier
 from jgg.products.losses import LOSSES, Losses, Scored
@@ -175,9 +176,13 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
     On a GPU the bits of a token's loss do not depend on the other tokens. Logits that are scaled already, with a head
     whose scale is 1, give the same bits.
     """
-    rows = Scored(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-    results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale)
-    return jax.tree.map(lambda result: result.reshape(targets.shape), results)
+
+    def of_rows(_: None, logits: jax.Array, targets: jax.Array) -> Losses:
+        rows = Scored(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale)
+        return jax.tree.map(lambda result: result.reshape(targets.shape), results)
+
+    return map_sequences(of_rows, head.mapped, None, logits, targets)
 
 
 def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:
