@@ -226,7 +226,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=count, default=3, help="of an answer (%(default)s)")
     parser.add_argument("--updates", type=count, default=1, help="steps of the optimizer for a batch (%(default)s)")
     parser.add_argument("--accumulate", type=count, default=1, help="parts in which a batch is learned (%(default)s)")
-    parser.add_argument("--learning-rate", type=positive, default=3e-3, help="(%(default)s)")
+    parser.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
     parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
     parser.add_argument("--clip", type=share, nargs=2, default=(0.2, 0.28), help="bounds of the ratio: 1 - a, 1 + b")
     parser.add_argument("--kl", type=share, default=0.0, help="weight of the distance from the model without adapters")
