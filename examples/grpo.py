@@ -4,8 +4,8 @@
     python examples/grpo.py tiny --output adapter
     python examples/grpo.py FOLDER --output adapter --batch-invariant --remat all --learning-rate 1e-4
 
-FOLDER has config.json, safetensors files and tokenizer.json. The task here is to sort digits. For another one, replace
-`new_problem` and `reward_of`: any prompt, and any number that says how good an answer is.
+FOLDER has config.json, safetensors files and tokenizer.json. The task here is to add small numbers. For another one,
+replace `new_problem` and `reward_of`: any prompt, and any number that says how good an answer is.
 
 Each step draws some answers to each of a few new problems. The answers that are better than the mean of their problem
 become likelier, the others less likely. LoRA adapters learn; the model without them is the reference of --kl.
@@ -48,9 +48,9 @@ class Problem(NamedTuple):
 
 
 def new_problem(rng: np.random.Generator) -> Problem:
-    """The largest of three digits."""
-    digits = [str(digit) for digit in rng.permutation(10)[:3]]
-    return Problem(f"Max {''.join(digits)}: ", max(digits) + "\n")
+    """A sum of two numbers from 0 to 4."""
+    one, other = rng.integers(5, size=2)
+    return Problem(f"{one} + {other} = ", f"{one + other}\n")
 
 
 def reward_of(problem: Problem, text: str) -> float:
@@ -220,13 +220,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     count, share = whole(1), number("a number of at least 0", lambda value: value >= 0)
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
-    parser.add_argument("--steps", type=count, default=300, help="batches of answers (%(default)s)")
+    parser.add_argument("--steps", type=count, default=1000, help="batches of answers (%(default)s)")
     parser.add_argument("--problems", type=count, default=16, help="in a batch (%(default)s)")
     parser.add_argument("--samples", type=whole(2), default=16, help="answers to a problem (%(default)s)")
     parser.add_argument("--max-new-tokens", type=count, default=3, help="of an answer (%(default)s)")
     parser.add_argument("--updates", type=count, default=1, help="steps of the optimizer for a batch (%(default)s)")
     parser.add_argument("--accumulate", type=count, default=1, help="parts in which a batch is learned (%(default)s)")
-    parser.add_argument("--learning-rate", type=positive, default=2e-3, help="(%(default)s)")
+    parser.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
     parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
     parser.add_argument("--clip", type=share, nargs=2, default=(0.2, 0.28), help="bounds of the ratio: 1 - a, 1 + b")
     parser.add_argument("--kl", type=share, default=0.0, help="weight of the distance from the model without adapters")
