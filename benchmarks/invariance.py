@@ -13,7 +13,6 @@ small sizes are compared, with the kernels of XLA alone.
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -75,12 +74,11 @@ def parts(features: int, implementation: str | None) -> Iterator[tuple[str, Call
         lambda x: dense(x, Matrix(dense=w), implementation=implementation, batch_invariant=implementation is None),
     )
     yield "RMS norm", lambda x: norm(x[None], jnp.ones(features), 1e-6, implementation)[0]
-    yield from layers(features, implementation, matrix)
+    if implementation is None:  # plain JAX multiplies experts' rows in blocks, which would take minutes
+        yield from layers(features, matrix)
 
 
-def layers(
-    features: int, implementation: str | None, matrix: Callable[..., jax.Array]
-) -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
+def layers(features: int, matrix: Callable[..., jax.Array]) -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
     """Whole MoE layers, router included."""
     options: dict[str, Any] = {"in_features": features, "hidden_features": 3 * features // 8, "num_experts": 128}
     layer = MoELayer(**options, topk=8, shared_features=features // 2, use_shared_gate=True)
@@ -91,14 +89,13 @@ def layers(
     in_float16 = jax.tree.map(lambda w: w.astype(jnp.float16), params)
     with_lora = MoELayer(**options, topk=8, lora_rank=16)
     adapted = {name: matrix(*shape) for name, shape in (with_lora.shapes | with_lora.adapter_shapes).items()}
-    apply = functools.partial(layer.apply, implementation=implementation)
-    yield "layer, bfloat16", lambda x: apply(params, x)[0]
-    yield "layer, float16", lambda x: apply(in_float16, x.astype(jnp.float16))[0]
-    yield "layer, `Fp8()`", lambda x: apply(params, x, quantization=jgg.Fp8())[0]
-    yield "layer, FP8 as stored", lambda x: apply(stored, x)[0]
-    yield "layer, FP8 as stored, `Fp8()`", lambda x: apply(stored, x, quantization=jgg.Fp8())[0]
-    yield "layer, MXFP4 as stored", lambda x: apply(packed, x)[0]
-    yield "layer with LoRA", lambda x: with_lora.apply(adapted, x, implementation=implementation)[0]
+    yield "layer, bfloat16", lambda x: layer.apply(params, x)[0]
+    yield "layer, float16", lambda x: layer.apply(in_float16, x.astype(jnp.float16))[0]
+    yield "layer, `Fp8()`", lambda x: layer.apply(params, x, quantization=jgg.Fp8())[0]
+    yield "layer, FP8 as stored", lambda x: layer.apply(stored, x)[0]
+    yield "layer, FP8 as stored, `Fp8()`", lambda x: layer.apply(stored, x, quantization=jgg.Fp8())[0]
+    yield "layer, MXFP4 as stored", lambda x: layer.apply(packed, x)[0]
+    yield "layer with LoRA", lambda x: with_lora.apply(adapted, x)[0]
 
 
 def _packed(shape: tuple[int, ...]) -> QuantizedArray:

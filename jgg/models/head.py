@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ class Head:
     def vocabulary(self, w: jax.Array) -> int:
         """V."""
         return w.shape[1 if self.w_layout == "ekn" else 0]
+
+    @property
+    def of_gradients(self) -> Self:
+        """The same for gradients, whose order of additions may be that of the faster product."""
+        return dataclasses.replace(self, batch_invariant=False)
 
     def layer(self, x: jax.Array, w: jax.Array, dw_dtype: DTypeLike) -> tuple[Linear, Operands]:
         """The linear layer and its operands: float32 results, and dw in `dw_dtype`."""
@@ -78,14 +84,14 @@ _logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
 
 def dx_of(head: Head, x: jax.Array, w: jax.Array, dy: jax.Array) -> jax.Array:
     """The gradient of x [..., H] by that of the logits, in the dtype of x."""
-    linear, (_, matrix, routes, _) = head.layer(_rows(x), w, w.dtype)
+    linear, (_, matrix, routes, _) = head.of_gradients.layer(_rows(x), w, w.dtype)
     return layer.dx(linear, _rows(dy), matrix, routes)[0].dx.reshape(x.shape)
 
 
 def dw_of(head: Head, x: jax.Array, w: jax.Array, dy: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The gradient of w in this dtype by that of the logits, which has the dtype of x."""
     rows = _rows(x)
-    linear, (_, _, routes, _) = head.layer(rows, w, dtype)
+    linear, (_, _, routes, _) = head.of_gradients.layer(rows, w, dtype)
     dw = layer.weight_gradient(linear, rows, _rows(dy), routes)
     assert dw is not None  # dense weights have a gradient
     return dw
