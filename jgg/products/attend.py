@@ -119,8 +119,8 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
     room = launcher.target.shared_memory - block_queries * row_bytes
     types = _result_types(operands, scale, window)
     descriptors, keys = {}, {"k": operands.k, "v": operands.v}
-    has_whole_rows = kv_heads * features * dtype.itemsize % 16 == 0  # as TMA needs
-    if launcher.target.has_tma and dtype != jnp.float32 and has_whole_rows:
+    is_aligned = features * dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
+    if launcher.target.has_tma and dtype != jnp.float32 and is_aligned:
         rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
         descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
         keys = {name: array.reshape(rows) for name, array in keys.items()}

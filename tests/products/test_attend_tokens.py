@@ -21,6 +21,7 @@ CASES = {
     "grouped": (4, 2, 16, None, None, False),
     "one key head, features padded": (3, 1, 48, None, None, False),
     "few features": (2, 1, 5, None, None, False),
+    "heads that begin between 16 bytes": (4, 2, 12, None, None, False),
     "window": (2, 1, 16, 5, None, False),
     "window that holds, sinks": (4, 2, 16, 40, True, True),
     "window that does not hold, sinks": (4, 2, 16, 40, False, True),
