@@ -5,6 +5,7 @@
     python -m tools.compiled_step --run lora --experts fp8
     python -m tools.compiled_step --run train --layers 2 --hlo step.txt
     python -m tools.compiled_step --run generate --batch 1
+    python -m tools.compiled_step --run train --layers 2 --batch-invariant
     python -m tools.compiled_step --run lora --layers 2 --batch 8 --devices 4 --axis fsdp
 
 The models and steps are those of `benchmarks.models`, without values. XLA's GPU compiler, which is in jax-cuda12-pjrt,
@@ -162,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an option of XLA; cuBLAS computes XLA's products unless xla_gpu_enable_triton_gemm=true",
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized program")
     return parser
 
