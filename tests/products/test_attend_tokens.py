@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.core.gpu_target import current_target
-from jgg.launching.choice import How
+from jgg.core.gpu_target import Target, current_target
+from jgg.launching.choice import How, Launcher
 from jgg.products import attend
 from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
@@ -154,6 +154,23 @@ def test_bits_are_those_of_the_sequence(case, parts):
 def test_bits_are_those_of_the_sequence_on_a_gpu(case, dtype):
     positions = 0, 31, 32, 63, 64, 511, 512, 700, 1099
     check_bits(case, dtype, "triton", 1100, positions, slice(600, 900), (0, 70, 640, 1090))
+
+
+@pytest.mark.parametrize("features", [8, 12, 16, 100, 128])
+def test_a_copy_by_tma_begins_at_a_multiple_of_16_bytes(features):
+    """A GPU gives CUDA_ERROR_ILLEGAL_INSTRUCTION elsewhere, so for the second of two heads of 24 bytes."""
+    launches = []
+
+    def record(_, launch):
+        launches.append(launch)
+        return {"attended": None, "log_sums": None}
+
+    operands = Attend(
+        jnp.zeros((1, 3, 4, features), jnp.bfloat16), *(jnp.zeros((1, 1, 3, 2, features), jnp.bfloat16),) * 2
+    )
+    attend._launch(Launcher(record, Target(90, num_sms=132)), operands, SCALE, None)
+    (launch,) = launches
+    assert launch.constants["BY_TMA"] == bool(launch.descriptors) == (features % 8 == 0)
 
 
 def test_batches_of_sequences_map():
