@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import power_of_2
+from jgg.core.gpu_target import Target
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch, matrices
 from jgg.primitives import vmap
@@ -101,6 +102,25 @@ def _plain(operands: Attend, scale: float, window: int | None) -> AttendedTokens
     return AttendedTokens(attended.reshape(operands.q.shape), log_sums)
 
 
+class _Tiles(NamedTuple):
+    """Queries of a program, its warps, and its steps of keys in shared memory; no bit of a result depends on them."""
+
+    queries: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(target: Target, block: int, dtype: Any, block_keys: int, by_tma: bool) -> _Tiles:
+    """Tiles for heads of `block` features, by what was measured on Hopper; larger ones spill more registers."""
+    is_hopper = target.compute_capability == 90
+    share = by_tma and is_hopper and block <= 128  # two programs of 4 warps are faster than one of 8
+    queries = 32 if dtype == jnp.float32 or (block > 128 and not is_hopper) else 64
+    row_bytes = block * dtype.itemsize
+    room = target.shared_memory // (2 if share else 1) - queries * row_bytes
+    num_stages = max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes)))
+    return _Tiles(queries, 4 if share else 8, num_stages)
+
+
 def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | None) -> AttendedTokens:
     from jgg.kernels.attend import attend_kernel
 
@@ -110,17 +130,12 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
         return _plain(operands, scale, window)
     block, dtype = block_features(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)
-    block_queries = 64 if block > 128 else 128
-    if dtype == jnp.float32:
-        block_queries = 32
-    elif launcher.target.compute_capability != 90:  # others would spill registers
-        block_queries //= 2
-    row_bytes = block * dtype.itemsize
-    room = launcher.target.shared_memory - block_queries * row_bytes
+    is_aligned = features * dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
+    by_tma = launcher.target.has_tma and dtype != jnp.float32 and is_aligned
+    tiles = _tiles(launcher.target, block, dtype, block_keys, by_tma)
     types = _result_types(operands, scale, window)
     descriptors, keys = {}, {"k": operands.k, "v": operands.v}
-    is_aligned = features * dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
-    if launcher.target.has_tma and dtype != jnp.float32 and is_aligned:
+    if by_tma:
         rows = operands.k.shape[0] * operands.k.shape[1], capacity, kv_heads * features
         descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
         keys = {name: array.reshape(rows) for name, array in keys.items()}
@@ -135,15 +150,15 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
             "SCALE": scale,
             "PRECISION": precision_of(dtype),
             "PART": PART,
-            "BY_TMA": bool(descriptors),
-            "BLOCK_QUERIES": block_queries,
+            "BY_TMA": by_tma,
+            "BLOCK_QUERIES": tiles.queries,
             "BLOCK_KEYS": block_keys,
             "BLOCK_FEATURES": block,
         },
-        grid=(heads, batch, math.ceil(length / block_queries)),
+        grid=(heads, batch, math.ceil(length / tiles.queries)),
         descriptors=descriptors,
-        num_warps=8,
-        num_stages=max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes))),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         flops=2 * operands.q.size * capacity,
         bytes_accessed=2 * (operands.q.size + batch * capacity * kv_heads * features) * dtype.itemsize,
     )
