@@ -134,7 +134,7 @@ class Attention(nnx.Module):
             return attend(q, k, v, scale=scale, window=window, is_local=is_local, segments=segments, sinks=sinks)
         starts = None
         if segments is not None:
-            starts = jnp.arange(q.shape[1], dtype=jnp.int32) - jnp.broadcast_to(place.positions, q.shape[:2])
+            starts = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - jnp.broadcast_to(place.positions, q.shape[:2])
         tokens = Tokens(q, k, v, is_local, segments, starts, sinks)
         return attend_in_steps(how, tokens, scale=scale, window=window)
 

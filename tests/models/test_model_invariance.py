@@ -80,6 +80,14 @@ def test_xla_is_left_what_it_cannot_round_in_two_ways(family, remat, without_att
         assert found == of_angles | {"mul": 3 + scaled + products, "add": sums}
 
 
+def test_packed_sequences_are_attended_to_by_the_kernel():
+    graphdef, state = nnx.split(loaded("gpt_oss", dtype=jnp.bfloat16, batch_invariant=True))
+    tokens, segments = jnp.zeros((2, 16), jnp.int32), jnp.arange(32, dtype=jnp.int32).reshape(2, 16) // 5
+    with jgg.target(90):
+        program = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(tokens, segments))(state)
+    assert "_attend_in_steps" in str(program)
+
+
 def test_without_the_option_xla_multiplies(without_attention_and_experts):
     """So the test above finds what it looks for."""
     graphdef, state = nnx.split(loaded("qwen3_moe", dtype=jnp.bfloat16))
@@ -204,8 +212,8 @@ def test_with_experts_in_mxfp4(options, tmp_path):
 def of_real_width(**options):
     """Two layers as wide as those of published models, of random parameters."""
     sizes = {
-        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 49155, "num_hidden_layers": 2,
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 768, "vocab_size": 8195, "num_hidden_layers": 2,
     }  # fmt: skip
     own = {key: value for key, value in config_of("qwen3_moe").items() if key != "num_local_experts"}
     config = jgg.models.model_config(own | sizes)
@@ -217,6 +225,6 @@ def of_real_width(**options):
 @pytest.mark.parametrize("options", [{}, {"quantization": jgg.Fp8()}, {"lora_rank": 16, "remat": "names"}])
 def test_models_of_real_width(options):
     model = adapted(of_real_width(**options))
-    check_batches(model, random_tokens(16, 513, vocabulary=49155))
-    prompts = random_tokens(16, 70, vocabulary=49155)
+    check_batches(model, random_tokens(16, 257, vocabulary=8195))
+    prompts = random_tokens(16, 70, vocabulary=8195)
     check_samples(model, prompts, np.arange(16) * 4 + 3, num_samples=4)
