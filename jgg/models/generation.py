@@ -95,7 +95,7 @@ def generate(
       model: the model.
       tokens: integer [B, S], a prompt in each row, S at least 1. Rows of a list that are shorter are padded by the
         caller, at their end, with any number.
-      max_new_tokens: N, how many tokens to add to each.
+      max_new_tokens: N, how many tokens to add to each, at least 1.
       lengths: integer [B], the lengths of the prompts, from 1 to S; what a row holds past its length is not read. None
         if all have S tokens.
       temperature: what logits are divided by before tokens are drawn, a number for all or numbers [B]; 0 takes the
@@ -104,7 +104,7 @@ def generate(
         leaves.
       top_k: draws only among so many of the likeliest tokens, and those that are as likely as the last of them; None
         for all.
-      key: one random key for all prompts; this or seeds are needed unless temperature is 0.
+      key: one random key for all prompts; this or seeds are needed unless all temperatures are 0.
       seeds: integer [B], by default 0 to B - 1. What is drawn for a prompt depends on the key, its seed and the number
         of the sample, not on its row or on the other prompts, as far as the logits do not.
       num_samples: how many times to continue each prompt, which runs through the model once.
@@ -113,13 +113,14 @@ def generate(
         sequence may not begin in the prompt.
       details: whether to return a `Generated`.
       prefill_chunk: how many tokens of each prompt run through the model at once, which takes less memory for long
-        prompts and, as the program has each chunk apart, longer to compile. None for all.
+        prompts. None for all.
 
     Returns: the new tokens, int32 [B * num_samples, N], the rows of a prompt side by side. A row goes on with -1 from
       where the model's logits are NaN. With details a `Generated`, which has them as `tokens`.
 
     Raises:
-      ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key is missing.
+      ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key and seeds
+        are missing.
         Inside a transformation such as `jax.jit`, traced arrays are not checked: an unknown id makes the logits NaN,
         and lengths are clipped to their range.
       TypeError: an argument has the wrong type.
