@@ -176,7 +176,8 @@ def _sampling(
     top_p = as_finite("top_p", top_p)
     check(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}.")
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
-    is_random = key is not None or seeds is not None or temperatures is None
+    is_greedy = temperatures is None or (not isinstance(temperatures, Tracer) and not on_host(temperatures).any())
+    is_random = key is not None or seeds is not None or is_greedy
     check(is_random, f"key must be a random key with temperature {temperature}, got None.")
     key, seeds = _key(jax.random.key(0) if key is None else key), _seeds(seeds, batch)
     if temperatures is None:
@@ -236,7 +237,8 @@ def _stops(stop_tokens: Iterable[int | Sequence[int]], vocabulary: int) -> jax.A
         raise TypeError(f"stop_tokens must be {expected}, got {stop_tokens!r}.") from None
     sequences = []
     for stop in given:
-        tokens = list(stop) if isinstance(stop, Sequence | np.ndarray) and np.ndim(stop) else [stop]
+        is_single = isinstance(stop, str | bytes) or getattr(stop, "ndim", 1) == 0
+        tokens = list(stop) if isinstance(stop, Sequence | np.ndarray | jax.Array) and not is_single else [stop]
         check(tokens, f"stop_tokens must be {expected}, at least one in each, got {stop!r}.")
         ids = [as_int("stop_tokens", token, expected=expected) for token in tokens]
         if all(0 <= token < vocabulary for token in ids):
