@@ -71,7 +71,7 @@ class Decoder(nnx.Module):
         with batch_invariant.
       batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
         padding: kernels with a fixed order of additions compute everything, with a sharding each device's own
-        sequences, whichever device that is. Without a GPU the option promises nothing.
+        sequences, whichever device that is. Gradients are no part of this. Without a GPU the option promises nothing.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also

@@ -4,10 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import check
 from jgg.core.schedule import saturated_int32
+from jgg.models.placement import on_host
 from jgg.models.tokens import as_integers
 
 
@@ -72,9 +75,11 @@ class Generated(NamedTuple):
         is_alike = longest == width - new and rows % max(1, batch) == 0 and (batch > 0 or rows == 0)
         expected = f"those of generate, [B, {width - new}] with B a divisor of {rows}"
         check(is_alike, f"prompts must be {expected}, got {[batch, longest]}.")
-        given = jnp.full(batch, longest, jnp.int32) if lengths is None else as_integers("lengths", lengths, "[B]")[0]
+        given, known = as_integers("lengths", np.full(batch, longest) if lengths is None else lengths, "[B]")
         check(given.shape == (batch,), f"lengths must be [B], [{batch}], got {list(given.shape)}.")
         num_samples = rows // max(1, batch)
+        if known is not None and not isinstance(self.topk_indices, Tracer):
+            self._check_lengths(np.repeat(known, num_samples), known)
         starts = jnp.repeat(jnp.clip(saturated_int32(given), 1, longest), num_samples)[:, None]  # [R, 1]
         ends = starts + self.lengths[:, None]
         columns = jnp.arange(width, dtype=jnp.int32)[None]
@@ -97,3 +102,13 @@ class Generated(NamedTuple):
             jnp.where(is_new, of_new(self.sampled_log_probabilities, starts - 1), 0.0),
             self.topk_indices,
         )
+
+    def _check_lengths(self, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Raises ValueError unless prompts of the lengths [B], `starts` [R] for each row, gave these choices.
+
+        The last new token of a row did not run through the model. Rows that ended with NaN are not looked at.
+        """
+        has_run = on_host(jnp.sum(self.topk_indices[0, :, :, 0] >= 0, axis=1))
+        is_nan = on_host(jnp.any(self.tokens < 0, axis=1))
+        is_right = is_nan | (has_run == starts + on_host(self.lengths) - 1)
+        check(is_right.all(), f"lengths must be those of generate, got {lengths.tolist()}.")

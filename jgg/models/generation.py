@@ -95,7 +95,7 @@ def generate(
       model: the model.
       tokens: integer [B, S], a prompt in each row, S at least 1. Rows of a list that are shorter are padded by the
         caller, at their end, with any number.
-      max_new_tokens: N, how many tokens to add to each.
+      max_new_tokens: N, how many tokens to add to each, at least 1.
       lengths: integer [B], the lengths of the prompts, from 1 to S; what a row holds past its length is not read. None
         if all have S tokens.
       temperature: what logits are divided by before tokens are drawn, a number for all or numbers [B]; 0 takes the
@@ -104,7 +104,7 @@ def generate(
         leaves.
       top_k: draws only among so many of the likeliest tokens, and those that are as likely as the last of them; None
         for all.
-      key: one random key for all prompts; this or seeds are needed unless temperature is 0.
+      key: one random key for all prompts; this or seeds are needed unless all temperatures are 0.
       seeds: integer [B], by default 0 to B - 1. What is drawn for a prompt depends on the key, its seed and the number
         of the sample, not on its row or on the other prompts, as far as the logits do not.
       num_samples: how many times to continue each prompt, which runs through the model once.
@@ -113,13 +113,14 @@ def generate(
         sequence may not begin in the prompt.
       details: whether to return a `Generated`.
       prefill_chunk: how many tokens of each prompt run through the model at once, which takes less memory for long
-        prompts and, as the program has each chunk apart, longer to compile. None for all.
+        prompts. None for all.
 
     Returns: the new tokens, int32 [B * num_samples, N], the rows of a prompt side by side. A row goes on with -1 from
       where the model's logits are NaN. With details a `Generated`, which has them as `tokens`.
 
     Raises:
-      ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key is missing.
+      ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key and seeds
+        are missing.
         Inside a transformation such as `jax.jit`, traced arrays are not checked: an unknown id makes the logits NaN,
         and lengths are clipped to their range.
       TypeError: an argument has the wrong type.
@@ -175,7 +176,8 @@ def _sampling(
     top_p = as_finite("top_p", top_p)
     check(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}.")
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
-    is_random = key is not None or seeds is not None or temperatures is None
+    is_greedy = temperatures is None or (not isinstance(temperatures, Tracer) and not on_host(temperatures).any())
+    is_random = key is not None or seeds is not None or is_greedy
     check(is_random, f"key must be a random key with temperature {temperature}, got None.")
     key, seeds = _key(jax.random.key(0) if key is None else key), _seeds(seeds, batch)
     if temperatures is None:
@@ -235,7 +237,8 @@ def _stops(stop_tokens: Iterable[int | Sequence[int]], vocabulary: int) -> jax.A
         raise TypeError(f"stop_tokens must be {expected}, got {stop_tokens!r}.") from None
     sequences = []
     for stop in given:
-        tokens = list(stop) if isinstance(stop, Sequence | np.ndarray) and np.ndim(stop) else [stop]
+        is_single = isinstance(stop, str | bytes) or getattr(stop, "ndim", 1) == 0
+        tokens = list(stop) if isinstance(stop, Sequence | np.ndarray | jax.Array) and not is_single else [stop]
         check(tokens, f"stop_tokens must be {expected}, at least one in each, got {stop!r}.")
         ids = [as_int("stop_tokens", token, expected=expected) for token in tokens]
         if all(0 <= token < vocabulary for token in ids):

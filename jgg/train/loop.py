@@ -63,6 +63,8 @@ class Trainer:
     ) -> None:
         on_device = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, nnx.state(model))
         nnx.update(model, on_device)
+        # bound to their devices, as those of each step are: programs that take the model compile once
+        nnx.update(model, jax.tree.map(lambda a: jax.device_put(a, a.sharding), nnx.state(model, wrt)))
         parts: Any = nnx.split(model, wrt, ...)
         graphdef, params, self._frozen = parts
         if not jax.tree.leaves(params):
@@ -99,8 +101,9 @@ class Trainer:
         A run that is stopped and started again computes the bits of one that was not.
 
         Args:
-          batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all. It depends on the step
-            alone, such as `dataset.__getitem__` of a `grain.MapDataset`.
+          batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all, asked for once a step.
+            It depends on the step alone, such as `dataset.__getitem__` of a `grain.MapDataset`, or also on what was
+            learned before it. How long the first one takes counts in no speed, nor does the step's compilation.
           steps: number of the last step; those before the last checkpoint are not made again.
           every: it yields after the steps whose number one of these divides, and after the last.
           first: whether it yields after the first step too.
@@ -118,11 +121,12 @@ class Trainer:
             start, self._state = restored(manager, self._state)
             if start >= steps:
                 return
-            run = self._step.lower(self._state, self._frozen, batch_of(start + 1)).compile()
+            batch = batch_of(start + 1)
+            run = self._step.lower(self._state, self._frozen, batch).compile()
             waiting: list[Any] = []
             self._meter.restart()
             for step in range(start + 1, steps + 1):
-                batch = batch_of(step)
+                batch = batch if step == start + 1 else batch_of(step)
                 self._state, measured = run(self._state, self._frozen, batch)
                 waiting.append(measured)
                 self._meter.add(self._lengths_of(batch))

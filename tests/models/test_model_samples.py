@@ -137,7 +137,8 @@ def test_a_sequence_of_stop_tokens_ends_a_row():
     expected, model = reference("qwen3_moe"), loaded("qwen3_moe")
     greedy = expected["greedy"]
     stop = greedy[1, 1:4].tolist()
-    stops = [stop, [*stop, 64], np.array([63, 62]), [int(expected["prompts"][2, 8]), int(greedy[2, 0])]]
+    across = [int(expected["prompts"][2, 8]), int(greedy[2, 0])]  # begins in a prompt
+    stops = [stop, [*stop, 64], np.array([63, 62]), jnp.array([62, 63]), across]
     got = generate(model, expected["prompts"], 6, lengths=LENGTHS, stop_tokens=stops, details=True)
     wanted = greedy.copy()
     wanted[1, 4:] = stop[-1]
@@ -195,6 +196,10 @@ WRONG = {
         {"stop_tokens": [[]]},
     ),
     "stop_tokens must be a collection of ints, or of sequences of them, got 'a'": (TypeError, {"stop_tokens": ["a"]}),
+    "stop_tokens must be a collection of ints, or of sequences of them, got [2]": (
+        TypeError,
+        {"stop_tokens": [[1, [2]]]},
+    ),
 }
 
 
@@ -212,3 +217,12 @@ def test_prompts_that_cannot_have_been_generated_from_are_named():
         got.training_rows(prompts_of()[:, :8], LENGTHS)
     with pytest.raises(ValueError, match=re.escape("lengths must be [B], [3], got [2]")):
         got.training_rows(prompts_of(), LENGTHS[:2])
+    for lengths, told in ((None, "[9, 9, 9]"), ([2, 5, 9], "[2, 5, 9]"), ([1, 0, 9], "[1, 0, 9]")):
+        with pytest.raises(ValueError, match=re.escape(f"lengths must be those of generate, got {told}")):
+            got.training_rows(prompts_of(), lengths)
+
+
+def test_temperatures_that_are_all_zero_need_no_key():
+    model, prompts = loaded("qwen3_moe"), prompts_of()
+    got = generate(model, prompts, 6, lengths=LENGTHS, temperature=np.zeros(3))
+    np.testing.assert_array_equal(got, generate(model, prompts, 6, lengths=LENGTHS))

@@ -101,6 +101,20 @@ def test_records_have_all_steps():
     assert all(before != after for before, after in itertools.pairwise(models.values()))
 
 
+def test_each_batch_is_asked_for_once_and_a_program_of_the_model_compiles_once():
+    program, steps = jax.jit(lambda model, x: model(x)), []
+
+    def drawn(step):
+        steps.append(step)
+        x, _ = batch_of(step)
+        return x, program(own.model, x)
+
+    own = trainer(wrt=nnx.LoRAParam)
+    list(own.fit(drawn, 3))
+    assert steps == [1, 2, 3]
+    assert program._cache_size() == 1
+
+
 def test_only_what_is_to_be_trained_changes():
     own = trainer(wrt=nnx.LoRAParam)
     list(own.fit(batch_of, 2))
