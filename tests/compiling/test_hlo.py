@@ -1,10 +1,13 @@
-"""What `tools.hlo` reads of compiled programs."""
+"""What `tools.hlo` reads of compiled programs, and the options of `tools.compiled_step`."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from benchmarks.models import RUNS, options_of
+from tools import compiled_step
 from tools.hlo import loops_of
 
 # As XLA writes for a GPU: a fusion that hands a Triton kernel a slice, an asynchronous slice, a slice into a stack, and
@@ -35,3 +38,9 @@ def test_loops_in_loops_of_a_compiled_program():
     text = jax.jit(lambda x: jax.lax.scan(outer, x, None, 7)[0]).lower(jnp.ones((17, 17))).compile().as_text()
     assert [loop.passes for loop in loops_of(text)] == [1, 7, 35]
     assert loops_of(text)[2].kernels
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_tool_that_compiles_steps_has_the_options_of_models(run):
+    args = compiled_step.make_parser().parse_args(["--run", run, "--batch-invariant"])
+    assert options_of(args, args.run)["batch_invariant"]
