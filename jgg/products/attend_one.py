@@ -93,7 +93,10 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
 
     batch, heads, features = operands.q.shape
     capacity, kv_heads = operands.k_cache.shape[2:4]
-    if not takes_heads_of(features) or scale <= 0:
+    row_bytes = block_features(features) * operands.k.dtype.itemsize
+    block_keys, block_group = keys_of_step(features, operands.k.dtype), max(16, power_of_2(heads // kv_heads))
+    room, bytes_of_step = launcher.target.shared_memory - block_group * row_bytes, 2 * block_keys * row_bytes
+    if not takes_heads_of(features) or scale <= 0 or bytes_of_step > room:
         return _plain(operands, scale, window)
     parts = math.ceil(capacity / attend.PART)
     sizes = {
@@ -102,9 +105,6 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
         "PART": attend.PART,
         "BLOCK_FEATURES": block_features(features),
     }
-    row_bytes = block_features(features) * operands.k.dtype.itemsize
-    block_keys = keys_of_step(features, operands.k.dtype)
-    stages = launcher.target.shared_memory * 3 // 4 // (2 * block_keys * row_bytes)
     outputs: dict[str, Any] = {"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)}
     if parts > 1:
         of_parts = jax.ShapeDtypeStruct((parts, batch, heads), jnp.float32)
@@ -121,12 +121,12 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
             "GROUP": heads // kv_heads,
             "SCALE": scale,
             "PRECISION": precision_of(operands.q.dtype),
-            "BLOCK_GROUP": max(16, power_of_2(heads // kv_heads)),
+            "BLOCK_GROUP": block_group,
             "BLOCK_KEYS": block_keys,
         },
         grid=(batch, kv_heads, parts),
         num_warps=8 if operands.q.dtype == jnp.float32 else 4,
-        num_stages=min(_MOST_STAGES, stages),
+        num_stages=max(1, min(_MOST_STAGES, room * 7 // 8 // bytes_of_step)),
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )
     results = launcher.run(attend_one_kernel, of_part)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
@@ -136,3 +137,17 @@ def test_layers_and_batches_map():
         jax.tree.map(
             lambda got, want, index=index: np.testing.assert_allclose(got[index], want, 1e-5, 1e-5), got, wanted
         )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("heads", "calls"), [(64, 1), (128, 0)])
+def test_many_heads_that_share_keys_fit_a_small_gpu(heads, calls):
+    """64 float32 queries leave room for one step of keys; 128 leave none, so that plain JAX attends."""
+    own, cache = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 256), (1, 1, 500, 1, 256)))
+    layer, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1,)))
+    queries = jax.ShapeDtypeStruct((1, heads, 256), jnp.float32)
+    operands = AttendOne(queries, own, own, cache, cache, layer, positions)
+    with jgg.target(89):
+        attend = jax.jit(functools.partial(ATTEND_ONE, How("triton", current_target()), scale=0.2, window=None))
+        text = attend.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == calls
