@@ -4,9 +4,9 @@
     python examples/grpo.py tiny --output adapter
     python examples/grpo.py FOLDER --output adapter --batch-invariant --remat all --learning-rate 1e-4
 
-FOLDER has config.json, safetensors files and tokenizer.json. The task here is to write as many
-characters of a kind as asked, and then to end the line. For another one, replace `new_problem` and `reward_of`: any
-prompt, and any number that says how good an answer is.
+FOLDER has config.json, safetensors files and tokenizer.json. The task here is to write as many characters of a kind as
+asked, and then to end the line. For another one, replace `new_problem` and `reward_of`: any prompt, and any number that
+says how good an answer is.
 
 Each step draws some answers to each of a few new problems. The answers that are better than the mean of their problem
 become likelier, the others less likely. LoRA adapters learn; the model without them is the reference of --kl.
