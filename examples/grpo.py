@@ -77,7 +77,7 @@ class Sampler:
         own_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stops = [*stop_tokens(options.folder), *own_end, *encode(tokenizer, "\n")[0][-1:]]
         self.trainer: jgg.train.Trainer | None = None
-        # the trainer asks twice for the first batch, and for each as often as it learns from it
+        # the trainer may ask for a batch more than once, and does so for --updates
         self.batch_number = functools.lru_cache(1)(self._batch_number)
 
     def batch_of(self, step: int) -> dict[str, np.ndarray]:
