@@ -4,8 +4,9 @@
     python examples/grpo.py tiny --output adapter
     python examples/grpo.py FOLDER --output adapter --batch-invariant --remat all --learning-rate 1e-4
 
-FOLDER has config.json, safetensors files and tokenizer.json. The task here is to add small numbers. For another one,
-replace `new_problem` and `reward_of`: any prompt, and any number that says how good an answer is.
+FOLDER has config.json, safetensors files and tokenizer.json. The task here is to write as many characters of a kind as
+asked, and then to end the line. For another one, replace `new_problem` and `reward_of`: any prompt, and any number that
+says how good an answer is.
 
 Each step draws some answers to each of a few new problems. The answers that are better than the mean of their problem
 become likelier, the others less likely. LoRA adapters learn; the model without them is the reference of --kl.
@@ -21,6 +22,7 @@ term by default, as in DAPO, https://arxiv.org/abs/2503.14476; replay, https://a
 
 import argparse
 import functools
+import string
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,25 +40,28 @@ import jgg.models
 import jgg.train
 
 LONGEST_PROMPT = 12  # tokens; programs are compiled for this length
+KINDS = {"digits": string.digits, "letters": string.ascii_lowercase, "capitals": string.ascii_uppercase}
 
 
 class Problem(NamedTuple):
     """A prompt, and what answers are compared with."""
 
     prompt: str
-    answer: str
+    characters: str  # one of KINDS
+    count: int  # of characters, before the end of the line
 
 
 def new_problem(rng: np.random.Generator) -> Problem:
-    """A sum of two numbers from 0 to 4."""
-    one, other = rng.integers(5, size=2)
-    return Problem(f"{one} + {other} = ", f"{one + other}\n")
+    """Asks for a line of 1 to 4 characters of a kind, such as "3 digits: "."""
+    kind, count = rng.choice(list(KINDS)), int(rng.integers(1, 5))
+    return Problem(f"{count} {kind}: ", KINDS[kind], count)
 
 
 def reward_of(problem: Problem, text: str) -> float:
     """From 0 to 1: the share of the characters that are right, so that there is something to learn from the start."""
-    right = sum(own == wanted for own, wanted in zip(text, problem.answer, strict=False))
-    return right / max(len(text), len(problem.answer))
+    wanted = [problem.characters] * problem.count + ["\n"]
+    right = sum(own in allowed for own, allowed in zip(text, wanted, strict=False))
+    return right / max(len(text), len(wanted))
 
 
 class Sampler:
@@ -72,7 +77,7 @@ class Sampler:
         own_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stops = [*stop_tokens(options.folder), *own_end, *encode(tokenizer, "\n")[0][-1:]]
         self.trainer: jgg.train.Trainer | None = None
-        # the trainer asks twice for the first batch, and for each as often as it learns from it
+        # the trainer may ask for a batch more than once, and does so for --updates
         self.batch_number = functools.lru_cache(1)(self._batch_number)
 
     def batch_of(self, step: int) -> dict[str, np.ndarray]:
@@ -186,6 +191,17 @@ def load(options: argparse.Namespace) -> jgg.models.Decoder:
     return model
 
 
+def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
+    """Adam, whose rate rises in the first steps and then falls to 0.
+
+    Adam's steps are as long where the gradient is only noise, which is so when most answers are right: with a rate
+    that stays as it is, a model unlearns what it had learned.
+    """
+    steps, peak = options.steps * options.updates, options.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, min(10, steps // 4), steps + 1)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95))
+
+
 def train(options: argparse.Namespace) -> None:
     """Trains, prints and writes the adapter; what can be wrong is looked at before the model is loaded."""
     check_folder("--output", options.output, [options.folder])
@@ -193,7 +209,7 @@ def train(options: argparse.Namespace) -> None:
     sampler = Sampler(options, tokenizer, config)
     with one_line():
         model = load(options)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(options.learning_rate, b2=0.95))
+    optimizer = make_optimizer(options)
     sampler.trainer = jgg.train.Trainer(model, optimizer, loss_of(options), wrt=nnx.LoRAParam, accumulate=True)
     updates, every = options.updates, (options.log_every * options.updates, options.save_every * options.updates)
     for record in sampler.trainer.fit(sampler.batch_of, options.steps * updates, every=every, first=True):
@@ -220,13 +236,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     count, share = whole(1), number("a number of at least 0", lambda value: value >= 0)
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
-    parser.add_argument("--steps", type=count, default=1000, help="batches of answers (%(default)s)")
+    parser.add_argument("--steps", type=count, default=400, help="batches of answers (%(default)s)")
     parser.add_argument("--problems", type=count, default=16, help="in a batch (%(default)s)")
     parser.add_argument("--samples", type=whole(2), default=16, help="answers to a problem (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=count, default=3, help="of an answer (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=count, default=6, help="of an answer (%(default)s)")
     parser.add_argument("--updates", type=count, default=1, help="steps of the optimizer for a batch (%(default)s)")
     parser.add_argument("--accumulate", type=count, default=1, help="parts in which a batch is learned (%(default)s)")
-    parser.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
+    parser.add_argument("--learning-rate", type=positive, default=2e-3, help="the highest (%(default)s)")
     parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
     parser.add_argument("--clip", type=share, nargs=2, default=(0.2, 0.28), help="bounds of the ratio: 1 - a, 1 + b")
     parser.add_argument("--kl", type=share, default=0.0, help="weight of the distance from the model without adapters")

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools import layers_picture, models_tables
+from tools import layers_picture, learning_picture, models_tables
 from tools.measurements import ROOT, Row, measurements, table
 from tools.speed_picture import BARS, BOUND, THEMES, draw
 
@@ -183,6 +183,7 @@ def outputs() -> dict[Path, str]:
         texts[pictures / f"speed-{name}.svg"] = draw(speeds, theme)
         colors = layers_picture.COLORS[name]
         texts[pictures / f"layers-{name}.svg"] = layers_picture.draw(tokens_per_second(), theme, colors)
+        texts[pictures / f"learning-{name}.svg"] = learning_picture.draw(measurements("grpo"), theme)
         texts[pictures / f"models-{name}.svg"] = layers_picture.draw_models(models_tables.speeds(), theme, colors)
     return texts
 

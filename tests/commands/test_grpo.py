@@ -69,15 +69,39 @@ def test_advantages_are_those_of_a_problem_s_answers():
 
 def test_problems_have_their_answers():
     rng = np.random.default_rng(0)
-    problems = [grpo.new_problem(rng) for _ in range(20)]
-    assert len(set(problems)) > 10
+    problems = {grpo.new_problem(rng) for _ in range(200)}
+    assert len(problems) == 12
+    character = {"digits": "7", "letters": "k", "capitals": "K"}
     for problem in problems:
-        one, other = re.fullmatch(r"(\d) \+ (\d) = ", problem.prompt).groups()
-        assert problem.answer == f"{int(one) + int(other)}\n"
-        assert grpo.reward_of(problem, problem.answer) == 1
-        assert grpo.reward_of(problem, problem.answer[:1]) == grpo.reward_of(problem, "x\n") == 0.5
-        assert grpo.reward_of(problem, problem.answer + "x") == pytest.approx(2 / 3)
-        assert grpo.reward_of(problem, "") == 0
+        assert len(problem.prompt) <= grpo.LONGEST_PROMPT
+        count, kind = re.fullmatch(r"(\d) (\w+): ", problem.prompt).groups()
+        count, right, wrong = int(count), character[kind], character["digits" if kind == "letters" else "letters"]
+        assert grpo.reward_of(problem, right * count + "\n") == 1
+        assert grpo.reward_of(problem, right * count) == grpo.reward_of(problem, right * count + wrong)
+        assert grpo.reward_of(problem, right * count) == pytest.approx(count / (count + 1))
+        assert grpo.reward_of(problem, right * (count + 1) + "\n") == pytest.approx(count / (count + 2))
+        assert grpo.reward_of(problem, wrong * count + "\n") == pytest.approx(1 / (count + 1))
+        assert grpo.reward_of(problem, "\n") == grpo.reward_of(problem, "") == 0
+
+
+def test_the_rate_rises_and_falls_to_nothing():
+    """Else the model unlearns: Adam's steps do not become shorter where only noise is left."""
+    options = grpo.parse(["model", "--output", "adapter", "--steps", "20", "--updates", "2"])
+    optimizer, parameter = grpo.make_optimizer(options), jnp.zeros(())
+    state, steps = optimizer.init(parameter), []
+    for _ in range(40):
+        update, state = optimizer.update(jnp.ones(()), state, parameter)
+        steps.append(abs(float(update)))
+    assert steps[0] == pytest.approx(options.learning_rate / 10, rel=1e-3)
+    assert max(steps) == pytest.approx(options.learning_rate, rel=1e-3) and np.argmax(steps) == 10
+    assert 0 < steps[-1] < options.learning_rate / 50
+
+
+@pytest.mark.parametrize("steps", ["1", "3", "4"])
+def test_a_few_steps_have_a_rate(steps):
+    optimizer = grpo.make_optimizer(grpo.parse(["model", "--output", "adapter", "--steps", steps]))
+    update, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.zeros(())), jnp.zeros(()))
+    assert abs(float(update)) > 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +114,7 @@ def test_problems_have_their_answers():
 )
 def test_a_model_learns_what_it_is_rewarded_for(options, tmp_path, capsys, monkeypatch):
     folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    monkeypatch.setattr(grpo, "new_problem", lambda rng: grpo.Problem("t5 t6" + " t7" * int(rng.integers(2)), "t9 t9"))
+    monkeypatch.setattr(grpo, "new_problem", lambda rng: grpo.Problem("t5 t6" + " t7" * int(rng.integers(2)), "", 2))
     monkeypatch.setattr(grpo, "reward_of", lambda problem, text: np.mean([word == "t9" for word in text.split()]))
     arguments = [str(folder), "--output", str(tmp_path / "adapter"), "--dtype", "float32", "--learning-rate", "3e-2"]
     sizes = ["--steps", "16", "--problems", "2", "--samples", "16", "--max-new-tokens", "3", "--log-every", "4"]
