@@ -13,6 +13,7 @@ small sizes are compared, with the kernels of XLA alone.
 """
 
 import argparse
+import concurrent.futures
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from benchmarks.models import config_of, random_model
+from benchmarks.models import EXPERTS, config_of, random_model
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.core.matrix import Matrix
@@ -53,11 +54,18 @@ def percent_of_others(got: jax.Array, want: jax.Array) -> float:
 
 def compare(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> list[float]:
     """For each of COUNTS, how many percent of the results of so many rows are others than among all; then in order."""
-    function = jax.jit(function)
-    of_all = function(x)
-    found = [percent_of_others(function(x[:count]), of_all[:count]) for count in COUNTS if count <= len(x)]
+    counts = [count for count in COUNTS if count <= len(x)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = {count: pool.submit(_compiled, function, x, count) for count in [*counts, len(x)]}
+        programs = {count: program.result() for count, program in compiled.items()}
+    of_all = programs[len(x)](x)
+    found = [percent_of_others(programs[count](x[:count]), of_all[:count]) for count in counts]
     order = np.random.default_rng(1).permutation(len(x))
-    return [*found, percent_of_others(function(x[order]), of_all[order])]
+    return [*found, percent_of_others(programs[len(x)](x[order]), of_all[order])]
+
+
+def _compiled(function: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.stages.Compiled:
+    return jax.jit(function).lower(x[:count]).compile()
 
 
 def parts(features: int, implementation: str | None) -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
@@ -109,13 +117,14 @@ def compare_parts(num_rows: int, features: int) -> Iterator[tuple[str, ...]]:
     x = jnp.asarray(np.random.default_rng(2).standard_normal((num_rows, features)), jnp.bfloat16)
     for by, implementation in IMPLEMENTATIONS.items():
         for name, function in parts(features, implementation):
-            yield name, by, *(f"{percent:.3g}" for percent in compare(function, x))
+            *of_counts, of_order = (f"{percent:.3g}" for percent in compare(function, x))
+            yield name, by, *of_counts, *["-"] * (len(COUNTS) - len(of_counts)), of_order
 
 
 def compare_models(args) -> Iterator[tuple[str, ...]]:
     """The cells of each row of the second table."""
     is_small = jax.default_backend() == "cpu"
-    for experts in ("bfloat16", "fp8", "as-stored"):
+    for experts in args.experts:
         for is_invariant in (False, True):
             model_name = "gpt-oss-20b" if experts == "as-stored" else "qwen3-30b-a3b"
             config = config_of(model_name, args.layers, is_small)
@@ -162,6 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
         ("sequence", 512, "tokens of each"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument(
+        "--experts", nargs="*", choices=EXPERTS, default=EXPERTS, help="of the models of the second table"
+    )
     parser.add_argument("--json", type=Path, help="write the tables into this file too")
     parser.set_defaults(parser=parser)
     return parser

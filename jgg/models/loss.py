@@ -178,6 +178,7 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
     """
 
     def of_rows(_: None, logits: jax.Array, targets: jax.Array) -> Losses:
+        targets = barrier(targets)  # else the kernel might get a slice of tokens, which begins between 16 bytes
         rows = Scored(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
         results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale)
         return jax.tree.map(lambda result: result.reshape(targets.shape), results)
