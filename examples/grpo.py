@@ -176,7 +176,7 @@ def loss_of(options: argparse.Namespace):
 
 def load(options: argparse.Namespace) -> jgg.models.Decoder:
     """The model, with new adapters."""
-    model = jgg.models.load(
+    return jgg.models.load(
         options.folder,
         dtype=options.dtype,
         experts=EXPERTS[options.experts],
@@ -186,9 +186,6 @@ def load(options: argparse.Namespace) -> jgg.models.Decoder:
         batch_invariant=options.batch_invariant,
         rngs=nnx.Rngs(options.seed),
     )
-    # as the trainer's results are; else the sampler would be compiled once for new adapters and once for trained ones
-    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
-    return model
 
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
