@@ -69,7 +69,7 @@ def _attend_to_all(
     if segments is None or jax.export.is_symbolic_dim(length):
         return _attend(q, k, v, sinks, segments, scale=scale)
     slices = query_blocks(length)
-    if len(slices) == 1:
+    if len(slices) <= 1:
         return _attend(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []

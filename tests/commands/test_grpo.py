@@ -108,7 +108,7 @@ def test_a_few_steps_have_a_rate(steps):
     "options",
     [
         ["--updates", "2", "--replay", "--kl", "0.001"],
-        pytest.param(["--accumulate", "2", "--batch-invariant"], marks=pytest.mark.thorough),
+        pytest.param(["--accumulate", "2", "--batch-invariant"], marks=pytest.mark.sweep),
     ],
     ids=["replay", "accumulate"],
 )

@@ -104,7 +104,7 @@ def test_under_vmap(ranks):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_over_a_stack_of_layers_with_frozen_weights(remat):
     elements = [make(rows=(5,), seed=seed) for seed in range(2)]
     x = elements[0][0]

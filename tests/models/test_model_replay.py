@@ -93,7 +93,7 @@ def test_decoding_replays_choices():
         np.testing.assert_allclose(logits, want[:, part], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.sweep)])
 def test_masked_tokens_cost_no_rows_and_change_no_other(remat):
     graphdef, state = nnx.split(loaded("glm4_moe", remat=remat))
     tokens = reference("glm4_moe")["tokens"]
@@ -123,6 +123,7 @@ def test_a_model_without_its_adapters_is_the_one_that_they_were_added_to(family)
     assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(compute(model), want, strict=True))
 
 
+@pytest.mark.sweep
 def test_every_adapter_is_left_out():
     """Also those of dense layers, shared experts and routers; the reference gives none a gradient."""
     model, tokens = with_adapters("glm4_moe", lora_targets=ALL_TARGETS, remat="names"), reference("glm4_moe")["tokens"]
