@@ -26,26 +26,33 @@ def root_of(x, EPSILON: tl.constexpr):
 
 
 @triton.jit
-def decays_of(log_decay, resets, at, rows, exists, tokens):
-    """Of a chunk: the decays from token j (column) to token i (row), those from the state before to each token, from
-    each token to the end, and from the state before to the end.
-    """
+def sums_of(log_decay, resets, at, rows, exists, tokens):
+    """Of a chunk's tokens: the sums of log decays from the first to each and to the last, and the same of resets."""
     is_before = tokens[None, :] <= tokens[:, None]
     log_decays = tl.load(log_decay + at, mask=exists, other=0.0)
     sums = tl.reduce(tl.where(is_before, log_decays[None, :], 0.0), 1, add)
-    total = tl.reduce(log_decays, 0, add)
-    since_start, until_end, total_decay = tl.exp(sums), tl.exp(total - sums), tl.exp(total)
+    total, count, all_resets = tl.reduce(log_decays, 0, add), tokens * 0, 0
     if resets is not None:
         is_reset = (tl.load(resets + rows, mask=exists, other=0) != 0).to(tl.int32)
         count = tl.reduce(tl.where(is_before, is_reset[None, :], 0), 1, add)
-        last = tl.reduce(is_reset, 0, add)
-        is_before = is_before & (count[:, None] == count[None, :])
-        since_start = tl.where(count == 0, since_start, 0.0)
-        until_end = tl.where(count == last, until_end, 0.0)
-        total_decay = tl.where(last == 0, total_decay, 0.0)
+        all_resets = tl.reduce(is_reset, 0, add)
+    return sums, total, count, all_resets
+
+
+@triton.jit
+def decays_of(sums, count, tokens):
+    """The decay from each token (column) to each (row), 0 to those before it and to those of other sequences."""
+    is_before = (tokens[None, :] <= tokens[:, None]) & (count[:, None] == count[None, :])
     # masked first: above the diagonal the exponents have no bound
-    decays = tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
-    return decays, since_start, until_end, total_decay
+    return tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
+
+
+@triton.jit
+def state_decays_of(sums, total, count, all_resets):
+    """The decays from the state before a chunk to each token, from each token to the end, and from start to end."""
+    since_start = tl.where(count == 0, tl.exp(sums), 0.0)
+    until_end = tl.where(count == all_resets, tl.exp(total - sums), 0.0)
+    return since_start, until_end, tl.where(all_resets == 0, tl.exp(total), 0.0)
 
 
 @triton.jit
@@ -59,7 +66,7 @@ def inverse_of(a, tokens, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     a = a.to(dtype)
     below = ((row & 1) == 1) & (column == row - 1)
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(below, a, 0.0).to(tl.float32)
-    for level in tl.static_range(1, LEVELS):
+    for level in tl.range(1, LEVELS, num_stages=1):
         # of blocks of 2 ** level tokens, two make one of twice the size
         below = (((row >> level) & 1) == 1) & ((column >> level) == (row >> level) - 1)
         rounded = inverse.to(dtype)
@@ -95,40 +102,41 @@ def chunk_matrices_kernel(
     None; inverses and weights [B, h, chunks, C, C] in the dtype of q, (I + A)^-1 and the factors of the corrections in
     the results; factors float32 [B, h, 4, chunks * C], of each token: beta; that of k S in what is recalled; that of
     q S in the result; that of its correction in the next state; totals float32 [B, h, chunks], the decay of the state.
-    The grid is (chunks, KEY_HEADS, B).
+    The grid is (h, chunks, B).
     """
     CHUNK: tl.constexpr = 1 << LEVELS
     HEADS: tl.constexpr = KEY_HEADS * GROUP
-    chunk, key_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, chunk, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tokens, features = tl.arange(0, CHUNK), tl.arange(0, BLOCK_FEATURES)
     places = chunk * CHUNK + tokens
     exists = places < length
     rows = sequence * length + places
-    at = row_pointers(key_head * FEATURES, rows, features, KEY_HEADS * FEATURES)
+    at = row_pointers(head // GROUP * FEATURES, rows, features, KEY_HEADS * FEATURES)
     mask = exists[:, None] & (features < FEATURES)[None, :]
     k_block = tl.load(k + at, mask=mask, other=0.0)
-    q_block = tl.load(q + at, mask=mask, other=0.0)
-    k_root, q_root = root_of(k_block, EPSILON), root_of(q_block, EPSILON) * SCALE
-    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
-    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
+    k_root = root_of(k_block, EPSILON)
     in_matrix = tokens[:, None] * CHUNK + tokens[None, :]
-    for number in tl.range(0, GROUP):
-        head = key_head * GROUP + number
-        decays, since_start, until_end, total = decays_of(log_decay, resets, rows * HEADS + head, rows, exists, tokens)
-        betas = tl.load(beta + rows * HEADS + head, mask=exists, other=0.0)
-        a = tl.where(tokens[None, :] < tokens[:, None], kk * decays * betas[:, None], 0.0)
-        inverse = inverse_of(a, tokens, LEVELS, PRECISION)
-        of_chunk = (sequence * HEADS + head) * tl.num_programs(0) + chunk
-        at_matrix = of_chunk * (CHUNK * CHUNK) + in_matrix
-        tl.store(inverses + at_matrix, inverse.to(inverses.dtype.element_ty))
-        tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
-        of_head = factors + ((sequence * HEADS + head) * FACTORS * tl.num_programs(0) + chunk) * CHUNK + tokens
-        stride = tl.num_programs(0) * CHUNK
-        tl.store(of_head + BETA * stride, betas)
-        tl.store(of_head + RECALL * stride, since_start * k_root)
-        tl.store(of_head + READ * stride, since_start * q_root)
-        tl.store(of_head + WRITE * stride, until_end * k_root)
-        tl.store(totals + of_chunk, total)
+    sums, total, count, all_resets = sums_of(log_decay, resets, rows * HEADS + head, rows, exists, tokens)
+    decays = decays_of(sums, count, tokens)
+    betas = tl.load(beta + rows * HEADS + head, mask=exists, other=0.0)
+    of_chunk = (sequence * HEADS + head) * tl.num_programs(1) + chunk
+    at_matrix = of_chunk * (CHUNK * CHUNK) + in_matrix
+    q_block = tl.load(q + at, mask=mask, other=0.0)
+    q_root = root_of(q_block, EPSILON) * SCALE
+    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
+    tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
+    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
+    a = tl.where(tokens[None, :] < tokens[:, None], kk * decays * betas[:, None], 0.0)
+    inverse = inverse_of(a, tokens, LEVELS, PRECISION)
+    tl.store(inverses + at_matrix, inverse.to(inverses.dtype.element_ty))
+    since_start, until_end, total = state_decays_of(sums, total, count, all_resets)
+    of_head = factors + ((sequence * HEADS + head) * FACTORS * tl.num_programs(1) + chunk) * CHUNK + tokens
+    stride = tl.num_programs(1) * CHUNK
+    tl.store(of_head + BETA * stride, betas)
+    tl.store(of_head + RECALL * stride, since_start * k_root)
+    tl.store(of_head + READ * stride, since_start * q_root)
+    tl.store(of_head + WRITE * stride, until_end * k_root)
+    tl.store(totals + of_chunk, total)
 
 
 @triton.jit

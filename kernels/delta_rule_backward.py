@@ -13,7 +13,7 @@ gradient of the state after a chunk, and G that of the results:
 import triton
 import triton.language as tl
 
-from .delta_rule import BETA, FACTORS, READ, RECALL, WRITE, decays_of, root_of
+from .delta_rule import BETA, FACTORS, READ, RECALL, WRITE, decays_of, root_of, state_decays_of, sums_of
 from .tiles import add, row_pointers
 
 
@@ -157,7 +157,8 @@ def delta_rule_gradients_kernel(
         head = key_head * GROUP + number
         at = rows * HEADS + head
         of_chunk = (sequence * HEADS + head) * tl.num_programs(0) + chunk
-        decays, since_start, until_end, total = decays_of(log_decay, resets, at, rows, exists, tokens)
+        sums, total, count, all_resets = sums_of(log_decay, resets, at, rows, exists, tokens)
+        since_start, until_end, total = state_decays_of(sums, total, count, all_resets)
         betas = tl.load(beta + at, mask=exists, other=0.0)
         inverse = tl.load(inverses + of_chunk * (CHUNK * CHUNK) + tokens[:, None] * CHUNK + tokens[None, :])
         recall = since_start * k_root
@@ -199,6 +200,7 @@ def delta_rule_gradients_kernel(
             d_until_end += tl.reduce(d_written * k_block.to(tl.float32), 1, add) * k_root
             dk_acc += d_written * until_end[:, None]
 
+        decays = decays_of(sums, count, tokens)
         # P = scale q k^T decays, and A = beta k k^T decays below the diagonal, of the normalized ones
         qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
         kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)

@@ -120,7 +120,7 @@ def chunk_matrices(launcher: Launcher, operands: Any, scale: float, epsilon: flo
         },
         constants=sizes.constants
         | {"SCALE": scale, "EPSILON": epsilon, "PRECISION": precision_of(dtype), "LEVELS": _LEVELS},
-        grid=(sizes.chunks, sizes.key_heads, sizes.batch),
+        grid=(sizes.heads, sizes.chunks, sizes.batch),
         num_warps=4,
         flops=4 * matrices.size * (sizes.features + CHUNK * _LEVELS),
         bytes_accessed=2 * (operands.q.size + matrices.size) * dtype.itemsize,
@@ -182,5 +182,5 @@ DELTA_RULE: Product[Written] = Product(
     letters=lambda operands, keeps, **_: letters_of(operands, _types(operands, keeps)),
     several=split_by_xla(_plain),
 )
-"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, which
+"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, what
 is added to the sums of squares by which q and k are normalized."""
