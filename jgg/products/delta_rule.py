@@ -84,10 +84,11 @@ class Sizes(NamedTuple):
             "BLOCK_FEATURES": max(16, power_of_2(self.features)),
         }
 
-    @property
-    def kernels_can(self) -> bool:
-        """Whether kernels take such heads."""
-        return max(self.features, self.value_features) <= _LARGEST_HEAD
+
+def kernels_take(launcher: Launcher, operands: Any) -> bool:
+    """Whether kernels take such heads; GPUs have no registers for such products of float32."""
+    fits = max(operands.k.shape[3], operands.v.shape[3]) <= _LARGEST_HEAD
+    return fits and (launcher.target.is_interpreted or operands.q.dtype != jnp.float32)
 
 
 def _types(operands: DeltaRule, keeps: bool, **_: Any) -> Written:
@@ -141,7 +142,7 @@ def over_chunks(sizes: Sizes, dtype: Any) -> dict[str, Any]:
         },
         "grid": (math.ceil(sizes.value_features / columns), sizes.heads, sizes.batch),
         "num_warps": 4,
-        "num_stages": 1 if dtype == jnp.float32 else 3,
+        "num_stages": 3,
     }
 
 
@@ -149,7 +150,7 @@ def _launch(launcher: Launcher, operands: DeltaRule, keeps: bool, scale: float, 
     from jgg.kernels.delta_rule import delta_rule_kernel
 
     sizes, dtype = Sizes.of(operands), operands.q.dtype
-    if not sizes.kernels_can:
+    if not kernels_take(launcher, operands):
         return _plain(operands, keeps, scale, epsilon)
     matrices = chunk_matrices(launcher, operands, scale, epsilon)
     types = {name: kind for name, kind in _types(operands, keeps)._asdict().items() if kind is not None}

@@ -10,7 +10,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products.attend import precision_of
-from jgg.products.delta_rule import Sizes, chunk_matrices, letters_of, over_chunks
+from jgg.products.delta_rule import Sizes, chunk_matrices, kernels_take, letters_of, over_chunks
 from jgg.products.plain.delta_rule import CHUNK, delta_rule
 
 
@@ -63,8 +63,7 @@ def _plain(operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRu
 
 
 def _launch(launcher: Launcher, operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
-    sizes = Sizes.of(operands)
-    if not sizes.kernels_can:
+    if not kernels_take(launcher, operands):
         return _plain(operands, scale, epsilon)
     matrices = chunk_matrices(launcher, operands, scale, epsilon)
     of_states = _of_states(launcher, operands, matrices)
