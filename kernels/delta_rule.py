@@ -94,13 +94,14 @@ def chunk_matrices_kernel(
     EPSILON: tl.constexpr,
     PRECISION: tl.constexpr,
     LEVELS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
 ):
     """The matrices and factors of each chunk of C = 2 ** LEVELS tokens, for value heads h = KEY_HEADS * GROUP.
 
     Arrays: q, k [B, length, KEY_HEADS, FEATURES]; log_decay, beta float32 [B, length, h]; resets bool [B, length] or
     None; inverses and weights [B, h, chunks, C, C] in the dtype of q, (I + A)^-1 and the factors of the corrections in
-    the results; factors float32 [B, h, 4, chunks * C], of each token: beta; that of k S in what is recalled; that of
+    the results, A with the betas of columns rather than rows if BY_COLUMN; factors float32 [B, h, 4, chunks * C], of each token: beta; that of k S in what is recalled; that of
     q S in the result; that of its correction in the next state; totals float32 [B, h, chunks], the decay of the state.
     The grid is (h, chunks, B).
     """
@@ -126,7 +127,9 @@ def chunk_matrices_kernel(
     qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
     tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
     kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
-    a = tl.where(tokens[None, :] < tokens[:, None], kk * decays * betas[:, None], 0.0)
+    a = tl.where(tokens[None, :] < tokens[:, None], kk * decays, 0.0) * (
+        betas[None, :] if BY_COLUMN else betas[:, None]
+    )
     inverse = inverse_of(a, tokens, LEVELS, PRECISION)
     tl.store(inverses + at_matrix, inverse.to(inverses.dtype.element_ty))
     since_start, until_end, total = state_decays_of(sums, total, count, all_resets)
@@ -152,6 +155,7 @@ def delta_rule_kernel(
     y,
     last_state,
     states,
+    corrections,
     length,
     chunks,
     KEY_HEADS: tl.constexpr,
@@ -167,7 +171,7 @@ def delta_rule_kernel(
 
     Arrays: q, k, and what `chunk_matrices_kernel` gives, as there; v and y [B, length, h, VALUE_FEATURES]; state and
     last_state float32 [B, h, FEATURES, VALUE_FEATURES], state None for zeros; states [B, h, chunks, FEATURES,
-    VALUE_FEATURES] in the dtype of q, those before each chunk, or None. The grid is (blocks of columns, h, B).
+    VALUE_FEATURES] in the dtype of q, those before each chunk, and corrections, as v, without beta; or both None. The grid is (blocks of columns, h, B).
     """
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     STRIDE: tl.constexpr = KEY_HEADS * FEATURES
@@ -209,8 +213,11 @@ def delta_rule_kernel(
             tl.store(states + at_state, before, mask=is_in_state)
         recalled = tl.dot(k_block, before, input_precision=PRECISION)
         result = tl.dot(q_block, before, input_precision=PRECISION) * read[:, None]
-        errors = (v_block.to(tl.float32) - recalled * recall[:, None]) * betas[:, None]
+        errors = v_block.to(tl.float32) - recalled * recall[:, None]
         news = tl.dot(inverse, errors.to(k_block.dtype), input_precision=PRECISION)
+        if corrections is not None:
+            tl.store(corrections + at_values, news.to(corrections.dtype.element_ty), mask=exists & is_column)
+        news *= betas[:, None]
         written = (news * write[:, None]).to(k_block.dtype)
         acc = tl.dot(k_block.T, written, acc * total, input_precision=PRECISION)
         result = tl.dot(weight, news.to(k_block.dtype), result, input_precision=PRECISION)

@@ -79,15 +79,14 @@ def _differentiable(options: _Options, operands: DeltaRule) -> tuple[jax.Array, 
 
 def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, jax.Array], Any]:
     how, scale, epsilon = options
-    y, last_state, states = DELTA_RULE(how, operands, keeps=True, scale=scale, epsilon=epsilon)
-    y, states = checkpoint_name(y, RESULT), checkpoint_name(states, STATES)
-    return (y, last_state), (operands, states)
+    y, last_state, *kept = DELTA_RULE(how, operands, keeps=True, scale=scale, epsilon=epsilon)
+    return (checkpoint_name(y, RESULT), last_state), (operands, checkpoint_name(kept, STATES))
 
 
 def _backward(options: _Options, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
     how, scale, epsilon = options
-    operands, states = kept
-    with_gradients = DeltaRuleBackward(**operands._asdict(), states=states, dy=gradients[0], d_last_state=gradients[1])
+    operands, states_and_corrections = kept
+    with_gradients = DeltaRuleBackward(*operands, *states_and_corrections, *gradients)
     results = DELTA_RULE_BACKWARD(how, with_gradients, scale=scale, epsilon=epsilon)
     d_state = None if operands.state is None else results.d_state
     return (DeltaRule(*results[:5], state=d_state, resets=None),)

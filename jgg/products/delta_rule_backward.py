@@ -19,7 +19,7 @@ class DeltaRuleBackward(NamedTuple):
 
     Attributes:
       q, k, v, log_decay, beta, state, resets: as in DeltaRule.
-      states: as in Written.
+      states, corrections: as in Written.
       dy: the gradient of y, in its dtype.
       d_last_state: the gradient of last_state, float32.
     """
@@ -32,6 +32,7 @@ class DeltaRuleBackward(NamedTuple):
     state: jax.Array | None
     resets: jax.Array | None
     states: jax.Array
+    corrections: jax.Array
     dy: jax.Array
     d_last_state: jax.Array
 
@@ -65,13 +66,10 @@ def _plain(operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRu
 def _launch(launcher: Launcher, operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
     if not kernels_take(launcher, operands):
         return _plain(operands, scale, epsilon)
-    matrices = chunk_matrices(launcher, operands, scale, epsilon)
+    matrices = chunk_matrices(launcher, operands, False, scale, epsilon)
     of_states = _of_states(launcher, operands, matrices)
     d_state = of_states.pop("d_state")
-    return DeltaRuleGradients(
-        **_of_operands(launcher, operands, {**of_states, "inverses": matrices["inverses"]}, scale, epsilon),
-        d_state=d_state,
-    )
+    return DeltaRuleGradients(**_of_operands(launcher, operands, of_states, scale, epsilon), d_state=d_state)
 
 
 def _of_states(launcher: Launcher, operands: DeltaRuleBackward, matrices: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -103,7 +101,7 @@ def _of_operands(
     from jgg.kernels.delta_rule_backward import delta_rule_gradients_kernel
 
     sizes, dtype = Sizes.of(operands), operands.q.dtype
-    names = "q", "k", "v", "log_decay", "beta", "resets", "states", "dy"
+    names = "q", "k", "log_decay", "beta", "resets", "states", "corrections", "dy"
     launch = Launch(
         operands={name: getattr(operands, name) for name in names} | others | {"length": sizes.length},
         outputs={name: kind for name, kind in _types(operands)._asdict().items() if name != "d_state"},
