@@ -85,8 +85,10 @@ def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, j
 
 def _backward(options: _Options, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
     how, scale, epsilon = options
-    operands, states_and_corrections = kept
-    with_gradients = DeltaRuleBackward(*operands, *states_and_corrections, *gradients)
+    operands, (states, corrections) = kept
+    with_gradients = DeltaRuleBackward(
+        **operands._asdict(), states=states, corrections=corrections, dy=gradients[0], d_last_state=gradients[1]
+    )
     results = DELTA_RULE_BACKWARD(how, with_gradients, scale=scale, epsilon=epsilon)
     d_state = None if operands.state is None else results.d_state
     return (DeltaRule(*results[:5], state=d_state, resets=None),)
