@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgg.models.delta_rule import delta_rule, delta_rule_one
-from tests.support.closeness import assert_close
+from tests.support.closeness import assert_close, distance
 from tests.support.marks import INTERPRET, TRITON, on
 
 SCALE, EPSILON = 0.37, 1e-3
@@ -113,6 +113,23 @@ def test_delta_rule(size, has_resets, implementation):
     arrays, resets, dy, d_state = random(size)
     got = run_and_gradients(arrays, resets if has_resets else None, dy, d_state, implementation)
     assert_close(got, rule64(arrays, resets & has_resets, dy, d_state), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [
+        pytest.param("interpret", "float16", 1.5e-3, marks=[pytest.mark.interpret, pytest.mark.thorough]),
+        pytest.param("triton", "float16", 1.5e-3, marks=pytest.mark.gpu),
+        pytest.param("triton", "bfloat16", 1e-2, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("size", [SIZES["chunks"], (2, 300, 2, 4, 128, 128), SIZES["odd"]], ids=["few", "many", "odd"])
+def test_in_16_bits(size, implementation, dtype, tolerance):
+    arrays, resets, dy, d_state = random(size, dtype=dtype)
+    got = run_and_gradients(arrays, resets, dy, d_state, implementation)
+    want = rule64(arrays, resets, np.asarray(dy, np.float64), d_state)
+    errors = jax.tree.map(distance, got, want)
+    assert max(jax.tree.leaves(errors)) < tolerance, errors
 
 
 def test_without_a_state_it_is_zero():
