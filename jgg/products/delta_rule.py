@@ -18,7 +18,7 @@ _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
 _LEVELS = CHUNK.bit_length() - 1
 _BYTES_OF_THREE_STAGES = 200_000  # of shared memory
-_REGISTERS = 128  # of a thread that computes a chunk's matrices
+_REGISTERS = 168  # of a thread that computes a chunk's matrices
 
 
 class DeltaRule(NamedTuple):
