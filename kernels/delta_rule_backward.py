@@ -103,6 +103,42 @@ def normalization_gradient(d_normalized, x, root):
 
 
 @triton.jit
+def add_by_matrices(
+    dq_acc,
+    d_recalling,
+    d_writing,
+    d_weights,
+    d_a,
+    decays,
+    betas,
+    q_block,
+    k_block,
+    q_root,
+    k_root,
+    tokens,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the gradients of q and k by way of P = scale q k^T decays and A = beta k k^T decays, of the normalized ones.
+
+    Also returns the elements of P and of A, which is zero from its diagonal on, times their gradients.
+    """
+    d_weights = d_weights * decays * SCALE
+    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+    of_weights = d_weights * qk * (q_root[:, None] * k_root[None, :])
+    d_weights_k = (d_weights * k_root[None, :]).to(k_block.dtype)
+    dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
+    d_weights_q = (d_weights * q_root[:, None]).to(k_block.dtype)
+    d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
+    d_a = tl.where(tokens[None, :] < tokens[:, None], d_a * decays, 0.0) * -betas[:, None]
+    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
+    of_a = d_a * kk * (k_root[:, None] * k_root[None, :])
+    d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(k_block.dtype)
+    d_recalling = tl.dot(d_a_k, k_block, d_recalling, input_precision=PRECISION)
+    return dq_acc, d_recalling, d_writing, of_weights, of_a
+
+
+@triton.jit
 def delta_rule_gradients_kernel(
     q,
     k,
@@ -148,7 +184,6 @@ def delta_rule_gradients_kernel(
     q_block = tl.load(q + at_keys, mask=is_key, other=0.0)
     dtype: tl.constexpr = k_block.dtype
     k_root, q_root = root_of(k_block, tokens, EPSILON, PRECISION), root_of(q_block, tokens, EPSILON, PRECISION)
-    is_strictly_before = tokens[None, :] < tokens[:, None]
     # of normalized queries, and of normalized keys: where they recall, and where they write
     dq_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
     d_recalling = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
@@ -203,26 +238,27 @@ def delta_rule_gradients_kernel(
         d_sums = new_of_q - of_q + new_of_recalling - of_recalling - d_until_end
         d_last_sum = tl.reduce(d_until_end, 0, add) + tl.reduce(d_total, 0, add) * total
 
-        # P = scale q k^T decays, and A = beta k k^T decays below the diagonal, of the normalized ones
-        decays = decays_of(sums, count, tokens)
-        qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
-        d_weights = d_weights * decays * SCALE
-        of_decays = d_weights * qk * (q_root[:, None] * k_root[None, :])
-        by_row, by_column = tl.reduce(of_decays, 1, add), tl.reduce(of_decays, 0, add)
-        d_sums += by_row - by_column
-        of_q, of_writing = new_of_q + by_row, new_of_writing + by_column
-        d_weights_k = (d_weights * k_root[None, :]).to(dtype)
-        dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
-        d_weights_q = (d_weights * q_root[:, None]).to(dtype)
-        d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
-        kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
-        d_a = tl.where(is_strictly_before, d_a * decays, 0.0) * -betas[:, None]
-        of_decays = d_a * kk * (k_root[:, None] * k_root[None, :])
-        by_row, by_column = tl.reduce(of_decays, 1, add), tl.reduce(of_decays, 0, add)
-        d_sums += by_row - by_column
-        of_recalling = new_of_recalling + by_row + by_column
-        d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(dtype)
-        d_recalling = tl.dot(d_a_k, k_block, d_recalling, input_precision=PRECISION)
+        dq_acc, d_recalling, d_writing, of_weights, of_a = add_by_matrices(
+            dq_acc,
+            d_recalling,
+            d_writing,
+            d_weights,
+            d_a,
+            decays_of(sums, count, tokens),
+            betas,
+            q_block,
+            k_block,
+            q_root,
+            k_root,
+            tokens,
+            SCALE,
+            PRECISION,
+        )
+        rows_of_weights, columns_of_weights = tl.reduce(of_weights, 1, add), tl.reduce(of_weights, 0, add)
+        rows_of_a, columns_of_a = tl.reduce(of_a, 1, add), tl.reduce(of_a, 0, add)
+        d_sums += rows_of_weights - columns_of_weights + rows_of_a - columns_of_a
+        of_q, of_recalling = new_of_q + rows_of_weights, new_of_recalling + rows_of_a + columns_of_a
+        of_writing = new_of_writing + columns_of_weights
 
         # a token's log decay is in the sums from it on
         d_log = tl.reduce(d_sums, 0, add) - tl.associative_scan(d_sums, 0, add) + d_sums
