@@ -1,4 +1,4 @@
-"""`Family`: what the models of one architecture of Hugging Face have in common; jgg/hf/families.py has them all."""
+"""`Family`: what the models of one architecture of Hugging Face have in common; jgg/hf/families has them all."""
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping

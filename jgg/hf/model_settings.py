@@ -1,10 +1,11 @@
 """Reads the settings of a whole model, as families share them, into the arguments of `jgg.models.ModelConfig`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
+from jgg.hf.mixers import AttentionConfig, MixerConfig
 from jgg.hf.rotary import read_rotary
 from jgg.hf.settings import LARGEST, Settings
 
@@ -42,28 +43,53 @@ def read_model(settings: Settings) -> dict[str, Any]:
         "features": settings.int("hidden_size"),
         "num_layers": num_layers,
         "num_further_layers": settings.int("num_nextn_predict_layers", 0),
-        "windows": (None,) * num_layers,
+        "is_dense": (False,) * num_layers,
         "norm_epsilon": epsilon,
         "is_tied": settings.flag("tie_word_embeddings"),
         "init_scale": init_scale,
     }
 
 
-def read_attention(settings: Settings, **others: Any) -> dict[str, Any]:
-    """Returns the arguments of attention with grouped queries and rotary embeddings, with others that a family has."""
+def read_attention(settings: Settings, *, layer_type: str | None = None, **others: Any) -> AttentionConfig:
+    """Returns attention with grouped queries and rotary embeddings, with other options that a family has.
+
+    Args:
+      settings: the settings.
+      layer_type: the kind of layer, such as "sliding_attention", where rotary embeddings differ between kinds.
+      others: more arguments of AttentionConfig, which precede those read here.
+    """
     heads = settings.int("num_attention_heads")
     kv_heads = heads if settings.get("num_key_value_heads") is None else settings.int("num_key_value_heads")
     check(heads % kv_heads == 0, f"num_key_value_heads must divide num_attention_heads, {heads}, got {kv_heads}.")
     head_features = _head_features(settings)
-    frequencies, scale = read_rotary(settings, head_features)
-    return {
+    read: dict[str, Any] = {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_features": head_features,
-        "attention_scale": head_features**-0.5,
-        "rotary_frequencies": frequencies,
-        "rotary_scale": scale,
-    } | others
+        "scale": head_features**-0.5,
+        "rotary": read_rotary(settings, head_features, layer_type),
+    }
+    return AttentionConfig(**read | others)
+
+
+def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
+    """Returns the mixer of each layer, the same in all."""
+    return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
+
+
+def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> dict[str, Any]:
+    """Returns the mixer of each layer, as "layer_types" names it, by default `types`.
+
+    Args:
+      settings: the settings.
+      by_type: the mixers by the names in "layer_types".
+      types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
+    """
+    num_layers, kinds = settings.int("num_hidden_layers"), list(by_type)
+    given = types if settings.get("layer_types") is None else settings.get("layer_types")
+    is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
+    check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
+    return {"mixers": tuple(by_type[kind] for kind in given)}
 
 
 def _head_features(settings: Settings) -> int:
@@ -97,12 +123,11 @@ def read_biases(settings: Settings) -> dict[str, Any]:
     return {"use_qkv_bias": settings.flag("attention_bias"), "use_out_bias": settings.flag("attention_bias")}
 
 
-def read_windows(settings: Settings, is_used: bool = True) -> dict[str, Any]:
-    """Returns the window of each layer, if they have the same one."""
-    window = settings.get("sliding_window")
-    if window is None or not is_used:
-        return {}
-    return {"windows": (settings.int("sliding_window"),) * settings.int("num_hidden_layers")}
+def read_window(settings: Settings, is_used: bool = True) -> int | None:
+    """Returns the window that all layers have, or None."""
+    if not is_used or settings.get("sliding_window") is None:
+        return None
+    return settings.int("sliding_window")
 
 
 def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
@@ -114,7 +139,7 @@ def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> di
     if not num_dense_layers:
         return {}
     return {
-        "num_dense_layers": num_dense_layers,
+        "is_dense": tuple(number < num_dense_layers for number in range(num_layers)),
         "dense_features": settings.int("intermediate_size"),
         "dense_activation": ACTIVATIONS[settings.get("hidden_act")],
     }

@@ -7,20 +7,29 @@ from typing import Any
 import numpy as np
 
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
+from jgg.hf.mixers import RotaryConfig
 from jgg.hf.settings import Settings
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ...], float]:
-    """The radians per position of each pair of rotated features, and the factor of the rotated features.
+def read_rotary(settings: Settings, head_features: int, layer_type: str | None = None) -> RotaryConfig:
+    """The rotary embedding of heads of so many features.
 
     transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys beside it.
+
+    Args:
+      settings: the settings.
+      head_features: features of a head.
+      layer_type: the kind of layer, such as "sliding_attention": "rope_parameters" may have an object for each kind.
     """
     for name in ("rope_scaling", "rope_parameters"):
         check_instance(name, settings.get(name) or {}, Mapping, "null or an object")
     where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.get(where) or {}
+    if layer_type is not None and layer_type in part:
+        part, where = part[layer_type] or {}, f"{where} of {layer_type}"
+        check_instance(where, part, Mapping, "null or an object")
     given = {key: value for key, value in part.items() if value is not None}
     theta = _theta(given.pop("rope_theta", settings.get("rope_theta")))
     if settings.get("rope_theta") is not None:
@@ -45,7 +54,7 @@ def read_rotary(settings: Settings, head_features: int) -> tuple[tuple[float, ..
     check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
     is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
     check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
-    return tuple(map(float, frequencies)), scale
+    return RotaryConfig(tuple(map(float, frequencies)), scale)
 
 
 def _theta(value: Any) -> float:

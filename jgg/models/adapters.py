@@ -172,7 +172,8 @@ def _set_terms(model: Decoder, found: Found) -> None:
         variables = [matrix.stack.adapters[name] for name in names]
         arrays = [np.zeros(variable.shape, variable.dtype) for variable in variables]
         for number, term in terms.items():
-            own, index, rank = rescaled(term, scales[matrix.target]), number - matrix.stack.plan.first, term.a.shape[-1]
+            own, index = rescaled(term, scales[matrix.target]), matrix.stack.plan.numbers.index(number)
+            rank = term.a.shape[-1]
             arrays[0][index, ..., :rank], arrays[1][index, ..., :rank, :] = own.a, own.b
         beside = matrix.stack.layers.attention_norm.get_value()
         for name, variable, array in zip(names, variables, arrays, strict=True):

@@ -21,8 +21,7 @@ from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
-from jgg.models.rotary import rotations
-from jgg.models.stacks import by_stack, merge_stack, new_stack, put_forms, run_stack
+from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.primitives.barrier import barrier
 from jgg.router.routing import as_given_choices
@@ -41,8 +40,10 @@ class Decoder(nnx.Module):
       config: the ModelConfig.
       options: the other arguments, checked.
       w_embedding: nnx.Param [V, H].
-      dense_layers, layers: the layers before those with experts, or None, and the layers with experts, which have
-        `attention_norm`, `attention`, `mlp_norm` and, in this order, `mlp` and `moe`, a `jgg.nnx.MoE`.
+      layers: the layers with experts, which have `attention_norm`, `attention` or another mixer, `mlp_norm` and `moe`,
+        a `jgg.nnx.MoE`. Where their shapes differ, as where every fourth has another mixer, those that are alike are
+        stacked, and further stacks have the number of their first layer in their name, such as `layers_3`.
+      dense_layers: the layers without experts, which have `mlp` in the place of `moe`, or None.
       norm: nnx.Param [H], of the last RMS norm.
       w_head: nnx.Param [H, V]; there is none if the embedding takes its place.
 
@@ -118,7 +119,7 @@ class Decoder(nnx.Module):
             sharding=sharding,
         )
         self.config, self.options = config, options
-        if not config.num_dense_layers:
+        if not any(config.is_dense):
             self.dense_layers = None
         for plan in config.plan:
             setattr(self, plan.name, new_stack(plan, config, options, rngs))
@@ -281,22 +282,23 @@ class Decoder(nnx.Module):
         if config.embedding_scale != 1:  # behind a barrier, as XLA might not round the table before it multiplies
             x = barrier(x) * config.embedding_scale
         x = split_batch(x, sharding)
-        rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        of_tokens = functools.partial(Place, positions, rotation, segments=segments, mask=mask, adapters=adapters)
-        place = functools.partial(of_tokens, lengths=lengths, start=start)
-        given = {} if topk_indices is None else by_stack(split_batch(topk_indices, sharding, axis=1), config)
-        sown: dict[str, list[jax.Array]] = {}
-        own_caches = []
-        for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):
-            layers = getattr(self, plan.name)
-            x, cache, own = run_stack(layers, plan, self.options, x, cache, place, given.get(plan.name))
-            own_caches.append(cache)
-            for name, value in own.items():
-                sown.setdefault(name, []).append(value)
+        stacks: dict[str, Layer] = {plan.name: getattr(self, plan.name) for plan in config.plan}
+        x, after, sown = run_layers(
+            stacks,
+            config,
+            self.options,
+            x,
+            None if caches is None else dict(zip(stacks, caches, strict=True)),
+            rotations_of(config, positions),
+            functools.partial(
+                Place, positions, segments=segments, mask=mask, adapters=adapters, lengths=lengths, start=start
+            ),
+            None if topk_indices is None else split_batch(topk_indices, sharding, axis=1),
+        )
         for name, values in sown.items() if hasattr(self, "__captures__") else ():
-            self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
+            self.sow(nnx.Intermediate, name, values)
         x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)
-        return x, None if caches is None else tuple(own_caches)
+        return x, None if after is None else tuple(after.values())
 
     def put_forms(self) -> None:
         """Makes ready for forward passes alone: see `stacks.put_forms`."""
@@ -310,7 +312,8 @@ class Decoder(nnx.Module):
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
         config, options = self.config, self.options
         caches = (
-            MIXERS[plan.mixer].empty_cache(config, plan.count, batch, positions, options.dtype) for plan in config.plan
+            MIXERS[plan.mixer.kind].empty_cache(plan.mixer, plan.count, batch, positions, options.dtype)
+            for plan in config.plan
         )
         return jax.tree.map(functools.partial(split_batch, sharding=options.sharding, axis=1), tuple(caches))
 

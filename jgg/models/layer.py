@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 import jgg.nnx
 from jgg.core.problem import has_few_rows
+from jgg.hf.mixers import MixerConfig
 from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
@@ -34,14 +35,16 @@ class Mixer(Protocol):
 
     options: Options
 
-    def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None: ...
+    def __init__(self, config: ModelConfig, own: Any, options: Options, rngs: nnx.Rngs) -> None:
+        """A mixer of a model with this config, of which `own` has the mixer's sizes and options."""
+        ...
 
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with what the tokens add to it."""
         ...
 
     @staticmethod
-    def empty_cache(config: ModelConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Any:
+    def empty_cache(own: Any, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Any:
         """The cache of stacked layers before the first token: arrays [layers, B, ...]."""
         ...
 
@@ -52,17 +55,19 @@ MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
 class Layer(nnx.Module):
     """One layer: a mixer such as attention, then experts or a dense MLP, each of normalized x and added to x.
 
-    The mixer is the attribute that has its name in MIXERS.
+    The mixer is the attribute that has the name of its kind in MIXERS.
     """
 
     attention_norm: nnx.Param[jax.Array]
     mlp_norm: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, options: Options, mixer: str, is_dense: bool, rngs: nnx.Rngs) -> None:
-        self.config, self.mixer = config, mixer
+    def __init__(
+        self, config: ModelConfig, options: Options, mixer: MixerConfig, is_dense: bool, rngs: nnx.Rngs
+    ) -> None:
+        self.config, self.mixer = config, mixer.kind
         norms = {"attention_norm": (config.features,), "mlp_norm": (config.features,)}
         set_params(self, norms, config.init_scale, options, rngs)
-        setattr(self, mixer, MIXERS[mixer](config, options, rngs))
+        setattr(self, mixer.kind, MIXERS[mixer.kind](config, mixer, options, rngs))
         if is_dense:
             self.mlp = Mlp(config, options, rngs)
         else:

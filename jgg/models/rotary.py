@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
+from jgg.hf.mixers import RotaryConfig
 from jgg.launching.choice import How
 from jgg.models.norms import how_of_rows, norm
 from jgg.primitives.barrier import barrier
@@ -15,11 +16,13 @@ from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward,
 type Rotation = tuple[jax.Array, jax.Array]
 
 
-def rotations(frequencies: tuple[float, ...], scale: float, positions: jax.Array) -> Rotation:
+def rotations(rotary: RotaryConfig, positions: jax.Array) -> Rotation:
     """The cosines and sines that `rotated` takes, float32 [B, S, 1, pairs], for positions [B, S]."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)[None, None, None]
+    angles = (
+        positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(rotary.frequencies, jnp.float32)[None, None, None]
+    )
     angles = barrier(angles)  # so that XLA computes no cosine of known positions itself, which other bits would have
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
 
 
 def rotated(

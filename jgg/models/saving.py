@@ -93,7 +93,8 @@ def _config(model: Decoder) -> dict[str, Any]:
     # transformers takes the second if a config has both
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, model.w_embedding.dtype.name)
-    values = {name: variable.get_value() for name, variable in list(stacks(model))[-1].variables.items()}
+    with_experts = next(stack for stack in stacks(model) if not stack.plan.is_dense)
+    values = {name: variable.get_value() for name, variable in with_experts.variables.items()}
     blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}
     how = config.pop("quantization_config", None) or {}
     if not blocks:

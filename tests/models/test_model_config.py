@@ -37,7 +37,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family):
     defaults = OF_TRANSFORMERS[family]["defaults"]
     config = jgg.models.model_config({"model_type": family})
     assert same(config, jgg.models.model_config(defaults))
-    assert config.head_features == OF_TRANSFORMERS[family]["heads"]
+    assert config.mixers[0].head_features == OF_TRANSFORMERS[family]["heads"]
     given = {key: value for key, value in defaults.items() if value is not None}
     known = HF_FAMILIES[family].settings(defaults)
     for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters"}:
@@ -62,18 +62,20 @@ def test_rotary_settings_mean_what_they_do_in_transformers(family):
     for case in OF_TRANSFORMERS[family]["rotary"]:
         own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
         config = jgg.models.model_config({"model_type": family} | sizes | own | case["changes"])
-        np.testing.assert_allclose(config.rotary_frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case))
-        np.testing.assert_allclose(config.rotary_scale, case["scale"], rtol=1e-6, err_msg=str(case))
+        np.testing.assert_allclose(
+            config.mixers[0].rotary.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case)
+        )
+        np.testing.assert_allclose(config.mixers[0].rotary.scale, case["scale"], rtol=1e-6, err_msg=str(case))
 
 
 def test_settings_of_qwen3_coder_that_say_what_qwen3_does_are_taken():
     more = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    assert jgg.models.model_config(config_of("qwen3_moe") | more).qk_norm == "head"
+    assert jgg.models.model_config(config_of("qwen3_moe") | more).mixers[0].qk_norm == "head"
 
 
 def test_windows_are_those_of_each_layer():
     def windows(family, **changes):
-        return jgg.models.model_config(config_of(family) | changes).windows
+        return tuple(own.window for own in jgg.models.model_config(config_of(family) | changes).mixers)
 
     assert windows("gpt_oss") == (4, None)
     assert windows("gpt_oss", layer_types=["full_attention", "sliding_attention"]) == (None, 4)
@@ -86,7 +88,7 @@ def test_windows_are_those_of_each_layer():
 
 def test_qwen3_moe_may_begin_with_dense_layers():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"mlp_only_layers": [0], "intermediate_size": 40})
-    assert (config.num_dense_layers, config.dense_features, config.dense_activation) == (1, 40, "swiglu")
+    assert (config.is_dense, config.dense_features, config.dense_activation) == ((True, False), 40, "swiglu")
 
 
 WRONG = {

@@ -1,8 +1,8 @@
 """Makes tests/data/models: tiny models of each family that jgg.models has, by Hugging Face's transformers.
 
     pip install torch transformers
-    python -m tests.programs.make_model_data
-    python -m tests.programs.make_model_data --open FOLDER
+    python -m tests.programs.make_model_data [FAMILY ...]
+    python -m tests.programs.make_model_data [FAMILY ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of random bfloat16 weights (a selection bias is float32, as in published
 checkpoints), and reference.npz: in float32, the logits of tokens, the loss of each next token, a digest of its
@@ -12,15 +12,15 @@ equal tensors. Made, and opened, with torch 2.13.0 and transformers 5.24.0.
 """
 
 import argparse
-import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.programs.make_hf_data import on_disk
 from tests.support.digests import digest
 
 OUT = Path(__file__).parents[1] / "data" / "models"
@@ -111,13 +111,14 @@ def continued(model, prompt):
 
 
 def gradients(family, model):
-    """The gradients of all parameters by the names of the folder's tensors."""
-    named = {}
-    for name, parameter in model.named_parameters():
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(.*)", name)
-        gradient = parameter.grad.numpy()
-        named |= on_disk(family, found[2], gradient, int(found[1])) if found else {name: gradient}
-    return named
+    """The gradients of all parameters by the names of the folder's tensors, which transformers gives them."""
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    state = {name: grads.get(name, tensor) for name, tensor in model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict=state)
+        named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
+    # what has no gradient is as in the model
+    return {name: array for name, array in named.items() if not torch.equal(array, own[name].to(array.dtype))}
 
 
 def loss_of(model, tokens):
@@ -151,7 +152,7 @@ def make(family):
     tokens = torch.randint(64, (2, 13), generator=generator)
     logits, loss = loss_of(model, tokens)
     loss.backward()
-    of_parameters = digest(gradients(family, model))
+    of_parameters = digest({name: array.numpy() for name, array in gradients(family, model).items()})
     padded = [prompt + [0] * (max(PROMPT_LENGTHS) - len(prompt)) for prompt in prompts]
     losses = np.asarray(losses_of_training(model, tokens), np.float32)
     np.savez_compressed(
@@ -178,9 +179,11 @@ def check_opens(family, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().open
-    for family in FAMILIES:
+    arguments = parser.parse_args()
+    folder = arguments.open
+    for family in arguments.families:
         if folder is None:
             make(family)
         else:
