@@ -33,6 +33,8 @@ CASES = {
     "gpt_oss": USUAL,
     "mixtral": USUAL,
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "mellum": USUAL,
+    "exaone_moe": USUAL,
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
         "target_modules": SEVEN,

@@ -81,6 +81,31 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "mellum": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "sliding_window": 4,
+        "rope_parameters": {
+            "full_attention": {key: value for key, value in YARN.items() if key != "truncate"},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "exaone_moe": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "n_group": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
 
 
