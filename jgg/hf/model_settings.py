@@ -5,9 +5,11 @@ from typing import Any
 
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
+from jgg.hf.family import Family
 from jgg.hf.mixers import AttentionConfig, MixerConfig
+from jgg.hf.multimodal import OF_TOWERS
 from jgg.hf.rotary import read_rotary
-from jgg.hf.settings import LARGEST, Settings
+from jgg.hf.settings import LARGEST, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
@@ -160,17 +162,20 @@ def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[st
     }
 
 
-def check_keys(config: Mapping[str, Any], settings: Settings) -> None:
+def check_keys(config: Mapping[str, Any], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
-    model_type, given = settings.model_type, settings.given
-    unknown = {key: given[key] for key in settings.unknown if key not in _WITHOUT_EFFECT}
-    if given is not config:
-        own = given.get("model_type")
-        check(own == model_type, f"text_config must have 'model_type' {model_type!r}, got {own!r}.")
-        others = config.keys() - _WITHOUT_EFFECT - {"text_config"}
-        unknown |= {key: config[key] for key in sorted(others) if config[key] is not None}
+    text, settings = language_model(config), own.settings(config)
+    parts = [(text, _WITHOUT_EFFECT | settings.known)]
+    if own.text_type is not None or text is not config:
+        outer = _WITHOUT_EFFECT | {"text_config", *own.outer} | (set() if own.text_type is None else OF_TOWERS)
+        parts = [*parts[text is config :], (config, outer)]
+    if text is not config:
+        expected, got = own.text_type or settings.model_type, text.get("model_type")
+        is_usual = got is None and own.text_type is not None
+        check(got == expected or is_usual, f"text_config must have 'model_type' {expected!r}, got {got!r}.")
+    unknown = {key: part[key] for part, known in parts for key in sorted(part.keys() - known) if part[key] is not None}
     check(
         not unknown,
-        f"config of model_type {model_type!r} must have only keys that jgg.models knows, or null there, got "
+        f"config of model_type {settings.model_type!r} must have only keys that jgg.models knows, or null there, got "
         f"{', '.join(f'{key!r}: {value!r}' for key, value in unknown.items())}.",
     )

@@ -11,12 +11,12 @@ settings of ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
 import json
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModel, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
-MORE = ("mellum", "exaone_moe")
+MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text")
 WITHOUT_ROTARY = ("mellum",)  # has several embeddings
 # of the others, jgg has the experts alone
 CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
@@ -95,7 +95,7 @@ def rotary(family, changes):
     own = {"head_dim": 16} if family == "mixtral" else {}
     own |= {"first_k_dense_replace": 0} if hasattr(configured(family, {}), "first_k_dense_replace") else {}
     config = configured(family, SIZES | own | changes)
-    embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    embedding = AutoModel.from_config(config).rotary_emb
     frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
     return {"changes": changes, "frequencies": frequencies, "scale": embedding.attention_scaling}
 

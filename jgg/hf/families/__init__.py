@@ -8,7 +8,7 @@ from jgg.hf.families.llama4 import LLAMA4
 from jgg.hf.families.mellum import MELLUM
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
-from jgg.hf.families.qwen import QWEN3_MOE, QWEN3_NEXT
+from jgg.hf.families.qwen import QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
 from jgg.hf.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -24,4 +24,6 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
+    "qwen3_vl_moe_text": QWEN3_VL_MOE_TEXT,
 }
