@@ -109,7 +109,8 @@ def _head_features(settings: Settings) -> int:
 def _check_unused(settings: Settings) -> None:
     """Raises where a setting is wrong that not all models use, or that none does but its users read."""
     for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
-        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+        value = settings.get(key) if settings.defaults.get(key) is not None else None
+        if value is not None and (key, value) != ("sliding_window", 0):  # transformers writes 0 where Qwen2 has none
             settings.int(key)
     for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
         if settings.given.get(key) is not None:
@@ -165,7 +166,9 @@ def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[st
 def check_keys(config: Mapping[str, Any], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
     text, settings = language_model(config), own.settings(config)
-    parts = [(text, _WITHOUT_EFFECT | settings.known)]
+    for key, value in own.only.items():
+        settings.only(key, value)
+    parts = [(text, _WITHOUT_EFFECT | settings.known | {*own.only, *own.without_effect})]
     if own.text_type is not None or text is not config:
         outer = _WITHOUT_EFFECT | {"text_config", *own.outer} | (set() if own.text_type is None else OF_TOWERS)
         parts = [*parts[text is config :], (config, outer)]

@@ -1,8 +1,8 @@
 """Makes tests/data/model_adapters: LoRA adapters of whole models that PEFT writes; opens what jgg writes.
 
     pip install torch transformers peft
-    python -m tests.programs.make_model_adapters
-    python -m tests.programs.make_model_adapters --open FOLDER
+    python -m tests.programs.make_model_adapters [CASE ...]
+    python -m tests.programs.make_model_adapters [CASE ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
 float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
@@ -33,6 +33,12 @@ CASES = {
     "qwen3_moe": USUAL,
     "gpt_oss": USUAL,
     "mixtral": USUAL,
+    "dots1": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "ernie4_5_moe": USUAL,
+    "hy_v3": USUAL | {"target_parameters": EXPERTS + SHARED},
+    "minimax_m2": USUAL,
+    "qwen2_moe": USUAL,
+    "solar_open": USUAL | {"target_parameters": [*EXPERTS, *SHARED, "mlp.gate.weight"]},
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
     "mellum": USUAL,
     "exaone_moe": USUAL,
@@ -77,7 +83,7 @@ def make(case):
     named = {name: parameter for name, parameter in sorted(adapted.named_parameters()) if "lora_" in name}
     for name, parameter in named.items():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        if case == "glm4_moe" and "up_proj.lora_A" in name:  # as jgg has one for gate and up of a dense layer
+        if "-" not in case and ".up_proj.lora_A" in name:  # as jgg has one for gate and up of an MLP
             parameter.data.copy_(named[name.replace("up_proj", "gate_proj")].data)
     folder = DATA / "model_adapters" / case
     adapted.save_pretrained(folder)
@@ -98,9 +104,11 @@ def check_opens(case, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().open
-    for case in CASES:
+    arguments = parser.parse_args()
+    folder = arguments.open
+    for case in arguments.cases:
         if folder is None:
             make(case)
         elif (folder / case).exists():
