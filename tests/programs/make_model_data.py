@@ -255,9 +255,9 @@ def make_folder(family, seed):
         for name, parameter in sorted(model.named_parameters()):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
         model.to(torch.bfloat16)
-        for name, buffer in sorted(model.named_buffers()):
+        for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):
             if name.endswith("e_score_correction_bias"):
-                buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
+                bias.data = 0.3 * torch.randn(bias.shape, generator=generator)
     model.save_pretrained(OUT / family)
     as_published(family, OUT / family)
     (OUT / family / "generation_config.json").unlink(missing_ok=True)
@@ -288,8 +288,9 @@ def gradients(family, model):
         model.save_pretrained(folder, state_dict=state)
         as_published(family, Path(folder))
         named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
-    # what has no gradient is as in the model
-    return {name: array for name, array in named.items() if not torch.equal(array, own[name].to(array.dtype))}
+    # what has no gradient is as in the model; a tied head may be written too
+    changed = {name: named[name] for name in named.keys() & own.keys()}
+    return {name: array for name, array in changed.items() if not torch.equal(array, own[name].to(array.dtype))}
 
 
 def loss_of(model, tokens):
