@@ -7,6 +7,9 @@ from typing import Any
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
 
+# the names of rotary embeddings' frequencies, which old folders have and which follow from config.json
+FREQUENCIES = r"rotary_emb\.inv_freq"
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -28,7 +31,8 @@ class Family:
       ends: the tensors of the parameters beside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
-      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
+        copies them from the folder that the model was loaded from.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
         are stored [E, in, out] and transformers does not say so.
     """
@@ -45,7 +49,7 @@ class Family:
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
     fused_block: str | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False
 
     def settings(self, config: Mapping[str, Any]) -> Settings:

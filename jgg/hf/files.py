@@ -5,12 +5,19 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.files import check_regular
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def read_object(path: Path) -> dict[str, Any]:

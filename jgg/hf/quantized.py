@@ -10,7 +10,7 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import as_weights
+from jgg.hf.files import Header, as_weights
 from jgg.hf.settings import language_model
 
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
@@ -160,12 +160,33 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         of_values, of_scales = how.suffixes
         scaled = [name.removesuffix(of_scales) for name in tensors if name.endswith(of_scales)]
         self.names = {name for name in scaled if name + of_values in tensors}
-        parts = {name + suffix for name in self.names for suffix in how.suffixes}
+        parts = {part for name in self.names for part in self.parts_of(name)}
         self._all = dict.fromkeys([name for name in tensors if name not in parts] + sorted(self.names))
+
+    def parts_of(self, name: str) -> tuple[str, str]:
+        """The names of the values and of the scales of a quantized tensor."""
+        of_values, of_scales = self.how.suffixes
+        return name + of_values, name + of_scales
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """The names that the checkpoint has for a tensor, which are two if it is quantized."""
+        return self.parts_of(name) if name in self.names else (name,)
+
+    def check(self, name: str, shape: tuple[int, ...], headers: Mapping[str, Header]) -> None:
+        """Raises ValueError unless headers say that a tensor in FP8 has this shape, and scales for each block."""
+        of_values, of_scales = self.parts_of(name)
+        if self.how.is_packed or headers[of_values].dtype != "F8_E4M3":
+            return
+        if of_scales not in headers:
+            raise ValueError(f"{of_scales} is missing, the scales of {of_values} in float8_e4m3fn.")
+        for part, expected in ((of_values, shape), (of_scales, scales_shape(shape, self.how.block))):
+            got = headers[part].shape
+            if got != expected:
+                raise ValueError(f"{part} must have shape {list(expected)}, got {list(got)}.")
 
     def read_values(self, name: str) -> np.ndarray:
         """Reads the values of a quantized tensor, in float8_e4m3fn or packed."""
-        stored = name + self.how.suffixes[0]
+        stored, _ = self.parts_of(name)
         return self.how.read_values(stored, np.asarray(self._tensors[stored]))
 
     def read_scales(self, name: str) -> np.ndarray:
@@ -173,7 +194,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
 
         Raises: ValueError: the checkpoint has no scales for it.
         """
-        scales = name + self.how.suffixes[1]
+        _, scales = self.parts_of(name)
         if scales not in self._tensors:
             raise ValueError(f"{scales} is missing, the scales of {name} in float8_e4m3fn.")
         return self.how.read_scales(scales, np.asarray(self._tensors[scales]))
