@@ -111,7 +111,7 @@ def _config(model: Decoder) -> dict[str, Any]:
     blocks = {name: block_of(value, name) for stack in stacks(model) for name, value in _quantized(stack).items()}
     if not blocks:
         return config
-    how = next(filter(None, formats), {})
+    how: dict[str, Any] = next(filter(None, formats), {})
     if how.get("quant_method") == "mxfp4" and model.options.quantization is None:
         return config | {"quantization_config": how}
     check(

@@ -1,6 +1,8 @@
 """Folders whose matrices are in FP8, with a scale for each block, as publishers make them."""
 
 import json
+import math
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 
 def quantized(array, block):
     """Values in float8_e4m3fn and float32 scales of a matrix, whose last blocks may be partial."""
     array = np.asarray(array, np.float32)
-    counts = [-(-size // step) for size, step in zip(array.shape, block, strict=True)]
+    counts = [math.ceil(size / step) for size, step in zip(array.shape, block, strict=True)]
     scales = np.empty(counts, np.float32)
     values = np.empty(array.shape, jnp.float8_e4m3fn)
     for i, j in np.ndindex(*counts):
@@ -38,14 +40,15 @@ def dense_folder(family, folder, **changes):
     return folder
 
 
-def with_fp8(source, folder, *, how=HOW, suffix="_scale_inv", keep=lambda name: False, dtype=np.float32):
-    """A copy of a folder whose matrices are in FP8, but those of embeddings and routers and of names to keep.
+def with_fp8(source, folder, *, how=HOW, block=(128, 128), suffix="_scale_inv", dtype=np.float32, keep="^$"):
+    """A copy of a folder whose matrices are in FP8, but those of embeddings and routers.
 
     Args:
       how: quantization_config.
+      block: the rows and columns that share a scale.
       suffix: added to the name of a tensor, it gives that of its scales.
-      keep: whether the tensor of a name stays as it is.
       dtype: dtype of the scales.
+      keep: a pattern of the names of other tensors that stay as they are.
     """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -53,8 +56,8 @@ def with_fp8(source, folder, *, how=HOW, suffix="_scale_inv", keep=lambda name: 
     tensors = {}
     for name, array in jgg.hf.Checkpoint(source).items():
         tensors[name] = array
-        if array.ndim == 2 and not name.endswith(("embed_tokens.weight", "gate.weight")) and not keep(name):
-            tensors[name], scales = quantized(array, how.get("weight_block_size", (128, 128)))
+        if array.ndim == 2 and not name.endswith(("embed_tokens.weight", "gate.weight")) and not re.search(keep, name):
+            tensors[name], scales = quantized(array, block)
             tensors[name + suffix] = scales.astype(dtype)
     save_file(tensors, folder / "model.safetensors")
     return folder
