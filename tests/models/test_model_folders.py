@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tracemalloc
 import zlib
 
@@ -44,7 +45,7 @@ def test_a_folder_is_written_back_bit_for_bit(family, tmp_path):
 
 @pytest.mark.parametrize("family", sorted(path.parent.name for path in DATA.glob("*/fused.json")))
 def test_experts_in_the_format_of_transformers_5_are_read(family, tmp_path):
-    config, folder = config_of(family), copied(family, tmp_path / "fused")
+    config, folder = config_of(family), shutil.copytree(DATA / family, tmp_path / "fused")
     tensors = fused(config, jgg.hf.Checkpoint(DATA / family))
     got = {name: [[*array.shape], zlib.crc32(array.astype(np.float32))] for name, array in tensors.items()}
     assert got == json.loads((DATA / family / "fused.json").read_text())
