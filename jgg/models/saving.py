@@ -103,7 +103,7 @@ def _config(model: Decoder) -> dict[str, Any]:
     """
     config = model.config.hf
     parts: list[dict[str, Any]] = [part for part in (config, config.get("text_config")) if part is not None]
-    # transformers takes the second if a config has both
+    # transformers takes the second if a config has both; those of towers stay
     keys = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part] or [(config, "dtype")]
     for part, key in keys:
         part[key] = model.w_embedding.dtype.name
