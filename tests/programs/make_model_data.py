@@ -251,7 +251,7 @@ def make(family):
 
 def make_fused(family):
     """Writes fused.json of a folder that is there."""
-    model = AutoModelForCausalLM.from_pretrained(OUT / family, dtype=torch.float32)
+    model = auto_class(family).from_pretrained(OUT / family, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, save_original_format=False)
         tensors = load_file(Path(folder) / "model.safetensors")
