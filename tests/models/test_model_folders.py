@@ -18,7 +18,7 @@ import jgg.hf
 import jgg.models
 from jgg.models.tensors import expected_shapes
 from tests.support.hf import assert_same_tensors, fused
-from tests.support.models import DATA, FAMILIES, changed, config_of, copied
+from tests.support.models import DATA, FAMILIES, MORE_FAMILIES, changed, config_of, copied
 
 
 def assert_same_folder(folder, expected):
@@ -43,7 +43,7 @@ def test_a_folder_is_written_back_bit_for_bit(family, tmp_path):
     assert_same_folder(tmp_path / "several", DATA / family)
 
 
-@pytest.mark.parametrize("family", sorted(path.parent.name for path in DATA.glob("*/fused.json")))
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_experts_in_the_format_of_transformers_5_are_read(family, tmp_path):
     config, folder = config_of(family), shutil.copytree(DATA / family, tmp_path / "fused")
     tensors = fused(config, jgg.hf.Checkpoint(DATA / family))
