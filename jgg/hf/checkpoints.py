@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,16 @@ from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
-from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
+from jgg.hf.files import (
+    Header,
+    as_weights,
+    check_names,
+    check_shape,
+    opened,
+    read_object,
+    read_tensor,
+    read_weight_map,
+)
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
@@ -85,13 +94,13 @@ def from_hf(
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
         checkpoint is quantized, but neither in blocks of FP8 nor in MXFP4, or a QuantizedArray cannot hold a weight.
     """
-    return dict(read_params(config, tensors, layer, keep_quantized))
+    return dict(read_params(config, tensors, layer, param_shapes(config) if keep_quantized else ()))
 
 
 def read_params(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: bool
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the items of what `from_hf` returns, each as it is read."""
+    """Yields the items of what `from_hf` returns, each as it is read; `keep_quantized` has the names of parameters."""
     own, shapes = family(config), param_shapes(config)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
@@ -104,7 +113,7 @@ def read_params(
     for name, shape in shapes.items():
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))
-        if keep_quantized and quantized is not None and first in quantized.names:
+        if name in keep_quantized and quantized is not None and first in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
             values = stored.filled(block, of_values, quantized.read_values)
@@ -169,13 +178,6 @@ def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
-
-
-class Header(NamedTuple):
-    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Checkpoint(Mapping[str, np.ndarray]):

@@ -8,6 +8,9 @@ from jgg.hf.files import shape_of
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
 
+# the names of rotary embeddings' frequencies, which old folders have and which follow from config.json
+FREQUENCIES = r"rotary_emb\.inv_freq"
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -32,7 +35,8 @@ class Family:
       ends: the tensors of the parameters beside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
-      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
+        copies them from the folder that the model was loaded from.
       text_type: of a family whose config.json has its language model in "text_config", the model_type there.
       outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
@@ -53,7 +57,7 @@ class Family:
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
     fused_block: str | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False
     text_type: str | None = None
     outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)

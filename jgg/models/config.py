@@ -13,6 +13,7 @@ from jgg.hf.family import Family
 from jgg.hf.mixers import MixerConfig
 from jgg.hf.model_settings import check_keys, read_model
 from jgg.layers import MoELayer
+from jgg.models.left_out import LeftOut
 from jgg.models.plan import Period, StackPlan, plan_of, schedule_of
 
 
@@ -35,6 +36,9 @@ class ModelConfig:
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
       init_scale: standard deviation of new matrices.
+      left_out: the tensors of the folder that the model was loaded from which the model does not have, and which
+        `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled function
+        that returns a model would else return it with another folder's.
       name: what transformers finds the model by, a folder or a name of the Hugging Face Hub; None if it is not known.
     """
 
@@ -54,6 +58,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     init_scale: float = 0.02
+    left_out: LeftOut | None = dataclasses.field(default=None, repr=False)
     name: str | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property

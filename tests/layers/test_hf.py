@@ -56,7 +56,7 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
 @EVERY_FAMILY
 def test_experts_in_the_format_of_transformers_5_are_the_same(name):
     config, weights, _, _ = load(name)
-    others = fused(name, weights)
+    others = fused(config, weights)
     assert (others.keys() == weights.keys()) == (not FAMILIES[name].fused)
     wanted, got = (jgg.hf.from_hf(config, tensors, 0) for tensors in (weights, others))
     assert_same_tensors(got, wanted)

@@ -2,17 +2,22 @@
 
     pip install torch transformers
     python -m tests.programs.make_model_data [FAMILY ...]
+    python -m tests.programs.make_model_data [FAMILY ...] --fused
     python -m tests.programs.make_model_data [FAMILY ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of random bfloat16 weights (a selection bias is float32, as in published
 checkpoints), and reference.npz: in float32, the logits of tokens, the loss of each next token, a digest of its
-gradients, the losses after steps of AdamW, and greedy continuations of prompts. With --open, transformers opens the
+gradients, the losses after steps of AdamW, and greedy continuations of prompts. fused.json, which --fused writes of
+folders that are there, has the shape and a CRC of each tensor that transformers writes of the same model
+with save_original_format=False. With --open, transformers opens the
 folders in FOLDER, named as the families, which `jgg.models.save` wrote of what `jgg.models.load` read: they must hold
 equal tensors. Made, and opened, with torch 2.13.0 and transformers 5.24.0.
 """
 
 import argparse
+import json
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -337,6 +342,22 @@ def make(family):
         prompts=np.asarray(padded, np.int32),
         greedy=np.asarray(greedy, np.int32),
     )
+    make_fused(family)
+
+
+def make_fused(family):
+    """Writes fused.json of a folder that is there."""
+    model = auto_class(family).from_pretrained(OUT / family, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_original_format=False)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    lines = (f"{json.dumps(name)}: {json.dumps(summary(tensor))}" for name, tensor in sorted(tensors.items()))
+    (OUT / family / "fused.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def summary(tensor):
+    """The shape of a tensor and a CRC of its elements in float32, which has those of all dtypes in the folder."""
+    return [list(tensor.shape), zlib.crc32(tensor.contiguous().numpy())]
 
 
 def check_opens(family, folder):
@@ -352,11 +373,14 @@ def check_opens(family, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     folder = arguments.open
     for family in arguments.families:
-        if folder is None:
+        if arguments.fused:
+            make_fused(family)
+        elif folder is None:
             make(family)
         else:
             check_opens(family, folder)
