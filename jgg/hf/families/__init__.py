@@ -1,6 +1,6 @@
 """The architectures of Hugging Face, each as one `Family`: keys of config.json with defaults, and names of tensors."""
 
-from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE
+from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE
 from jgg.hf.families.gpt_oss import GPT_OSS
 from jgg.hf.families.granite import GRANITEMOE
 from jgg.hf.families.llama4 import LLAMA4
@@ -12,6 +12,7 @@ from jgg.hf.family import Family
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
     "kimi_k2": DEEPSEEK_V3,
