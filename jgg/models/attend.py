@@ -90,15 +90,17 @@ def _attend_to_all(
     is_plain = _is_too_long(q, k, None)
     if (segments is None and not is_plain) or jax.export.is_symbolic_dim(length):
         return _attend(q, k, v, sinks, segments, scale=scale)
-    slices = query_blocks(length, _PLAIN_QUERIES if is_plain else None)
+    of_block, slices = (
+        (_attend_plain, query_blocks(length, _PLAIN_QUERIES)) if is_plain else (_attend, query_blocks(length))
+    )
     if len(slices) <= 1:
-        return _attend(q, k, v, sinks, segments, scale=scale)
+        return of_block(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []
     for own, seen in slices:
         k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
         of_keys = None if segments is None else segments[:, seen]
-        blocks.append(_attend(q[:, own], k_seen, v_seen, sinks, of_keys, scale=scale))
+        blocks.append(of_block(q[:, own], k_seen, v_seen, sinks, of_keys, scale=scale))
     return jnp.concatenate(blocks, axis=1)
 
 
@@ -131,14 +133,28 @@ def _attend(
         return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
     batch, length = q.shape[:2]
     if _is_too_long(q, k, window):
-        positions = jnp.arange(k.shape[1] - length, k.shape[1], dtype=jnp.int32)[None]
-        sinks = None if sinks is None else finite_sinks(sinks)
-        run = functools.partial(attend_plain, positions=positions, scale=scale, window=window)
-        return checkpoint_name(run(q, k, v, segments=segments, sinks=sinks), flash.NAMES[0])
+        return _attend_plain(q, k, v, sinks, segments, scale=scale, window=window)
     q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
     y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
     return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
+
+
+def _attend_plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """The same by blocks of queries, each computed again in the backward pass."""
+    positions = jnp.arange(k.shape[1] - q.shape[1], k.shape[1], dtype=jnp.int32)[None]
+    sinks = None if sinks is None else finite_sinks(sinks)
+    run = functools.partial(attend_plain, positions=positions, scale=scale, window=window)
+    return checkpoint_name(run(q, k, v, segments=segments, sinks=sinks), flash.NAMES[0])
 
 
 def _with_sinks(

@@ -9,7 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-_MOST_LOGITS = 2**26  # of a block, in float32
+_MOST_LOGITS = 2**24  # of a block, in float32
 _LEAST_QUERIES = 64  # of a block: products of fewer are slow
 
 
@@ -39,18 +39,17 @@ def attend_plain(
     """
     batch, length, heads = q.shape[:3]
     size = block_size(batch * heads, length, k.shape[1])
-    of_block = functools.partial(_of_block, scale=scale, window=window)
+    of_block = jax.checkpoint(functools.partial(_of_block, scale=scale, window=window))
     if size is None:
-        return of_block(q, k, v, positions, segments, sinks, first=None)
+        return of_block(q, k, v, positions, segments, sinks, None)
     count = -(-length // size)
     rest = count * size - length
     q = jnp.pad(q, ((0, 0), (0, rest), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, rest)), mode="edge")
 
-    @jax.checkpoint
     def step(number: jax.Array, own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first = k.shape[1] - length + number * size
-        return number + 1, of_block(own[0], k, v, own[1], segments, sinks, first=first)
+        return number + 1, of_block(own[0], k, v, own[1], segments, sinks, first)
 
     _, y = jax.lax.scan(step, jnp.int32(0), (_by_block(q, count), _by_block(positions, count)))
     return jnp.moveaxis(y, 0, 1).reshape(batch, count * size, heads, v.shape[3])[:, :length]
@@ -76,8 +75,8 @@ def _of_block(
     positions: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
-    *,
     first: jax.Array | None,
+    *,
     scale: float,
     window: int | None,
 ) -> jax.Array:
@@ -112,11 +111,29 @@ def _softmax_of(
     if dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
         q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    logits = jnp.einsum("bsghd,bcgd->bghsc", grouped, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    logits = _products(grouped, k) * jnp.float32(scale)
     logits = jnp.where(mask[:, None, None], logits, jnp.float32(-1e30))
     if sinks is not None:
         of_sinks = jnp.broadcast_to(sinks.reshape(1, *grouped.shape[2:4], 1, 1), (*logits.shape[:4], 1))
         logits = jnp.concatenate([logits, of_sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-    y = jnp.einsum("bghsc,bcgd->bsghd", weights, v, preferred_element_type=jnp.float32)
+    y = jnp.einsum("bghsc,bcgd->bsghd", weights, v)
     return y.reshape(*q.shape[:3], v.shape[3]).astype(dtype)
+
+
+@jax.custom_vjp
+def _products(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Float32 products [B, kv heads, group, S, C] of q [B, S, kv heads, group, D] and k [B, C, kv heads, D].
+
+    Their gradients are rounded to the dtype of q, as in flash attention: else the backward pass multiplies in float32.
+    """
+    return jnp.einsum("bsghd,bcgd->bghsc", q, k, preferred_element_type=jnp.float32)
+
+
+def _gradients(arrays: tuple[jax.Array, jax.Array], gradients: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k = arrays
+    gradients = gradients.astype(q.dtype)
+    return jnp.einsum("bghsc,bcgd->bsghd", gradients, k), jnp.einsum("bghsc,bsghd->bcgd", gradients, q)
+
+
+_products.defvjp(lambda q, k: (_products(q, k), (q, k)), _gradients)

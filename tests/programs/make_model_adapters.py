@@ -1,8 +1,8 @@
 """Makes tests/data/model_adapters: LoRA adapters of whole models that PEFT writes; opens what jgg writes.
 
     pip install torch transformers peft
-    python -m tests.programs.make_model_adapters
-    python -m tests.programs.make_model_adapters --open FOLDER
+    python -m tests.programs.make_model_adapters [CASE ...]
+    python -m tests.programs.make_model_adapters [CASE ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
 float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
@@ -47,6 +47,12 @@ CASES = {
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
+    "deepseek_v3": {
+        "r": 2,
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        "target_parameters": EXPERTS,
+    },
+    "glm4_moe_lite": {"r": 2, "lora_alpha": 1, "target_modules": ["q_proj", "kv_b_proj"], "target_parameters": EXPERTS},
     "glm4_moe-all": {
         "target_modules": r".*\.[qo]_proj",
         "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
@@ -94,9 +100,11 @@ def check_opens(case, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().open
-    for case in CASES:
+    arguments = parser.parse_args()
+    folder = arguments.open
+    for case in arguments.cases:
         if folder is None:
             make(case)
         elif (folder / case).exists():
