@@ -6,19 +6,20 @@ from typing import Any
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
 from jgg.hf.family import Family
-from jgg.hf.mixers import AttentionConfig, MixerConfig
+from jgg.hf.mixers import AttentionConfig, LatentConfig, MixerConfig
 from jgg.hf.multimodal import OF_TOWERS
-from jgg.hf.rotary import read_rotary
+from jgg.hf.rotary import read_logits_factor, read_rotary
 from jgg.hf.settings import LARGEST, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
 _NAMES = """
     _attn_implementation _commit_hash _name_or_path architectures attention_dropout attn_implementation auto_map
-    bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token id2label
+    aux_loss_alpha bos_token_id chunk_size_feed_forward dtype ep_size experts_implementation experts_per_token id2label
     initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
-    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
-    quantization_config return_dict router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
+    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class
+    torch_dtype
     transformers_version use_cache
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
@@ -72,6 +73,33 @@ def read_attention(settings: Settings, *, layer_type: str | None = None, **other
         "rotary": read_rotary(settings, head_features, layer_type),
     }
     return AttentionConfig(**read | others)
+
+
+def read_latent(settings: Settings) -> LatentConfig:
+    """Returns latent attention, in the keys of DeepSeek-V3."""
+    heads = settings.int("num_attention_heads")
+    if settings.given.get("num_key_value_heads") is not None:
+        got = settings.int("num_key_value_heads")
+        check(got == heads, f"num_key_value_heads must be num_attention_heads, {heads}, with a latent, got {got}.")
+    keys = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    plain, rotated, values = (settings.int(key, most=_MOST_HEAD_FEATURES) for key in keys)
+    rotary_key = settings.name("qk_rope_head_dim")
+    check(rotated % 2 == 0, f"{rotary_key} must be even, as pairs of features are rotated, got {rotated}.")
+    if settings.get("qk_head_dim") is not None:
+        got = settings.int("qk_head_dim")
+        check(got == plain + rotated, f"qk_head_dim must be the sum of {keys[0]} and {rotary_key}, got {got}.")
+    return LatentConfig(
+        num_heads=heads,
+        q_rank=None if settings.get("q_lora_rank") is None else settings.int("q_lora_rank"),
+        kv_rank=settings.int("kv_lora_rank"),
+        plain_features=plain,
+        rotated_features=rotated,
+        value_features=values,
+        rotary=read_rotary(settings, rotated),
+        scale=(plain + rotated) ** -0.5 * read_logits_factor(settings),
+        is_interleaved=settings.flag("rope_interleave"),
+        use_bias=settings.flag("attention_bias"),
+    )
 
 
 def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:

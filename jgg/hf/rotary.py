@@ -60,6 +60,16 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
     return RotaryConfig(tuple(map(float, frequencies)), scale)
 
 
+def read_logits_factor(settings: Settings) -> float:
+    """The factor of latent attention's logits that follows from YaRN's "mscale_all_dim", else 1.
+
+    Source: `DeepseekV3Attention` of transformers, and the code of DeepSeek-V3. `read_rotary` checks the other settings.
+    """
+    part = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    of_all = part.get("mscale_all_dim")
+    return _mscale(_factor("yarn", dict(part)), as_finite("mscale_all_dim", of_all)) ** 2 if of_all else 1.0
+
+
 def _theta(value: Any) -> float:
     theta = as_finite("rope_theta", value)
     check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
@@ -141,9 +151,13 @@ def _yarn_scale(factor: float, given: dict[str, Any]) -> float:
     """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
     mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
     check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
-    own, other = (0.1 * scale * math.log(max(factor, 1)) + 1 for scale in (mscale, of_all))
-    plain = 0.1 * math.log(max(factor, 1)) + 1
+    own, other, plain = (_mscale(factor, scale) for scale in (mscale, of_all, 1.0))
     return _as_positive("attention_factor", given.pop("attention_factor", own / other if mscale and of_all else plain))
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """What YaRN multiplies by, where a context is `factor` times as long as in training."""
+    return 0.1 * scale * math.log(max(factor, 1)) + 1
 
 
 def _as_positive(key: str, value: Any) -> float:

@@ -17,6 +17,7 @@ _NULLS = {
     "num_key_value_heads": None,
     "num_nextn_predict_layers": 0,
     "partial_rotary_factor": None,
+    "q_lora_rank": None,
     "rope_theta": None,
     "sliding_window": None,
     "topk_group": 1,

@@ -112,6 +112,20 @@ LAYER = {
     **{f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"},
     **{f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"},
 }
+# the same of a layer with latent attention
+LATENT = {name: tensor for name, tensor in LAYER.items() if not name.startswith("attention.")} | {
+    "latent.q_norm": as_is("self_attn.q_a_layernorm.weight"),
+    "latent.kv_norm": as_is("self_attn.kv_a_layernorm.weight"),
+    "latent.w_q": matrix("self_attn.q_proj.weight"),
+    "latent.w_q_a": matrix("self_attn.q_a_proj.weight"),
+    "latent.w_q_b": matrix("self_attn.q_b_proj.weight"),
+    "latent.w_kv_a": matrix("self_attn.kv_a_proj_with_mqa.weight"),
+    "latent.w_kv_b": matrix("self_attn.kv_b_proj.weight"),
+    "latent.w_o": matrix("self_attn.o_proj.weight"),
+    "latent.b_q_a": as_is("self_attn.q_a_proj.bias"),
+    "latent.b_kv_a": as_is("self_attn.kv_a_proj_with_mqa.bias"),
+    "latent.b_o": as_is("self_attn.o_proj.bias"),
+}
 # the parameters beside a model's layers
 ENDS = {
     "w_embedding": as_is("model.embed_tokens.weight"),

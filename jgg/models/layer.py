@@ -13,6 +13,7 @@ from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
+from jgg.models.latent import Latent
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
@@ -49,7 +50,7 @@ class Mixer(Protocol):
         ...
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "latent": Latent}
 
 
 class Layer(nnx.Module):

@@ -57,6 +57,12 @@ CASES = {
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
+    "deepseek_v3": {
+        "r": 2,
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        "target_parameters": EXPERTS,
+    },
+    "glm4_moe_lite": {"r": 2, "lora_alpha": 1, "target_modules": ["q_proj", "kv_b_proj"], "target_parameters": EXPERTS},
     "glm4_moe-all": {
         "target_modules": r".*\.[qo]_proj",
         "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],

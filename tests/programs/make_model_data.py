@@ -53,6 +53,16 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "moe_intermediate_size": 8,
+    "intermediate_size": 24,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES = {
     "qwen3_moe": HEADS | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 6},
@@ -198,6 +208,28 @@ FAMILIES = {
         "n_group": 2,
         "routed_scaling_factor": 1.5,
         "rope_parameters": YARN,
+    },
+    "deepseek_v3": LATENT
+    | {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 12,
+        "v_head_dim": 6,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "glm4_moe_lite": LATENT
+    | {
+        "num_hidden_layers": 3,
+        "q_lora_rank": None,
+        "v_head_dim": 14,
+        "n_routed_experts": 4,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_interleave": False,
+        "tie_word_embeddings": True,
     },
 }
 # what multimodal families have beside the language model

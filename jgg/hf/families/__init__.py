@@ -1,6 +1,6 @@
 """The architectures of Hugging Face, each as one `Family`: keys of config.json with defaults, and names of tensors."""
 
-from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE
+from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE
 from jgg.hf.families.dots import DOTS1
 from jgg.hf.families.ernie import ERNIE4_5_MOE
 from jgg.hf.families.exaone import EXAONE_MOE
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": ERNIE4_5_MOE,
     "exaone_moe": EXAONE_MOE,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
     "hy_v3": HY_V3,
