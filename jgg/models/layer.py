@@ -80,7 +80,7 @@ class Layer(nnx.Module):
         (x, y), cache = map_module(self, Layer._before_experts, mapped, (x, place), cache, besides="moe")
         if hasattr(self, "moe"):
             quantization = self._quantization(x, generates)
-            y = self.moe._compute(y, place.topk_indices, place.mask, place.adapters, quantization)
+            y = self.moe._compute(y, None, place.topk_indices, place.mask, place.adapters, quantization)
         if getattr(self, self.mixer).options.batch_invariant:
             y = barrier(y)  # else XLA may add without rounding what made y
         return residual(x, y, self.config.residual_scale), cache
