@@ -69,6 +69,8 @@ class AttentionConfig(MixerConfig):
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
+      norm_values: whether each head of values is normalized, without a weight.
+      are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
     """
 
     kind: ClassVar[str] = "attention"
@@ -82,6 +84,8 @@ class AttentionConfig(MixerConfig):
     use_qkv_bias: bool = False
     use_out_bias: bool = False
     use_sinks: bool = False
+    norm_values: bool = False
+    are_keys_values: bool = False
 
     @property
     def flops_per_pair(self) -> int:
@@ -112,4 +116,4 @@ class AttentionConfig(MixerConfig):
             shapes["k_norm"] = (keys if is_whole else self.head_features,)
         if self.use_sinks:
             shapes["sinks"] = (self.num_heads,)
-        return shapes
+        return {name: shape for name, shape in shapes.items() if not (self.are_keys_values and name in ("w_v", "b_v"))}

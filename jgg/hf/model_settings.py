@@ -85,11 +85,16 @@ def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Seq
       by_type: the mixers by the names in "layer_types".
       types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
     """
-    num_layers, kinds = settings.int("num_hidden_layers"), list(by_type)
-    given = types if settings.get("layer_types") is None else settings.get("layer_types")
+    return {"mixers": tuple(by_type[kind] for kind in read_layer_types(settings, list(by_type), types))}
+
+
+def read_layer_types(settings: Settings, kinds: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, one of `kinds`, as "layer_types" names it, by default `usual`."""
+    num_layers = settings.int("num_hidden_layers")
+    given = usual if settings.get("layer_types") is None else settings.get("layer_types")
     is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
     check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
-    return {"mixers": tuple(by_type[kind] for kind in given)}
+    return list(given)
 
 
 def _head_features(settings: Settings) -> int:

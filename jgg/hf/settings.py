@@ -1,7 +1,8 @@
 """Reads the settings of a language model in config.json, each with a check of its type."""
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check
 
@@ -45,6 +46,12 @@ class Settings:
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
         self.given, self.defaults, self.aliases = language_model(config), defaults, aliases
         self.model_type = config["model_type"]
+
+    def updated(self, own: Mapping[str, Any]) -> Self:
+        """The same settings, with others in the place of some of them."""
+        new = copy.copy(self)
+        new.given = {**self.given, **own}
+        return new
 
     @property
     def unknown(self) -> list[str]:

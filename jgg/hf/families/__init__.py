@@ -1,6 +1,7 @@
 """The architectures of Hugging Face, each as one `Family`: keys of config.json with defaults, and names of tensors."""
 
 from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE
+from jgg.hf.families.gemma import GEMMA4_TEXT
 from jgg.hf.families.gpt_oss import GPT_OSS
 from jgg.hf.families.granite import GRANITEMOE
 from jgg.hf.families.llama4 import LLAMA4
@@ -11,6 +12,7 @@ from jgg.hf.family import Family
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "gemma4_text": GEMMA4_TEXT,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
