@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+
+from tests.programs.make_model_data import auto_class
 
 DATA = Path(__file__).parents[1] / "data"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -35,6 +36,9 @@ CASES = {
     "mixtral": USUAL,
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
     "gemma4_text": USUAL | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", *BESIDE]},
+    "mellum": USUAL,
+    "exaone_moe": USUAL,
+    "qwen3_vl_moe": USUAL,
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
         "target_modules": SEVEN,
@@ -59,7 +63,7 @@ CASES = {
 
 def base(case):
     family = case.partition("-")[0]
-    return AutoModelForCausalLM.from_pretrained(
+    return auto_class(family).from_pretrained(
         DATA / "models" / family, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
 

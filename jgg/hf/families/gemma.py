@@ -9,6 +9,7 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.mixers import AttentionConfig
 from jgg.hf.model_settings import read_attention, read_biases, read_layer_types
+from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import LAYER, as_is, matrix
 
@@ -135,4 +136,10 @@ GEMMA4_TEXT = Family(
         "result_norm": as_is("post_feedforward_layernorm.weight"),
         "scale": as_is("layer_scalar"),
     },
+)
+GEMMA4 = in_multimodal(
+    GEMMA4_TEXT,
+    "gemma4_text",
+    towers=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    outer={"tie_word_embeddings": True, "eos_token_id": None, "initializer_range": 0.02},
 )
