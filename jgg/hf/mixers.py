@@ -76,6 +76,8 @@ class AttentionConfig(MixerConfig):
       is_interleaved: whether features 2i and 2i + 1 of a head form a pair that is rotated, rather than i and D/2 + i.
         Without partial rotation and norms of each head.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
+      norm_values: whether each head of values is normalized, without a weight.
+      are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
     """
 
     kind: ClassVar[str] = "attention"
@@ -90,6 +92,8 @@ class AttentionConfig(MixerConfig):
     use_out_bias: bool = False
     is_interleaved: bool = False
     use_sinks: bool = False
+    norm_values: bool = False
+    are_keys_values: bool = False
 
     @property
     def flops_per_pair(self) -> int:
@@ -120,7 +124,7 @@ class AttentionConfig(MixerConfig):
             shapes["k_norm"] = (keys if is_whole else self.head_features,)
         if self.use_sinks:
             shapes["sinks"] = (self.num_heads,)
-        return shapes
+        return {name: shape for name, shape in shapes.items() if not (self.are_keys_values and name in ("w_v", "b_v"))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -115,11 +115,16 @@ def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Seq
       by_type: the mixers by the names in "layer_types".
       types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
     """
-    num_layers, kinds = settings.int("num_hidden_layers"), list(by_type)
-    given = types if settings.get("layer_types") is None else settings.get("layer_types")
+    return {"mixers": tuple(by_type[kind] for kind in read_layer_types(settings, list(by_type), types))}
+
+
+def read_layer_types(settings: Settings, kinds: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, one of `kinds`, as "layer_types" names it, by default `usual`."""
+    num_layers = settings.int("num_hidden_layers")
+    given = usual if settings.get("layer_types") is None else settings.get("layer_types")
     is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
     check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
-    return {"mixers": tuple(by_type[kind] for kind in given)}
+    return list(given)
 
 
 def _head_features(settings: Settings) -> int:
@@ -167,15 +172,26 @@ def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> di
     return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
 
 
-def read_mlp_types(settings: Settings, is_dense: Sequence[bool]) -> dict[str, Any]:
-    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes."""
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | None = None) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes.
+
+    Args:
+      settings: the settings.
+      is_dense: what transformers takes if the key is absent.
+      also: a key for the number of the first layers that are dense, which transformers does not read, but which must
+        say the same if it is there.
+    """
     key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
-    given = settings.get(key)
-    if given is None:
-        return read_mlps(settings, key, is_dense)
-    is_known = isinstance(given, list) and len(given) == len(is_dense) and all(kind in list(kinds) for kind in given)
-    check(is_known, f"{key} must be one of {list(kinds)} for each of {len(is_dense)} layers, got {given!r}.")
-    return read_mlps(settings, key, [kinds[kind] for kind in given])
+    given, num_layers = settings.get(key), len(is_dense)
+    if given is not None:
+        is_known = isinstance(given, list) and len(given) == num_layers and all(kind in list(kinds) for kind in given)
+        check(is_known, f"{key} must be one of {list(kinds)} for each of {num_layers} layers, got {given!r}.")
+        is_dense = [kinds[kind] for kind in given]
+    if also is not None and settings.get(also) is not None:
+        first = settings.int(also, 0)
+        is_so = list(is_dense) == [number < first for number in range(num_layers)]
+        check(is_so, f"{also} must be the number of dense layers by {key}, {sum(is_dense)}, got {first}.")
+    return read_mlps(settings, key, is_dense)
 
 
 def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:

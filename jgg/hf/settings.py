@@ -64,6 +64,12 @@ class Settings:
         settings.defaults = {**self.defaults, **defaults}
         return settings
 
+    def updated(self, own: Mapping[str, Any]) -> Self:
+        """The same settings, with others in the place of some of them."""
+        new = copy.copy(self)
+        new.given = {**self.given, **own}
+        return new
+
     @property
     def known(self) -> set[str]:
         """The names of the keys that can be read."""

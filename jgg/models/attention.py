@@ -112,14 +112,19 @@ class Attention(nnx.Module):
     def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries and keys, and values: [B, S, heads, D]."""
         own = self.own
-        products = zip("qkv", linear_several(self, x, "qkv", self.options, place.adapters), strict=True)
-        q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
+        names = "qk" if own.are_keys_values else "qkv"
+        products = zip(names, linear_several(self, x, names, self.options, place.adapters), strict=True)
+        named = {name: checkpoint_name(y, PROJECTIONS) for name, y in products}
+        q, k, v = (self._projected(named.get(name, named["k"]), name) for name in "qkv")
         if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
             q, k = (halves_first(y, own.head_features) for y in (q, k))
         scales = (self.q_norm[...], self.k_norm[...]) if own.qk_norm == "head" else None
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
-        return q, k, v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
+        v = v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
+        if own.norm_values:
+            v = norm(v, jnp.ones(own.head_features, jnp.float32), self.config.norm_epsilon, implementation)
+        return q, k, v
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""

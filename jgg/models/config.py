@@ -32,9 +32,11 @@ class ModelConfig:
       is_dense: for each layer, whether it has an MLP in the place of experts.
       dense_features: hidden features of these MLPs.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
+      layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
+      logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
       init_scale: standard deviation of new matrices.
       left_out: the tensors of the folder that the model was loaded from which the model does not have, and which
         `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled function
@@ -53,10 +55,12 @@ class ModelConfig:
     num_further_layers: int = 0
     dense_features: int = 0
     dense_activation: str = "swiglu"
+    layout: str = "plain"
     is_tied: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_softcap: float | None = None
     init_scale: float = 0.02
     left_out: LeftOut | None = dataclasses.field(default=None, repr=False)
     name: str | None = dataclasses.field(default=None, compare=False)

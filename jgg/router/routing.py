@@ -263,6 +263,16 @@ def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[
     return sorted_rows.group_sizes, sorted_rows.gather_indices
 
 
+def with_factors(routing: Routing, factors: jax.Array) -> Routing:
+    """The routing with the weights multiplied by the factor [E] of each choice's expert; 0 for a choice that is none.
+
+    The sum has at most one term that is not zero, so it is exact, and unlike a gather's its gradient needs no atomics.
+    """
+    is_own = routing.topk_indices[..., None] == jnp.arange(len(factors), dtype=jnp.int32)[None, None]  # [T, k, E]
+    own = jnp.sum(jnp.where(is_own, factors.astype(jnp.float32)[None, None], 0.0), axis=-1)
+    return routing._replace(topk_weights=routing.topk_weights * own)
+
+
 def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How) -> Routing:
     """The routing of the tokens whose mask [T] is True; the choices of others are -1 and belong to no group."""
     topk_indices = jnp.where(mask[:, None], routing.topk_indices, -1)

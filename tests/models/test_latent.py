@@ -193,15 +193,15 @@ WRONG = {
     "topk_method must be 'noaux_tc', got 'greedy'": {"topk_method": "greedy"},
     "scoring_func must be 'sigmoid', got 'softmax'": {"scoring_func": "softmax"},
     "got 'index_topk': 2048": {"index_topk": 2048},
-    "mlp_layer_types must be one of ('dense', 'sparse') for each of 3 layers, got ['dense']": {
+    "mlp_layer_types must be one of ['sparse', 'dense'] for each of 3 layers, got ['dense']": {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["dense"],
     },
-    "mlp_layer_types must have a layer with experts, 'sparse'": {
+    "must have experts, got 3 dense layers of 3 by mlp_layer_types": {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["dense"] * 3,
     },
-    "first_k_dense_replace must say what mlp_layer_types says, ['sparse', 'dense', 'sparse'], got 1": {
+    "first_k_dense_replace must be the number of dense layers by mlp_layer_types, 1, got 1": {
         "model_type": "glm4_moe_lite",
         "first_k_dense_replace": 1,
     },

@@ -23,6 +23,7 @@ VARIED = (
     "qwen3_moe-seven-rslora",
     "olmoe-seven-patterns",
     "mixtral-all-linear",
+    pytest.param("gemma4_text-seven", marks=pytest.mark.sweep),
     "glm4_moe-all",
     *(pytest.param(case, marks=pytest.mark.thorough) for case in ("granitemoe-seven-excluded", "glm4_moe-experts")),
     pytest.param("gpt_oss-seven-last", marks=pytest.mark.thorough),

@@ -34,7 +34,7 @@ def sum_of_losses(x, w, targets, weights, head=HEAD):
 
 
 def sum_by_logits(x, w, targets, weights, head=HEAD):
-    logits = logits_of(x, w, head) * head.scale
+    logits = head.final(logits_of(x, w, head))
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
 
@@ -51,6 +51,7 @@ def divide(monkeypatch, num_parts, num_blocks, num_logits):
         (HEAD, 4, 1),  # by which the 7 tokens of a sequence do not divide
         (HEAD, 4, 4),
         (Head(0.5, "enk"), 4, 2),
+        (Head(0.5, softcap=2.0), 4, 2),
         pytest.param(Head(implementation="interpret"), 4, 2, marks=pytest.mark.interpret),
     ],
 )

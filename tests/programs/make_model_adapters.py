@@ -26,6 +26,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SEVEN = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 DENSE = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+BESIDE = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
 SHARED = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
 USUAL = {"r": 2, "target_modules": ATTENTION, "target_parameters": EXPERTS}
 # the options of LoRA; what precedes a hyphen is the family
@@ -40,6 +41,7 @@ CASES = {
     "qwen2_moe": USUAL,
     "solar_open": USUAL | {"target_parameters": [*EXPERTS, *SHARED, "mlp.gate.weight"]},
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "gemma4_text": USUAL | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", *BESIDE]},
     "mellum": USUAL,
     "exaone_moe": USUAL,
     "qwen3_vl_moe": USUAL,
@@ -56,6 +58,7 @@ CASES = {
     },
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "gemma4_text-seven": {"target_modules": [*SEVEN, "proj"], "r": 2},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
     "deepseek_v3": {
         "r": 2,

@@ -96,6 +96,24 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size": 24,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 4,
+        "intermediate_size": 24,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+    },
     "mellum": HEADS
     | {
         "num_experts": 4,
@@ -290,11 +308,14 @@ def make_folder(family, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
+            is_factor = "norm" in name or name.endswith("scale")
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_factor)
         model.to(torch.bfloat16)
         for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):
             if name.endswith("e_score_correction_bias"):
                 bias.data = 0.3 * torch.randn(bias.shape, generator=generator)
+            if name.endswith("layer_scalar"):
+                bias.data = 1 + 0.3 * torch.randn(bias.shape, generator=generator)
     model.save_pretrained(OUT / family)
     as_published(family, OUT / family)
     (OUT / family / "generation_config.json").unlink(missing_ok=True)

@@ -44,6 +44,7 @@ LAYERS = {
     "Explicit": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "interleaved": True}
     | {"lora_rank": 5, "lora_targets": ("w_gate_up",)},
 }
+LAYERS = {kind: options | {"use_router_scale": True} for kind, options in LAYERS.items()}
 X = np.random.default_rng(0).normal(size=(4, 3, 24)).astype(np.float32)
 
 
@@ -110,7 +111,13 @@ def check_layer(kind):
     def run(params, x, given, sharding=None):
         def loss(params):
             y, metrics = layer.apply(
-                params, x, selection_bias, topk_indices=given, sharding=sharding, precision="highest"
+                params,
+                x,
+                selection_bias,
+                router_x=jnp.flip(x, axis=-1),
+                topk_indices=given,
+                sharding=sharding,
+                precision="highest",
             )
             return jnp.sum(jnp.square(y)) + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
 

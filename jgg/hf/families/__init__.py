@@ -4,6 +4,7 @@ from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE
 from jgg.hf.families.dots import DOTS1
 from jgg.hf.families.ernie import ERNIE4_5_MOE
 from jgg.hf.families.exaone import EXAONE_MOE
+from jgg.hf.families.gemma import GEMMA4, GEMMA4_TEXT
 from jgg.hf.families.gpt_oss import GPT_OSS
 from jgg.hf.families.granite import GRANITEMOE
 from jgg.hf.families.hunyuan import HY_V3
@@ -21,6 +22,8 @@ FAMILIES: dict[str, Family] = {
     "dots1": DOTS1,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "exaone_moe": EXAONE_MOE,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt_oss": GPT_OSS,

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_groups
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
@@ -33,12 +32,8 @@ def _deepseek_v3(settings: Settings) -> dict[str, Any]:
 def _glm4_moe_lite(settings: Settings) -> dict[str, Any]:
     for key in ("scoring_func", "topk_method"):
         settings.only(key, settings.defaults[key])
-    num_layers, key = settings.int("num_hidden_layers"), "first_k_dense_replace"
-    found = read_mlp_types(settings, [number < 1 for number in range(num_layers)])
-    if settings.get(key) is not None:  # transformers does not read it
-        first, is_dense = settings.int(key, 0), found.get("is_dense", (False,) * num_layers)
-        is_same = is_dense == tuple(number < first for number in range(num_layers))
-        check(is_same, f"{key} must say what mlp_layer_types says, {sum(is_dense)} dense layers, got {first}.")
+    usual = [number < 1 for number in range(settings.int("num_hidden_layers"))]
+    found = read_mlp_types(settings, usual, also="first_k_dense_replace")
     return in_all_layers(settings, read_latent(settings)) | found
 
 

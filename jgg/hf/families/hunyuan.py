@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
@@ -25,12 +24,8 @@ def _experts_of_hy_v3(settings: Settings) -> dict[str, Any]:
 
 
 def _hy_v3(settings: Settings) -> dict[str, Any]:
-    num_layers, key = settings.int("num_hidden_layers"), "first_k_dense_replace"
-    read = read_mlp_types(settings, [number < 1 for number in range(num_layers)])
-    if settings.get(key) is not None:  # transformers reads mlp_layer_types alone
-        num_dense, is_dense = settings.int(key, 0), read.get("is_dense", (False,) * num_layers)
-        is_so = all(dense == (number < num_dense) for number, dense in enumerate(is_dense))
-        check(is_so, f"{key} must be the number of dense layers by mlp_layer_types, {sum(is_dense)}, got {num_dense}.")
+    usual = [number < 1 for number in range(settings.int("num_hidden_layers"))]
+    read = read_mlp_types(settings, usual, also="first_k_dense_replace")
     return in_all_layers(settings, read_attention(settings, qk_norm="head", **read_biases(settings))) | read
 
 
