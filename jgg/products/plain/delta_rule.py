@@ -1,0 +1,183 @@
+"""The gated delta rule in chunks of tokens, in plain JAX that can be differentiated; float32 inside.
+
+A head has a state S [K, V], of which each token t first forgets a share, and then corrects what its key k_t recalls:
+
+    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) k_t^T S_(t-1))^T,    y_t = scale q_t^T S_t
+
+Within a chunk of C tokens, let b be the sums of g from the chunk's first token on, D_ij = exp(b_i - b_j) for j <= i,
+and S the state before the chunk. The corrections N [C, V] of all its tokens solve a triangular system:
+
+    (I + A) N = beta (V - exp(b) K S),                   A_ij = beta_i (k_i . k_j) D_ij for j < i
+    Y = scale (exp(b) Q S + (Q K^T * D) N),              the next S = exp(b_C) S + K^T (exp(b_C - b) N)
+
+A token before which the state is reset begins a sequence: where i and j are in two sequences, D_ij is 0, and so are the
+other factors that cross the reset.
+
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464; for the triangular
+system, Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, https://arxiv.org/abs/2406.06484.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.core.manual_axes import alike
+
+CHUNK = 64  # tokens
+
+
+class _Chunks(NamedTuple):
+    """What the states before the chunks do not decide. N chunks of C tokens, H key heads of G value heads each.
+
+    Attributes:
+      q, k: [N, B, C, H, K], normalized; q times the scale.
+      own: [N, B, H, G, C, V], the corrections without a state before.
+      recalled: [N, B, H, G, C, K], which times the state before is taken from the corrections.
+      weights: [N, B, H, G, C, C], the factors of the corrections in the results.
+      since_start, until_end: [N, B, H, G, C], the decays from the state before to a token, and from it to the end.
+      total: [N, B, H, G, 1, 1], the decay of the state.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    own: jax.Array
+    recalled: jax.Array
+    weights: jax.Array
+    since_start: jax.Array
+    until_end: jax.Array
+    total: jax.Array
+
+
+def delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array | None,
+    resets: jax.Array | None,
+    scale: float,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Results [B, S, value heads, V] in the dtype of v, and the last states, float32 [B, value heads, K, V].
+
+    The arguments are those of `jgg.models.delta_rule.delta_rule`.
+    """
+    q, k, v, log_decay, beta, state, resets = alike((q, k, v, log_decay, beta, state, resets))
+    (batch, length, key_heads, features), (value_heads, value_features) = k.shape, v.shape[2:]
+    group = value_heads // key_heads
+    if state is None:
+        state = alike((jnp.zeros((batch, value_heads, features, value_features), jnp.float32), k))[0]
+    state = state.astype(jnp.float32)
+    if length == 0:
+        return v, state
+    size = min(CHUNK, length)
+    q, k, chunks_of_v, log_decay, beta, resets = (_split(array, size) for array in (q, k, v, log_decay, beta, resets))
+    chunks = _chunks(q, k, chunks_of_v, log_decay, beta, resets, scale, epsilon)
+    state = state.reshape(batch, key_heads, group, features, value_features)
+    if length == size:
+        state, y = _next(state, jax.tree.map(lambda array: array[0], chunks))
+        y = y[None]
+    else:
+        state, y = jax.lax.scan(jax.checkpoint(_next, prevent_cse=False), state, chunks)
+    y = jnp.transpose(y, (1, 0, 4, 2, 3, 5))  # from [N, B, H, G, C, V]
+    y = y.reshape(batch, -1, value_heads, value_features)[:, :length].astype(v.dtype)
+    return y, state.reshape(batch, value_heads, features, value_features)
+
+
+def normalized(x: jax.Array, epsilon: float) -> jax.Array:
+    """x / sqrt(sum(x ** 2) + epsilon) over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + epsilon)
+
+
+def _split(array: jax.Array | None, size: int) -> jax.Array | Any:
+    """An array [B, S, ...] as [N, B, size, ...], with zeros after the last token."""
+    if array is None:
+        return None
+    padding = -array.shape[1] % size
+    array = jnp.pad(array, ((0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)))
+    return jnp.moveaxis(array.reshape(array.shape[0], -1, size, *array.shape[2:]), 1, 0)
+
+
+def _chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    resets: jax.Array | None,
+    scale: float,
+    epsilon: float,
+) -> _Chunks:
+    q, k = normalized(q, epsilon) * scale, normalized(k, epsilon)
+    size, key_heads = k.shape[2:4]
+    v = v.astype(jnp.float32).reshape(*v.shape[:3], key_heads, -1, v.shape[4])
+    log_decay, beta = (_of_heads(array.astype(jnp.float32), key_heads) for array in (log_decay, beta))
+    sums = jnp.cumsum(log_decay, axis=-1)  # [N, B, H, G, C]
+    tokens = jnp.arange(size, dtype=jnp.int32)
+    mask = (tokens[:, None] >= tokens[None]).reshape(1, 1, 1, 1, size, size)
+    since_start, until_end = jnp.exp(sums), jnp.exp(sums[..., -1:] - sums)
+    total = since_start[..., -1:]
+    if resets is not None:
+        count = jnp.cumsum(resets, axis=2, dtype=jnp.int32)[:, :, None, None]  # [N, B, 1, 1, C]
+        mask &= count[..., :, None] == count[..., None, :]
+        since_start = jnp.where(count == 0, since_start, 0)
+        until_end = jnp.where(count == count[..., -1:], until_end, 0)
+        total = jnp.where(count[..., -1:] == 0, total, 0)
+    # masked first: above the diagonal the exponents have no bound
+    decays = jnp.exp(jnp.where(mask, sums[..., :, None] - sums[..., None, :], -jnp.inf))
+    precision = _precision(v)
+    kk = jnp.einsum("nbchk,nbshk->nbhcs", k, k, precision=precision)[:, :, :, None]
+    qk = jnp.einsum("nbchk,nbshk->nbhcs", q, k, precision=precision)[:, :, :, None]
+    inverse = _inverse(beta[..., None] * kk * decays) * beta[..., None, :]
+    return _Chunks(
+        q=q,
+        k=k,
+        own=jnp.einsum("nbhgcs,nbshgv->nbhgcv", inverse, v, precision=precision),
+        recalled=jnp.einsum("nbhgcs,nbshk->nbhgck", inverse * since_start[..., None, :], k, precision=precision),
+        weights=qk * decays,
+        since_start=since_start,
+        until_end=until_end,
+        total=total[..., None],
+    )
+
+
+def _of_heads(array: jax.Array, key_heads: int) -> jax.Array:
+    """[N, B, C, value heads] as [N, B, H, G, C]."""
+    return jnp.moveaxis(array.reshape(*array.shape[:3], key_heads, -1), 2, -1)
+
+
+def _precision(array: jax.Array) -> jax.lax.Precision:
+    return jax.lax.Precision.HIGHEST if array.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def _inverse(a: jax.Array) -> jax.Array:
+    """(I + A)^-1 [..., C, C], where A is what `a` has below its diagonal.
+
+    The inverses of blocks of 1, 2, 4, ... tokens on the diagonal: two of them and what lies below the first give that
+    of a block of twice the size. Unlike a triangular solve it is made of products, which XLA can split over devices.
+    """
+    size, precision = a.shape[-1], _precision(a)
+    tokens = jnp.arange(size, dtype=jnp.int32)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=a.dtype), a.shape)
+    block = 1
+    while block < size:
+        row, column = tokens[:, None] // block, tokens[None] // block
+        below = jnp.broadcast_to((row % 2 == 1) & (column == row - 1), a.shape)
+        product = jnp.matmul(jnp.where(below, a, 0), inverse, precision=precision)
+        inverse -= jnp.matmul(inverse, product, precision=precision)
+        block *= 2
+    return inverse
+
+
+def _next(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """The state after a chunk, and the chunk's results [B, H, G, C, V]."""
+    precision = _precision(state)
+    news = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=precision)
+    y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=precision) * chunk.since_start[..., None]
+    y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, news, precision=precision)
+    state *= chunk.total
+    state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, news * chunk.until_end[..., None], precision=precision)
+    return state, y
