@@ -1,10 +1,20 @@
 """The gated delta rule, which recurrent layers compute for a sequence or for a token."""
 
-import jax
+import functools
+from typing import Any, NamedTuple
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jgg.core.manual_axes import alike
+from jgg.launching.choice import How
+from jgg.models.norms import how_of_rows
+from jgg.products.delta_rule import DELTA_RULE, DeltaRule
+from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
 from jgg.products.plain import delta_rule as plain
 
 EPSILON = 1e-6
+RESULT, STATES = "jgg_delta_rule", "jgg_delta_rule_states"  # what it names, for a policy of `jax.checkpoint`
 
 
 def delta_rule(
@@ -46,4 +56,41 @@ def delta_rule(
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464.
     """
-    return plain.delta_rule(q, k, v, log_decay, beta, state, resets, scale, epsilon)
+    how = how_of_rows(implementation)
+    if how is None:
+        return plain.delta_rule(q, k, v, log_decay, beta, state, resets, scale, epsilon)[:2]
+    operands = DeltaRule(*alike((q, k, v, log_decay, beta, state, resets)))
+    return _differentiable(_Options(how, scale, epsilon), operands)
+
+
+class _Options(NamedTuple):
+    """The static argument of the custom_vjp."""
+
+    how: How
+    scale: float
+    epsilon: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(options: _Options, operands: DeltaRule) -> tuple[jax.Array, jax.Array]:
+    how, scale, epsilon = options
+    return DELTA_RULE(how, operands, keeps=False, scale=scale, epsilon=epsilon)[:2]
+
+
+def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    how, scale, epsilon = options
+    y, last_state, states = DELTA_RULE(how, operands, keeps=True, scale=scale, epsilon=epsilon)
+    y, states = checkpoint_name(y, RESULT), checkpoint_name(states, STATES)
+    return (y, last_state), (operands, states)
+
+
+def _backward(options: _Options, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
+    how, scale, epsilon = options
+    operands, states = kept
+    with_gradients = DeltaRuleBackward(**operands._asdict(), states=states, dy=gradients[0], d_last_state=gradients[1])
+    results = DELTA_RULE_BACKWARD(how, with_gradients, scale=scale, epsilon=epsilon)
+    d_state = None if operands.state is None else results.d_state
+    return (DeltaRule(*results[:5], state=d_state, resets=None),)
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -9,6 +9,7 @@ import pytest
 
 from jgg.models.delta_rule import delta_rule
 from tests.support.closeness import assert_close
+from tests.support.marks import INTERPRET, TRITON, on
 
 SCALE, EPSILON = 0.37, 1e-3
 # batch, length, key heads, value heads, K, V
@@ -105,11 +106,12 @@ def run_and_gradients(arrays, resets, dy, d_state, implementation):
     return results, vjp((dy, jnp.asarray(d_state, jnp.float32)))[0]
 
 
+@on("xla", INTERPRET, TRITON)
 @pytest.mark.parametrize("has_resets", [False, True])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_delta_rule(size, has_resets):
+def test_delta_rule(size, has_resets, implementation):
     arrays, resets, dy, d_state = random(size)
-    got = run_and_gradients(arrays, resets if has_resets else None, dy, d_state, "xla")
+    got = run_and_gradients(arrays, resets if has_resets else None, dy, d_state, implementation)
     assert_close(got, rule64(arrays, resets & has_resets, dy, d_state), 2e-5)
 
 

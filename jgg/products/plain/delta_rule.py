@@ -17,6 +17,7 @@ Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.o
 system, Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, https://arxiv.org/abs/2406.06484.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,31 +60,32 @@ def delta_rule(
     resets: jax.Array | None,
     scale: float,
     epsilon: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Results [B, S, value heads, V] in the dtype of v, and the last states, float32 [B, value heads, K, V].
 
+    The third result are the states before each chunk of CHUNK tokens, [B, value heads, chunks, K, V] in the dtype of v.
     The arguments are those of `jgg.models.delta_rule.delta_rule`.
     """
     q, k, v, log_decay, beta, state, resets = alike((q, k, v, log_decay, beta, state, resets))
     (batch, length, key_heads, features), (value_heads, value_features) = k.shape, v.shape[2:]
     group = value_heads // key_heads
-    if state is None:
-        state = alike((jnp.zeros((batch, value_heads, features, value_features), jnp.float32), k))[0]
-    state = state.astype(jnp.float32)
+    shape = batch, value_heads, features, value_features
+    states = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32)
     if length == 0:
-        return v, state
+        return v, states, jnp.zeros((batch, value_heads, 0, features, value_features), v.dtype)
     size = min(CHUNK, length)
     q, k, chunks_of_v, log_decay, beta, resets = (_split(array, size) for array in (q, k, v, log_decay, beta, resets))
     chunks = _chunks(q, k, chunks_of_v, log_decay, beta, resets, scale, epsilon)
-    state = state.reshape(batch, key_heads, group, features, value_features)
+    states = alike((states.reshape(batch, key_heads, group, features, value_features), chunks.k))[0]
+    next_states = jax.checkpoint(functools.partial(_next, dtype=v.dtype), prevent_cse=False)
     if length == size:
-        state, y = _next(state, jax.tree.map(lambda array: array[0], chunks))
-        y = y[None]
+        last, results = _next(states, jax.tree.map(lambda array: array[0], chunks), v.dtype)
+        y, befores = (array[None] for array in results)
     else:
-        state, y = jax.lax.scan(jax.checkpoint(_next, prevent_cse=False), state, chunks)
+        last, (y, befores) = jax.lax.scan(next_states, states, chunks)
     y = jnp.transpose(y, (1, 0, 4, 2, 3, 5))  # from [N, B, H, G, C, V]
     y = y.reshape(batch, -1, value_heads, value_features)[:, :length].astype(v.dtype)
-    return y, state.reshape(batch, value_heads, features, value_features)
+    return y, last.reshape(shape), jnp.moveaxis(befores, 0, 3).reshape(batch, value_heads, -1, features, value_features)
 
 
 def normalized(x: jax.Array, epsilon: float) -> jax.Array:
@@ -172,12 +174,12 @@ def _inverse(a: jax.Array) -> jax.Array:
     return inverse
 
 
-def _next(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
-    """The state after a chunk, and the chunk's results [B, H, G, C, V]."""
-    precision = _precision(state)
+def _next(state: jax.Array, chunk: _Chunks, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The state after a chunk, and: the chunk's results [B, H, G, C, V], and the state before it in a dtype."""
+    before, precision = state.astype(dtype), _precision(state)
     news = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=precision)
     y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=precision) * chunk.since_start[..., None]
     y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, news, precision=precision)
     state *= chunk.total
     state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, news * chunk.until_end[..., None], precision=precision)
-    return state, y
+    return state, (y, before)

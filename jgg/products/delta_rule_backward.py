@@ -1,0 +1,138 @@
+"""The gradients of the gated delta rule, from the states that it kept."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.products.attend import precision_of
+from jgg.products.delta_rule import Sizes, chunk_matrices, letters_of, over_chunks
+from jgg.products.plain.delta_rule import CHUNK, delta_rule
+
+
+class DeltaRuleBackward(NamedTuple):
+    """What DELTA_RULE had and kept, and the gradients of its results.
+
+    Attributes:
+      q, k, v, log_decay, beta, state, resets: as in DeltaRule.
+      states: as in Written.
+      dy: the gradient of y, in its dtype.
+      d_last_state: the gradient of last_state, float32.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    state: jax.Array | None
+    resets: jax.Array | None
+    states: jax.Array
+    dy: jax.Array
+    d_last_state: jax.Array
+
+
+class DeltaRuleGradients(NamedTuple):
+    """The gradients of a DeltaRule's arrays, each in its array's shape and dtype; d_state for a state of zeros too."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    d_log_decay: jax.Array
+    d_beta: jax.Array
+    d_state: jax.Array
+
+
+def _types(operands: DeltaRuleBackward, **_: Any) -> DeltaRuleGradients:
+    like = *operands[:5], operands.d_last_state
+    return DeltaRuleGradients(*(array_type(array.shape, array.dtype) for array in like))
+
+
+def _plain(operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
+    state = jnp.zeros_like(operands.d_last_state) if operands.state is None else operands.state
+
+    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, state: Any) -> tuple[jax.Array, jax.Array]:
+        return delta_rule(q, k, v, log_decay, beta, state, operands.resets, scale, epsilon)[:2]
+
+    _, vjp = jax.vjp(rule, *operands[:5], state)
+    return DeltaRuleGradients(*vjp((operands.dy, operands.d_last_state)))
+
+
+def _launch(launcher: Launcher, operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
+    sizes = Sizes.of(operands)
+    if not sizes.kernels_can:
+        return _plain(operands, scale, epsilon)
+    matrices = chunk_matrices(launcher, operands, scale, epsilon)
+    of_states = _of_states(launcher, operands, matrices)
+    d_state = of_states.pop("d_state")
+    return DeltaRuleGradients(
+        **_of_operands(launcher, operands, {**of_states, "inverses": matrices["inverses"]}, scale, epsilon),
+        d_state=d_state,
+    )
+
+
+def _of_states(launcher: Launcher, operands: DeltaRuleBackward, matrices: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The gradients of the first states, of those after each chunk, and dx, of the corrections before the inverses."""
+    from jgg.kernels.delta_rule_backward import delta_rule_backward_kernel
+
+    sizes, dtype = Sizes.of(operands), operands.q.dtype
+    names = "q", "k", "dy", "d_last_state"
+    outputs = {
+        "dx": array_type(operands.v.shape, dtype),
+        "d_states": array_type(operands.states.shape, dtype),
+        "d_state": array_type(operands.d_last_state.shape, jnp.float32),
+    }
+    launch = Launch(
+        operands={name: getattr(operands, name) for name in names}
+        | matrices
+        | {"length": sizes.length, "chunks": sizes.chunks},
+        outputs=outputs,
+        flops=2 * operands.v.size * (3 * sizes.features + 2 * CHUNK),
+        bytes_accessed=(2 * operands.q.size + 2 * operands.v.size + operands.states.size) * dtype.itemsize,
+        **over_chunks(sizes, dtype),
+    )
+    return launcher.run(delta_rule_backward_kernel, launch)
+
+
+def _of_operands(
+    launcher: Launcher, operands: DeltaRuleBackward, others: dict[str, jax.Array], scale: float, epsilon: float
+) -> dict[str, jax.Array]:
+    from jgg.kernels.delta_rule_backward import delta_rule_gradients_kernel
+
+    sizes, dtype = Sizes.of(operands), operands.q.dtype
+    names = "q", "k", "v", "log_decay", "beta", "resets", "states", "dy"
+    launch = Launch(
+        operands={name: getattr(operands, name) for name in names} | others | {"length": sizes.length},
+        outputs={name: kind for name, kind in _types(operands)._asdict().items() if name != "d_state"},
+        constants=sizes.constants
+        | {
+            "VALUE_FEATURES": sizes.value_features,
+            "SCALE": scale,
+            "EPSILON": epsilon,
+            "PRECISION": precision_of(dtype),
+            "CHUNK": CHUNK,
+            "BLOCK_COLUMNS": min(64, max(16, power_of_2(sizes.value_features))),
+        },
+        grid=(sizes.chunks, sizes.key_heads, sizes.batch),
+        num_warps=8,
+        num_stages=1,
+        flops=2 * operands.v.size * (4 * sizes.features + 8 * CHUNK),
+        bytes_accessed=(4 * operands.q.size + 4 * operands.v.size + 2 * operands.states.size) * dtype.itemsize,
+    )
+    return launcher.run(delta_rule_gradients_kernel, launch)
+
+
+DELTA_RULE_BACKWARD: Product[DeltaRuleGradients] = Product(
+    "delta_rule_backward",
+    DeltaRuleBackward,
+    result_types=_types,
+    plain=_plain,
+    launch=_launch,
+    letters=lambda operands, **_: letters_of(operands, _types(operands)),
+    several=split_by_xla(_plain),
+)
+"""DeltaRuleGradients; the parameters are DELTA_RULE's scale and epsilon."""
