@@ -69,6 +69,8 @@ class AttentionConfig(MixerConfig):
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
+      use_gate: each head's result is scaled by the sigmoid of D more projections of x. They are columns of w_q, after
+        the head's own D of its queries.
     """
 
     kind: ClassVar[str] = "attention"
@@ -82,6 +84,7 @@ class AttentionConfig(MixerConfig):
     use_qkv_bias: bool = False
     use_out_bias: bool = False
     use_sinks: bool = False
+    use_gate: bool = False
 
     @property
     def flops_per_pair(self) -> int:
@@ -96,14 +99,15 @@ class AttentionConfig(MixerConfig):
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's parameters by name, in a model of so many features between layers."""
         queries, keys = self.num_heads * self.head_features, self.num_kv_heads * self.head_features
+        of_q = 2 * queries if self.use_gate else queries
         shapes: dict[str, tuple[int, ...]] = {
-            "w_q": (features, queries),
+            "w_q": (features, of_q),
             "w_k": (features, keys),
             "w_v": (features, keys),
             "w_o": (queries, features),
         }
         if self.use_qkv_bias:
-            shapes |= {"b_q": (queries,), "b_k": (keys,), "b_v": (keys,)}
+            shapes |= {"b_q": (of_q,), "b_k": (keys,), "b_v": (keys,)}
         if self.use_out_bias:
             shapes["b_o"] = (features,)
         if self.qk_norm is not None:
@@ -113,3 +117,55 @@ class AttentionConfig(MixerConfig):
         if self.use_sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig(MixerConfig):
+    """A recurrent layer: a causal convolution, the gated delta rule, and a gated norm.
+
+    Attributes:
+      num_key_heads, num_value_heads: heads of the queries and keys, and of the values. Value heads that follow each
+        other share a key head.
+      key_features, value_features: K and V, features of a head of the queries and keys, and of the values.
+      conv_size: how many of the last tokens the convolution sees, a token itself included.
+      is_grouped: whether two matrices give all projections, "w_qkvz" and "w_ba", whose columns are those of the first
+        key head and its value heads, then those of the second, and so on; else "w_qkv", "w_z", "w_b" and "w_a" do.
+    """
+
+    kind: ClassVar[str] = "delta"
+
+    num_key_heads: int
+    num_value_heads: int
+    key_features: int
+    value_features: int
+    conv_size: int
+    is_grouped: bool
+
+    @property
+    def channels(self) -> int:
+        """What the convolution takes: features of all heads of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_features + self.num_value_heads * self.value_features
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward pass for each token: three products with the state of each head.
+
+        These are what the recurrence takes. Chunks of tokens multiply more often, by matrices.
+        """
+        return 6 * self.num_value_heads * self.key_features * self.value_features
+
+    def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        heads, values = self.num_value_heads, self.num_value_heads * self.value_features
+        if self.is_grouped:
+            shapes = {"w_qkvz": (features, self.channels + values), "w_ba": (features, 2 * heads)}
+        else:
+            columns = {"w_qkv": self.channels, "w_z": values, "w_b": heads, "w_a": heads}
+            shapes = {name: (features, count) for name, count in columns.items()}
+        return shapes | {
+            "w_conv": (self.channels, 1, self.conv_size),
+            "log_a": (heads,),
+            "dt_bias": (heads,),
+            "norm": (self.value_features,),
+            "w_out": (values, features),
+        }

@@ -20,7 +20,7 @@ from jgg.hf.adapter_settings import as_number, new_settings
 from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_ATTENTION, Options
+from jgg.models.parts import OF_MIXERS, Options
 from jgg.models.placement import place, put
 from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices
@@ -67,7 +67,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
             modules = matrix.modules[number]
             others |= _tensors_of(modules, term)
             # PEFT takes a target_module "gate_proj" for the experts', whatever precedes it
-            ending = "" if matrix.target in OF_ATTENTION else ".weight"
+            ending = "" if matrix.target in OF_MIXERS else ".weight"
             of_modules |= dict.fromkeys([module + ending for module in modules], own)
     settings = _settings(of_modules, of_experts) | {"base_model_name_or_path": model.config.name}
     of_hf.save_adapter(folder, model.config.hf, of_hf.Adapter(layers, others, settings))

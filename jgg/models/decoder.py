@@ -126,7 +126,7 @@ class Decoder(nnx.Module):
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
-        set_params(self, shapes, config.init_scale, options, rngs)
+        set_params(self, shapes, config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(
         self,
@@ -306,7 +306,7 @@ class Decoder(nnx.Module):
             put_forms(getattr(self, plan.name), self.options)
 
     def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
-        return norm(x, scale, self.config.norm_epsilon, self.options.dense_implementation)
+        return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""

@@ -13,6 +13,8 @@ from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
+from jgg.models.delta import Delta
+from jgg.models.delta_rule import RESULT, STATES
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
@@ -25,7 +27,7 @@ def saved_names(options: Options) -> tuple[str, ...]:
         return ()
     of_experts = TOTAL, "jgg_pre_activation", "jgg_routing"
     if options.remat == "attention":  # the experts' rows are the norm of what is kept, computed again
-        return *of_experts, PROJECTIONS, *flash.NAMES
+        return *of_experts, PROJECTIONS, *flash.NAMES, RESULT, STATES
     x = "jgg_x" if how_of_rows(options.dense_implementation) is None else NORMALIZED  # two names of the experts' rows
     return x, *of_experts
 
@@ -49,7 +51,7 @@ class Mixer(Protocol):
         ...
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "delta": Delta}
 
 
 class Layer(nnx.Module):
@@ -66,7 +68,7 @@ class Layer(nnx.Module):
     ) -> None:
         self.config, self.mixer = config, mixer.kind
         norms = {"attention_norm": (config.features,), "mlp_norm": (config.features,)}
-        set_params(self, norms, config.init_scale, options, rngs)
+        set_params(self, norms, config.init_scale, options, rngs, norm=config.norm_init)
         setattr(self, mixer.kind, MIXERS[mixer.kind](config, mixer, options, rngs))
         if is_dense:
             self.mlp = Mlp(config, options, rngs)
@@ -90,10 +92,10 @@ class Layer(nnx.Module):
         config = self.config
         mixer: Mixer = getattr(self, self.mixer)
         norms = config.norm_epsilon, mixer.options.dense_implementation
-        x, normalized = norm_beside(x, self.attention_norm[...], *norms)
+        x, normalized = norm_beside(x, config.norm_scale(self.attention_norm[...]), *norms)
         mixed, cache = mixer(normalized, place, cache)
         add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
-        x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
+        x, normalized = add(x, mixed, config.residual_scale, config.norm_scale(self.mlp_norm[...]), *norms)
         return (x, self.mlp(normalized, place.adapters) if hasattr(self, "mlp") else normalized), cache
 
     def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:

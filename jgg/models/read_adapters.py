@@ -11,7 +11,7 @@ from jgg.hf.files import check_shape
 from jgg.linear.lora import Lora
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_ATTENTION
+from jgg.models.parts import OF_MIXERS
 from jgg.models.tensors import Matrix, matrices
 
 # the terms by the numbers of the layers that have one, for each of a model's matrices
@@ -94,7 +94,7 @@ class _Reader:
         for index in range(matrix.shape[1] // width):
             found = any(own[index] for own in parts.values())
             for number, modules in matrix.modules.items():
-                self._check_found(modules[index], parts[number][index], found or matrix.target in OF_ATTENTION)
+                self._check_found(modules[index], parts[number][index], found or matrix.target in OF_MIXERS)
         return {number: _joined(own, width) for number, own in parts.items() if any(own)}
 
     def _check_found(self, module: str, term: LowRank | None, is_in_others: bool) -> None:

@@ -48,6 +48,24 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+DELTA = ["linear_attention"] * 3
+RECURRENT = {
+    "rms_norm_eps": 0.01,  # else small results of the recurrence grow in its norm, and so do their rounding errors
+    "num_hidden_layers": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 4,
+    "moe_intermediate_size": 4,
+    "shared_expert_intermediate_size": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
 FAMILIES = {
     "qwen3_moe": HEADS | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 6},
@@ -81,7 +99,12 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "qwen3_next": RECURRENT | {"norm_topk_prob": True, "attention_bias": True},
+    "qwen3_5_moe_text": RECURRENT
+    | {"num_hidden_layers": 4, "layer_types": [*DELTA[:2], "full_attention", "linear_attention"]}
+    | {"tie_word_embeddings": True},
 }
+ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
 
 
 def make_folder(family, seed):
@@ -90,7 +113,8 @@ def make_folder(family, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
+            is_norm = "norm" in name and (family not in ZERO_CENTRED or "linear_attn" in name)
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_norm)
         model.to(torch.bfloat16)
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
@@ -117,8 +141,12 @@ def gradients(family, model):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=state)
         named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
-    # what has no gradient is as in the model
-    return {name: array for name, array in named.items() if not torch.equal(array, own[name].to(array.dtype))}
+    # what has no gradient is as in the model; a tied head may be written too
+    return {
+        name: array
+        for name, array in named.items()
+        if name in own and not torch.equal(array, own[name].to(array.dtype))
+    }
 
 
 def loss_of(model, tokens):

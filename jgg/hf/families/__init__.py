@@ -6,7 +6,8 @@ from jgg.hf.families.granite import GRANITEMOE
 from jgg.hf.families.llama4 import LLAMA4
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
-from jgg.hf.families.qwen import QWEN3_MOE, QWEN3_NEXT
+from jgg.hf.families.qwen import QWEN3_MOE
+from jgg.hf.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from jgg.hf.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Family] = {
     "llama4": LLAMA4,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
 }

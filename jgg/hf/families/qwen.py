@@ -8,7 +8,7 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_biases, read_dense_layers, read_window
 from jgg.hf.settings import Settings
-from jgg.hf.tensors import FUSED, QWEN, matrix, shared
+from jgg.hf.tensors import FUSED, QWEN
 
 
 def _qwen3_moe(settings: Settings) -> dict[str, Any]:
@@ -20,11 +20,6 @@ def _qwen3_moe(settings: Settings) -> dict[str, Any]:
     window = read_window(settings, settings.flag("use_sliding_window"))
     attention = read_attention(settings, qk_norm="head", window=window, **read_biases(settings))
     return in_all_layers(settings, attention) | read_dense_layers(settings, "mlp_only_layers", len(dense))
-
-
-def _qwen3_next(settings: Settings) -> dict[str, Any]:
-    shared_features = settings.int("shared_expert_intermediate_size")
-    return read_normalized(settings, shared_features=shared_features, use_shared_gate=True)
 
 
 QWEN3_MOE = Family(
@@ -40,17 +35,6 @@ QWEN3_MOE = Family(
     # of Qwen3-Coder's config, not of transformers
     | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     model=_qwen3_moe,
-    aliases={"num_experts": "num_local_experts"},
-    fused=FUSED,
-)
-QWEN3_NEXT = Family(
-    "mlp",
-    _qwen3_next,
-    QWEN | shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")},
-    defaults={"hidden_size": 2048, "hidden_act": "silu"}
-    | {"moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
-    | {"shared_expert_intermediate_size": 512},
-    lacks="has layers with a recurrent state",
     aliases={"num_experts": "num_local_experts"},
     fused=FUSED,
 )
