@@ -96,7 +96,7 @@ def read_params(
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
     tensors = tensors if quantized is None else quantized
-    stored_as = {name: own.stored(name, layer, tensors) for name in shapes}
+    stored_as = {name: own.stored(name, layer, tensors, shape) for name, shape in shapes.items()}
     expected = (part for name, (of, stored) in stored_as.items() for part, _ in stored.shapes(of, shapes[name]))
     blocks = own.block_name(layer), own.fused_block_name(layer)
     present = {name for name in tensors if name.startswith(blocks)}
@@ -236,6 +236,11 @@ class Checkpoint(Mapping[str, np.ndarray]):
                     tensor = file.get_slice(name)
                     headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
         return headers
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the beginning of its file."""
+        with opened(self.path_of(name)) as file:
+            return tuple(file.get_slice(name).get_shape())
 
     def path_of(self, name: str) -> Path:
         """The file that has a tensor."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from jgg.hf.files import shape_of
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
 
@@ -29,6 +30,8 @@ class Family:
       prefix: the beginning of tensor names, before "layers.N.".
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
       ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      text_type: of a family whose config.json has its language model in "text_config", the model_type there.
+      outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
         are stored [E, in, out] and transformers does not say so.
     """
@@ -47,10 +50,12 @@ class Family:
     fused_block: str | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
     is_swapped: bool = False
+    text_type: str | None = None
+    outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, config: Mapping[str, Any]) -> Settings:
         """Returns the settings of a config of this family."""
-        return Settings(config, self.defaults, self.aliases)
+        return Settings(config, self.defaults, self.aliases, self.outer)
 
     def layer_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors of a decoder layer."""
@@ -68,11 +73,28 @@ class Family:
         """Returns the name of the module of all experts in transformers 5."""
         return f"{self.fused_block_name(layer)}experts"
 
-    def stored(self, name: str, layer: int, names: Container[str]) -> tuple[str, Tensor]:
-        """Returns the block and the tensors that hold a parameter of a layer, of those with these names."""
-        written = self.block_name(layer), self.tensors[name]
+    def stored(
+        self, name: str, layer: int, names: Container[str], shape: tuple[int, ...] | None = None
+    ) -> tuple[str, Tensor]:
+        """Returns the block and the tensors that hold a parameter of a layer, of those with these names.
+
+        Args:
+          name: the parameter.
+          layer: the layer's number.
+          names: the names; where `tensors` and `fused` have the same, a mapping to what has a shape.
+          shape: that of the parameter, which then says which of them it is.
+        """
+        own = self.tensors[name], self.fused.get(name, self.tensors[name])
         for block in (self.block_name(layer), self.fused_block_name(layer)):
-            for tensor in (self.tensors[name], self.fused.get(name, self.tensors[name])):
-                if block + tensor.names[0].replace("{e}", "0") in names:
-                    return block, tensor
-        return written
+            for tensor in own:
+                first = block + tensor.names[0].replace("{e}", "0")
+                if first in names:
+                    return block, self._by_shape(own, first, names, shape) if own[0].names == own[1].names else tensor
+        return self.block_name(layer), own[0]
+
+    def _by_shape(self, own: tuple[Tensor, Tensor], name: str, tensors: Any, shape: tuple[int, ...] | None) -> Tensor:
+        """The second of two tensors of one name if the shape of what is stored is its; as transformers has it."""
+        if own[0] == own[1] or shape is None:
+            return own[0]
+        (_, of_second), *_ = own[1].shapes("", shape)
+        return own[shape_of(tensors, name) == of_second]

@@ -112,6 +112,11 @@ def as_weights(name: str, array: Any) -> np.ndarray:
     return array
 
 
+def shape_of(tensors: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor in a mapping; a checkpoint knows it without reading the tensor."""
+    return tensors.shape_of(name) if hasattr(tensors, "shape_of") else np.shape(tensors[name])
+
+
 def check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless a tensor or parameter has a shape."""
     if array.shape != shape:

@@ -17,6 +17,11 @@ class RotaryConfig:
     frequencies: tuple[float, ...] = dataclasses.field(repr=False)
     scale: float = 1.0
 
+    @property
+    def unrotated(self) -> Self:
+        """The embedding of as many pairs that rotates nothing."""
+        return dataclasses.replace(self, frequencies=(0.0,) * len(self.frequencies), scale=1.0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig:

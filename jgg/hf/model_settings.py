@@ -5,9 +5,11 @@ from typing import Any
 
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
+from jgg.hf.family import Family
 from jgg.hf.mixers import AttentionConfig, MixerConfig
+from jgg.hf.multimodal import OF_TOWERS
 from jgg.hf.rotary import read_rotary
-from jgg.hf.settings import LARGEST, Settings
+from jgg.hf.settings import LARGEST, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
@@ -16,8 +18,8 @@ _NAMES = """
     bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token id2label
     initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
     name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
-    quantization_config return_dict router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
-    use_cache
+    quantization_config return_dict router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
+    transformers_version use_cache
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
     do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
@@ -133,29 +135,47 @@ def read_window(settings: Settings, is_used: bool = True) -> int | None:
 def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
     """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
     num_layers = settings.int("num_hidden_layers")
-    has_experts = num_dense_layers < num_layers
-    what = f"{num_dense_layers} dense layers of {num_layers}"
-    check(has_experts, f"The last layer must have experts, got {what} by {key} and num_hidden_layers.")
-    if not num_dense_layers:
+    return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
+
+
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool]) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes."""
+    key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
+    given = settings.get(key)
+    if given is None:
+        return read_mlps(settings, key, is_dense)
+    is_known = isinstance(given, list) and len(given) == len(is_dense) and all(kind in list(kinds) for kind in given)
+    check(is_known, f"{key} must be one of {list(kinds)} for each of {len(is_dense)} layers, got {given!r}.")
+    return read_mlps(settings, key, [kinds[kind] for kind in given])
+
+
+def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, as the setting of this key says, and their sizes."""
+    what = f"{sum(is_dense)} dense layers of {len(is_dense)}"
+    check(not all(is_dense), f"One layer at least must have experts, got {what} by {key} and num_hidden_layers.")
+    if not any(is_dense):
         return {}
     return {
-        "is_dense": tuple(number < num_dense_layers for number in range(num_layers)),
+        "is_dense": tuple(is_dense),
         "dense_features": settings.int("intermediate_size"),
         "dense_activation": ACTIVATIONS[settings.get("hidden_act")],
     }
 
 
-def check_keys(config: Mapping[str, Any], settings: Settings) -> None:
+def check_keys(config: Mapping[str, Any], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
-    model_type, given = settings.model_type, settings.given
-    unknown = {key: given[key] for key in settings.unknown if key not in _WITHOUT_EFFECT}
-    if given is not config:
-        own = given.get("model_type")
-        check(own == model_type, f"text_config must have 'model_type' {model_type!r}, got {own!r}.")
-        others = config.keys() - _WITHOUT_EFFECT - {"text_config"}
-        unknown |= {key: config[key] for key in sorted(others) if config[key] is not None}
+    text, settings = language_model(config), own.settings(config)
+    parts = [(text, _WITHOUT_EFFECT | settings.known)]
+    if own.text_type is not None or text is not config:
+        outer = _WITHOUT_EFFECT | {"text_config", *own.outer} | (set() if own.text_type is None else OF_TOWERS)
+        parts = [*parts[text is config :], (config, outer)]
+    if text is not config:
+        expected, got = own.text_type or settings.model_type, text.get("model_type")
+        is_usual = got is None and own.text_type is not None
+        check(got == expected or is_usual, f"text_config must have 'model_type' {expected!r}, got {got!r}.")
+    unknown = {key: part[key] for part, known in parts for key in sorted(part.keys() - known) if part[key] is not None}
     check(
         not unknown,
-        f"config of model_type {model_type!r} must have only keys that jgg.models knows, or null there, got "
+        f"config of model_type {settings.model_type!r} must have only keys that jgg.models knows, or null there, got "
         f"{', '.join(f'{key!r}: {value!r}' for key, value in unknown.items())}.",
     )

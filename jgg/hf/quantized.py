@@ -10,7 +10,7 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import as_weights
+from jgg.hf.files import as_weights, shape_of
 from jgg.hf.settings import language_model
 
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
@@ -186,6 +186,10 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         if tensor.dtype == jnp.float8_e4m3fn:
             self.read_scales(name)  # raises ValueError: the scales are missing
         return tensor
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, or of its values, from the beginning of its file."""
+        return shape_of(self._tensors, name + self.how.suffixes[0] if name in self.names else name)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; reads nothing."""

@@ -30,7 +30,10 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
     if layer_type is not None and layer_type in part:
         part, where = part[layer_type] or {}, f"{where} of {layer_type}"
         check_instance(where, part, Mapping, "null or an object")
+        check(part.get("truncate", True) is True, f"truncate in {where} must be true, as transformers takes it so.")
     given = {key: value for key, value in part.items() if value is not None}
+    for key in ("mrope_interleaved", "mrope_section"):  # which features follow which axis: text has one position in all
+        given.pop(key, None)
     theta = _theta(given.pop("rope_theta", settings.get("rope_theta")))
     if settings.get("rope_theta") is not None:
         _theta(settings.get("rope_theta"))  # checks it though it may have no effect

@@ -40,17 +40,24 @@ class Settings:
       config: content of config.json.
       defaults: the keys that can be read, and the value of each key that the config lacks.
       aliases: another name for some of these keys.
+      outer: the keys that count beside "text_config", not in it, with the value of each that the config lacks.
     """
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
-        self.given, self.defaults, self.aliases = language_model(config), defaults, aliases
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        aliases: Mapping[str, str],
+        outer: Mapping[str, Any],
+    ) -> None:
+        given = {key: default if config.get(key) is None else config[key] for key, default in outer.items()}
+        self.given, self.defaults, self.aliases = {**language_model(config), **given}, defaults, aliases
         self.model_type = config["model_type"]
 
     @property
-    def unknown(self) -> list[str]:
-        """The keys of the config that cannot be read, without those that are null."""
-        known = self.defaults.keys() | self.aliases.values()
-        return sorted(key for key, value in self.given.items() if key not in known and value is not None)
+    def known(self) -> set[str]:
+        """The names of the keys that can be read."""
+        return {*self.defaults, *self.aliases.values()}
 
     def name(self, key: str) -> str:
         """The name that the config has for a key.

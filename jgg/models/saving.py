@@ -90,9 +90,11 @@ def _config(model: Decoder) -> dict[str, Any]:
     Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """
     config = model.config.hf
-    # transformers takes the second if a config has both
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(keys, model.w_embedding.dtype.name)
+    # transformers takes the second if a config has both; those of towers stay
+    parts: list[dict[str, Any]] = [config, *([config["text_config"]] if config.get("text_config") else [])]
+    given = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part]
+    for part, key in given or [(config, "dtype")]:
+        part[key] = model.w_embedding.dtype.name
     with_experts = next(stack for stack in stacks(model) if not stack.plan.is_dense)
     values = {name: variable.get_value() for name, variable in with_experts.variables.items()}
     blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}

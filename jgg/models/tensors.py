@@ -133,5 +133,5 @@ def expected_shapes(model: Decoder, names: Container[str] = ()) -> Iterator[tupl
             for name, tensor in tensors.items():
                 yield from tensor.shapes(own.layer_name(number), variables[name].shape[1:])
             for name, shape in of_experts.items() if hasattr(stack.layers, "moe") else ():
-                block, tensor = own.stored(name, number, names)
+                block, tensor = own.stored(name, number, names, shape)
                 yield from tensor.shapes(block, shape)

@@ -12,7 +12,7 @@ import pytest
 import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES as HF_FAMILIES
-from tests.support.models import FAMILIES, config_of, copied, reference
+from tests.support.models import config_of, copied, reference
 
 # what tests/programs/make_config_data.py read from transformers
 OF_TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -32,7 +32,7 @@ def same(one, other):
     return dataclasses.replace(one, source="") == dataclasses.replace(other, source="") and one.moe == other.moe
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family, data in OF_TRANSFORMERS.items() if "heads" in data])
 def test_absent_keys_have_the_defaults_of_transformers(family):
     defaults = OF_TRANSFORMERS[family]["defaults"]
     config = jgg.models.model_config({"model_type": family})
@@ -56,11 +56,12 @@ def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
     assert jgg.hf.moe_layer({"model_type": family}) == jgg.hf.moe_layer(defaults)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family, data in OF_TRANSFORMERS.items() if "rotary" in data])
 def test_rotary_settings_mean_what_they_do_in_transformers(family):
     sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
     for case in OF_TRANSFORMERS[family]["rotary"]:
-        own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+        own = {"head_dim": 16} if family == "mixtral" else {}
+        own |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in HF_FAMILIES[family].defaults else {}
         config = jgg.models.model_config({"model_type": family} | sizes | own | case["changes"])
         np.testing.assert_allclose(
             config.mixers[0].rotary.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case)
@@ -82,8 +83,20 @@ def test_windows_are_those_of_each_layer():
     assert windows("gpt_oss", layer_types=None, num_hidden_layers=3) == (4, None, 4)
     assert windows("mixtral") == (6, 6)
     assert windows("mixtral", sliding_window=None) == (None, None)
+    assert windows("exaone_moe", layer_types=None, num_hidden_layers=4, mlp_layer_types=None) == (4, None, 4, None)
+    assert windows("exaone_moe", sliding_window=None) == (None, None, None)
+    assert windows("mellum", layer_types=None) == (None, None, None)
     assert windows("qwen3_moe", sliding_window=8) == (None, None)
     assert windows("qwen3_moe", sliding_window=8, use_sliding_window=True) == (8, 8)
+
+
+def test_layers_without_a_window_have_no_positions_in_k_exaone():
+    def rotates(**changes):
+        config = jgg.models.model_config(config_of("exaone_moe") | changes)
+        return [any(own.rotary.frequencies) for own in config.mixers]
+
+    assert rotates() == [True, False, True]
+    assert rotates(sliding_window=None) == [True, True, True]
 
 
 def test_qwen3_moe_may_begin_with_dense_layers():
@@ -92,7 +105,7 @@ def test_qwen3_moe_may_begin_with_dense_layers():
 
 
 WRONG = {
-    "model_type must be one of ['glm4_moe', ": ({"model_type": "llama"}, ValueError),
+    "], got 'llama'.": ({"model_type": "llama"}, ValueError),
     "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
     "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
@@ -213,12 +226,29 @@ def test_wrong_settings_of_one_family_are_named():
             {"n_group": 2, "num_experts_per_tok": 3},
         ),
         "swiglu_limit must be more than 0, got -1.0": ("gpt_oss", {"swiglu_limit": -1}),
-        "The last layer must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
+        "must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
             "glm4_moe",
             {"first_k_dense_replace": 3},
         ),
         "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
         "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
+        "mlp_layer_types must be one of ['sparse', 'dense'] for each of 3 layers, got ['moe']": (
+            "mellum",
+            {"mlp_layer_types": ["moe"]},
+        ),
+        "use_sliding_window must be True, got False": ("mellum", {"use_sliding_window": False}),
+        "truncate in rope_parameters of full_attention must be true": (
+            "mellum",
+            {"rope_parameters": {"full_attention": {"truncate": False}}},
+        ),
+        "is_moe_layer must be that of mlp_layer_types, [False, True, True], got [True]": (
+            "exaone_moe",
+            {"is_moe_layer": [True]},
+        ),
+        "sliding_window_pattern must be a positive int, got 'LLLG'": (
+            "exaone_moe",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+        ),
     }
     for message, (family, changes) in cases.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):

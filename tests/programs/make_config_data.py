@@ -4,20 +4,22 @@
     python -m tests.programs.make_config_data
 
 Of each family that jgg has: "defaults", the attributes of its class without arguments. Of those that `jgg.models` has
-also "heads", the features of a head without head_dim, and "rotary", the frequencies and the factor for the settings of
-ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
+also "heads", the features of a head without head_dim, and of most "rotary", the frequencies and the factor for the
+settings of ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
 """
 
 import json
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModel, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
+MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text")
+WITHOUT_ROTARY = ("mellum",)  # has several embeddings
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -90,9 +92,10 @@ def configured(family, changes):
 def rotary(family, changes):
     """The frequencies and the factor of a model's rotary embedding."""
     # transformers has no YaRN for Mixtral without head_dim
-    own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+    own = {"head_dim": 16} if family == "mixtral" else {}
+    own |= {"first_k_dense_replace": 0} if hasattr(configured(family, {}), "first_k_dense_replace") else {}
     config = configured(family, SIZES | own | changes)
-    embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    embedding = AutoModel.from_config(config).rotary_emb
     frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
     return {"changes": changes, "frequencies": frequencies, "scale": embedding.attention_scaling}
 
@@ -103,10 +106,13 @@ def main():
     for family in CLASSES:
         config = configured(family, {})
         data[family] = {"defaults": config.to_dict()}
-        if family in MODELS:
-            heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if family in MODELS + MORE:
+            data[family]["heads"] = (
+                getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            )
+        if family in MODELS + MORE and family not in WITHOUT_ROTARY:
             cases = ROTARY + (PARTIAL if family == "glm4_moe" else ())
-            data[family] |= {"heads": heads, "rotary": [rotary(family, changes) for changes in cases]}
+            data[family]["rotary"] = [rotary(family, changes) for changes in cases]
     OUT.write_text(json.dumps(data) + "\n")
 
 

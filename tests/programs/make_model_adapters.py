@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+
+from tests.programs.make_model_data import auto_class
 
 DATA = Path(__file__).parents[1] / "data"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -33,6 +34,9 @@ CASES = {
     "gpt_oss": USUAL,
     "mixtral": USUAL,
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "mellum": USUAL,
+    "exaone_moe": USUAL,
+    "qwen3_vl_moe": USUAL,
     "qwen3_next": USUAL | {"target_modules": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "qwen3_5_moe_text": USUAL
     | {"target_modules": [*ATTENTION, *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "out_proj"]},
@@ -59,7 +63,7 @@ CASES = {
 
 def base(case):
     family = case.partition("-")[0]
-    return AutoModelForCausalLM.from_pretrained(
+    return auto_class(family).from_pretrained(
         DATA / "models" / family, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
 

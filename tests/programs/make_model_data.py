@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.digests import digest
@@ -99,17 +99,91 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "mellum": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "sliding_window": 4,
+        "rope_parameters": {
+            "full_attention": {key: value for key, value in YARN.items() if key != "truncate"},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "exaone_moe": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "n_group": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "qwen3_vl_moe": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "mrope_section": [2, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
     "qwen3_next": RECURRENT | {"norm_topk_prob": True, "attention_bias": True},
     "qwen3_5_moe_text": RECURRENT
     | {"num_hidden_layers": 4, "layer_types": [*DELTA[:2], "full_attention", "linear_attention"]}
     | {"tie_word_embeddings": True},
 }
+# what multimodal families have beside the language model
+TOWERS = {
+    "qwen3_vl_moe": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 4,
+            "patch_size": 2,
+            "deepstack_visual_indexes": [0],
+        }
+    },
+}
 ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
+
+
+def auto_class(family):
+    """The class of transformers that opens the family's folders."""
+    return AutoModelForImageTextToText if family in TOWERS else AutoModelForCausalLM
+
+
+def new_config(family):
+    """The config of a tiny model."""
+    own = COMMON | FAMILIES[family]
+    return CONFIG_MAPPING[family](**{"text_config": own} | TOWERS[family] if family in TOWERS else own)
+
+
+def as_published(family, folder):
+    """Stores experts as published folders do, where transformers does not."""
+    if family == "qwen3_vl_moe":
+        path = folder / "model.safetensors"
+        tensors = {
+            name: tensor.transpose(-1, -2).contiguous() if ".experts." in name else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def make_folder(family, seed):
     """Writes a model with random weights in its folder."""
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**COMMON | FAMILIES[family]))
+    model = auto_class(family).from_config(new_config(family))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -120,7 +194,8 @@ def make_folder(family, seed):
             if name.endswith("e_score_correction_bias"):
                 buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(OUT / family)
-    (OUT / family / "generation_config.json").unlink()
+    as_published(family, OUT / family)
+    (OUT / family / "generation_config.json").unlink(missing_ok=True)
     return generator
 
 
@@ -136,10 +211,11 @@ def continued(model, prompt):
 
 def gradients(family, model):
     """The gradients of all parameters by the names of the folder's tensors, which transformers gives them."""
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    grads = {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
     state = {name: grads.get(name, tensor) for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=state)
+        as_published(family, Path(folder))
         named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
     # what has no gradient is as in the model; a tied head may be written too
     return {
@@ -169,7 +245,7 @@ def losses_of_training(model, tokens):
 def make(family):
     for seed in range(100):
         generator = make_folder(family, seed)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(family).from_pretrained(
             OUT / family, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
         prompts = [torch.randint(64, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
@@ -197,9 +273,9 @@ def make(family):
 
 def check_opens(family, folder):
     """Raises unless transformers reads the same model from a folder as from the family's own."""
-    got, report = AutoModelForCausalLM.from_pretrained(folder / family, output_loading_info=True)
+    got, report = auto_class(family).from_pretrained(folder / family, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    got, wanted = got.state_dict(), AutoModelForCausalLM.from_pretrained(OUT / family).state_dict()
+    got, wanted = got.state_dict(), auto_class(family).from_pretrained(OUT / family).state_dict()
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert tensor.dtype == got[name].dtype and torch.equal(tensor, got[name]), name

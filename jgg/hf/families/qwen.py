@@ -1,5 +1,6 @@
 """The Qwen models."""
 
+import dataclasses
 from typing import Any
 
 from jgg.core.arguments import check
@@ -7,8 +8,9 @@ from jgg.hf.expert_settings import read_normalized
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_biases, read_dense_layers, read_window
+from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import Settings
-from jgg.hf.tensors import FUSED, QWEN
+from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER
 
 
 def _qwen3_moe(settings: Settings) -> dict[str, Any]:
@@ -20,6 +22,15 @@ def _qwen3_moe(settings: Settings) -> dict[str, Any]:
     window = read_window(settings, settings.flag("use_sliding_window"))
     attention = read_attention(settings, qk_norm="head", window=window, **read_biases(settings))
     return in_all_layers(settings, attention) | read_dense_layers(settings, "mlp_only_layers", len(dense))
+
+
+def _qwen3_vl_moe(settings: Settings) -> dict[str, Any]:
+    settings.only("norm_topk_prob", True)
+    features, own = settings.int("hidden_size"), settings.int("moe_intermediate_size")
+    # else the shapes of the experts' tensors do not tell in which of two orders a folder has their axes
+    fits = features not in (own, 2 * own)
+    check(fits, f"moe_intermediate_size must be neither hidden_size, {features}, nor its half, got {own}.")
+    return _qwen3_moe(settings)
 
 
 QWEN3_MOE = Family(
@@ -37,4 +48,17 @@ QWEN3_MOE = Family(
     model=_qwen3_moe,
     aliases={"num_experts": "num_local_experts"},
     fused=FUSED,
+)
+QWEN3_VL_MOE_TEXT = dataclasses.replace(
+    QWEN3_MOE,
+    tensors=ROUTER | {name: tensor for name, tensor in IN_OUT.items() if name != "w_router"},
+    defaults={**QWEN3_MOE.defaults}
+    | {"intermediate_size": 5632, "tie_word_embeddings": True}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "sliding_window": None, "rope_theta": 500000.0}
+    | {"max_position_embeddings": 128000}
+    | {"moe_intermediate_size": 1408, "norm_topk_prob": True, "num_experts": 60, "num_experts_per_tok": 4},
+    model=_qwen3_vl_moe,
+)
+QWEN3_VL_MOE = in_multimodal(
+    QWEN3_VL_MOE_TEXT, "qwen3_vl_moe_text", towers=("model.visual.",), outer={"tie_word_embeddings": False}
 )

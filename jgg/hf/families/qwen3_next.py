@@ -9,6 +9,7 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.mixers import DeltaConfig
 from jgg.hf.model_settings import in_layers, read_attention, read_biases
+from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import LARGEST, Settings
 from jgg.hf.tensors import FUSED, LAYER, QWEN, as_is, matrix, shared
 
@@ -116,4 +117,7 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     | {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False},
     model=_qwen3_5,
     layer=_delta(qkv="in_proj_qkv", z="in_proj_z", b="in_proj_b", a="in_proj_a"),
+)
+QWEN3_5_MOE = in_multimodal(
+    QWEN3_5_MOE_TEXT, "qwen3_5_moe_text", towers=("model.visual.",), outer={"tie_word_embeddings": False}
 )
