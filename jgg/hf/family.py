@@ -28,6 +28,7 @@ class Family:
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
       ends: the tensors of the parameters beside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
+      other_prefix: another beginning of tensor names, which `jgg.models` reads in the place of `prefix`; or None.
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
       ignored: patterns of the names of tensors that a folder may have though the model does not use them.
       text_type: of a family whose config.json has its language model in "text_config", the model_type there.
@@ -47,6 +48,7 @@ class Family:
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
+    other_prefix: str | None = None
     fused_block: str | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
     is_swapped: bool = False

@@ -74,7 +74,7 @@ def test_padding_changes_no_state_and_chunks_go_on_from_it():
     single, one_by_one = model().empty_caches(3, 9), [None] * 3
     for position in range(9):
         _, single = run(model(), prompts[:, position : position + 1], single, position, None)
-        for row in np.flatnonzero(LENGTHS == position + 1):
+        for row in np.flatnonzero(position + 1 == LENGTHS):
             one_by_one[row] = single
     assert sum(isinstance(cache, States) for cache in padded) == 1
     for index, cache in enumerate(padded):
@@ -191,3 +191,60 @@ def test_wrong_settings_are_named(message):
 def test_results_that_do_not_depend_on_the_batch_are_refused():
     with pytest.raises(ValueError, match="batch_invariant must be False for a model with layers of the gated delta"):
         loaded(FAMILY, batch_invariant=True)
+
+
+def test_published_configs_are_taken():
+    """With the keys of Qwen's own configs, those that transformers does not read included."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "vocab_size": 99,
+        "num_experts": 8,
+        "full_attention_interval": 4,
+    }
+    own = {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "mlp_only_layers": []}
+    older = jgg.models.model_config({"model_type": "qwen3_next", "partial_rotary_factor": 0.25} | sizes | own)
+    rotary = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rotary |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    own = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "rope_parameters": rotary}
+    own |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "model_type": "qwen3_5_moe_text"}
+    text = sizes | own | {"tie_word_embeddings": True}
+    outer = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 27}, "image_token_id": 5}
+    newer = jgg.models.model_config(outer | {"tie_word_embeddings": False})
+    assert not newer.is_tied
+    for config in (older, newer):
+        assert [own.kind for own in config.mixers] == (["delta"] * 3 + ["attention"]) * 2
+        assert len(config.mixers[3].rotary.frequencies) == 32
+    assert older.mixers[3] == newer.mixers[3]
+
+
+def in_multimodal(tensors):
+    """The tensors of a text folder as Qwen's multimodal folders have them: fused experts, a tower, further layers."""
+    new = {"model.visual.pos_embed.weight": np.ones((4, 8)), "mtp.fc.weight": np.ones((2, 2))}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            new[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts."
+
+        def stacked(*parts, experts=experts):
+            own = ([tensors[f"{experts}{e}.{part}_proj.weight"] for part in parts] for e in range(4))
+            return np.stack([np.concatenate(matrices) for matrices in own])
+
+        fused = experts.replace("model.", "model.language_model.", 1)
+        new |= {f"{fused}gate_up_proj": stacked("gate", "up"), f"{fused}down_proj": stacked("down")}
+    return new
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_multimodal_folder_has_the_parameters_of_its_language_model(is_text, tmp_path):
+    """With is_text, a folder of which transformers has opened and written the language model alone."""
+    text = config_of(FAMILY)
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(text if is_text else config))
+    tensors = in_multimodal(dict(jgg.hf.Checkpoint(DATA / FAMILY)))
+    kept = {name: array for name, array in tensors.items() if not is_text or "visual" not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    got, wanted = nnx.state(jgg.models.load(tmp_path, dtype=jnp.float32)), nnx.state(model())
+    for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(own, other)

@@ -16,10 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
-MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text")
-WITHOUT_ROTARY = ("mellum",)  # has several embeddings
+MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text")
+WITHOUT_ROTARY = ("mellum", "qwen3_next", "qwen3_5_moe_text")  # have several embeddings, or layers without one
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None, "llama4": "llama4_text"}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,

@@ -121,3 +121,5 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
 QWEN3_5_MOE = in_multimodal(
     QWEN3_5_MOE_TEXT, "qwen3_5_moe_text", towers=("model.visual.",), outer={"tie_word_embeddings": False}
 )
+# AutoModelForCausalLM opens a multimodal folder too, and writes the language model with the names from there
+QWEN3_5_MOE_TEXT = dataclasses.replace(QWEN3_5_MOE_TEXT, other_prefix=QWEN3_5_MOE.prefix)
