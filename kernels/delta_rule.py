@@ -19,33 +19,39 @@ FACTORS = tl.constexpr(4)
 
 
 @triton.jit
-def root_of(x, EPSILON: tl.constexpr):
-    """1 / sqrt(sum of squares + EPSILON) of each row."""
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.reduce(x * x, 1, add) + EPSILON)
+def root_of(x, tokens, EPSILON: tl.constexpr, PRECISION: tl.constexpr):
+    """1 / sqrt(sum of squares + EPSILON) of each row; the sums are a product's diagonal, which takes least time."""
+    products = tl.dot(x, x.T, input_precision=PRECISION)
+    squares = tl.reduce(tl.where(tokens[:, None] == tokens[None, :], products, 0.0), 1, add)
+    return tl.rsqrt(squares + EPSILON)
 
 
 @triton.jit
-def decays_of(log_decay, resets, at, rows, exists, tokens):
-    """Of a chunk: the decays from token j (column) to token i (row), those from the state before to each token, from
-    each token to the end, and from the state before to the end.
-    """
-    is_before = tokens[None, :] <= tokens[:, None]
+def sums_of(log_decay, resets, at, rows, exists, tokens):
+    """Of a chunk's tokens: the sums of log decays from the first to each and to the last, and the same of resets."""
     log_decays = tl.load(log_decay + at, mask=exists, other=0.0)
-    sums = tl.reduce(tl.where(is_before, log_decays[None, :], 0.0), 1, add)
-    total = tl.reduce(log_decays, 0, add)
-    since_start, until_end, total_decay = tl.exp(sums), tl.exp(total - sums), tl.exp(total)
+    sums, total = tl.associative_scan(log_decays, 0, add), tl.reduce(log_decays, 0, add)
+    count, all_resets = tokens * 0, 0
     if resets is not None:
         is_reset = (tl.load(resets + rows, mask=exists, other=0) != 0).to(tl.int32)
-        count = tl.reduce(tl.where(is_before, is_reset[None, :], 0), 1, add)
-        last = tl.reduce(is_reset, 0, add)
-        is_before = is_before & (count[:, None] == count[None, :])
-        since_start = tl.where(count == 0, since_start, 0.0)
-        until_end = tl.where(count == last, until_end, 0.0)
-        total_decay = tl.where(last == 0, total_decay, 0.0)
+        count, all_resets = tl.associative_scan(is_reset, 0, add), tl.reduce(is_reset, 0, add)
+    return sums, total, count, all_resets
+
+
+@triton.jit
+def decays_of(sums, count, tokens):
+    """The decay from each token (column) to each (row), 0 to those before it and to those of other sequences."""
+    is_before = (tokens[None, :] <= tokens[:, None]) & (count[:, None] == count[None, :])
     # masked first: above the diagonal the exponents have no bound
-    decays = tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
-    return decays, since_start, until_end, total_decay
+    return tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
+
+
+@triton.jit
+def state_decays_of(sums, total, count, all_resets):
+    """The decays from the state before a chunk to each token, from each token to the end, and from start to end."""
+    since_start = tl.where(count == 0, tl.exp(sums), 0.0)
+    until_end = tl.where(count == all_resets, tl.exp(total - sums), 0.0)
+    return since_start, until_end, tl.where(all_resets == 0, tl.exp(total), 0.0)
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def inverse_of(a, tokens, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     a = a.to(dtype)
     below = ((row & 1) == 1) & (column == row - 1)
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(below, a, 0.0).to(tl.float32)
-    for level in tl.static_range(1, LEVELS):
+    for level in tl.range(1, LEVELS, num_stages=1):
         # of blocks of 2 ** level tokens, two make one of twice the size
         below = (((row >> level) & 1) == 1) & ((column >> level) == (row >> level) - 1)
         rounded = inverse.to(dtype)
@@ -87,48 +93,52 @@ def chunk_matrices_kernel(
     EPSILON: tl.constexpr,
     PRECISION: tl.constexpr,
     LEVELS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
 ):
     """The matrices and factors of each chunk of C = 2 ** LEVELS tokens, for value heads h = KEY_HEADS * GROUP.
 
     Arrays: q, k [B, length, KEY_HEADS, FEATURES]; log_decay, beta float32 [B, length, h]; resets bool [B, length] or
-    None; inverses and weights [B, h, chunks, C, C] in the dtype of q, (I + A)^-1 and the factors of the corrections in
-    the results; factors float32 [B, h, 4, chunks * C], of each token: beta; that of k S in what is recalled; that of
-    q S in the result; that of its correction in the next state; totals float32 [B, h, chunks], the decay of the state.
-    The grid is (chunks, KEY_HEADS, B).
+    None; inverses and weights [B, h, chunks, C, C] in the dtype of q: (I + A)^-1, A with the betas of columns rather
+    than of rows if BY_COLUMN, and the factors of beta times the corrections in the results; factors float32 [B, h, 4,
+    chunks * C], of each token: beta; that of k S in what is recalled; that of q S in the result; that of beta times its
+    correction in the next state; totals float32 [B, h, chunks], the decay of the state. The grid is (h, chunks, B).
     """
     CHUNK: tl.constexpr = 1 << LEVELS
     HEADS: tl.constexpr = KEY_HEADS * GROUP
-    chunk, key_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, chunk, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tokens, features = tl.arange(0, CHUNK), tl.arange(0, BLOCK_FEATURES)
     places = chunk * CHUNK + tokens
     exists = places < length
     rows = sequence * length + places
-    at = row_pointers(key_head * FEATURES, rows, features, KEY_HEADS * FEATURES)
+    at = row_pointers(head // GROUP * FEATURES, rows, features, KEY_HEADS * FEATURES)
     mask = exists[:, None] & (features < FEATURES)[None, :]
     k_block = tl.load(k + at, mask=mask, other=0.0)
-    q_block = tl.load(q + at, mask=mask, other=0.0)
-    k_root, q_root = root_of(k_block, EPSILON), root_of(q_block, EPSILON) * SCALE
-    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
-    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
+    k_root = root_of(k_block, tokens, EPSILON, PRECISION)
     in_matrix = tokens[:, None] * CHUNK + tokens[None, :]
-    for number in tl.range(0, GROUP):
-        head = key_head * GROUP + number
-        decays, since_start, until_end, total = decays_of(log_decay, resets, rows * HEADS + head, rows, exists, tokens)
-        betas = tl.load(beta + rows * HEADS + head, mask=exists, other=0.0)
-        a = tl.where(tokens[None, :] < tokens[:, None], kk * decays * betas[:, None], 0.0)
-        inverse = inverse_of(a, tokens, LEVELS, PRECISION)
-        of_chunk = (sequence * HEADS + head) * tl.num_programs(0) + chunk
-        at_matrix = of_chunk * (CHUNK * CHUNK) + in_matrix
-        tl.store(inverses + at_matrix, inverse.to(inverses.dtype.element_ty))
-        tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
-        of_head = factors + ((sequence * HEADS + head) * FACTORS * tl.num_programs(0) + chunk) * CHUNK + tokens
-        stride = tl.num_programs(0) * CHUNK
-        tl.store(of_head + BETA * stride, betas)
-        tl.store(of_head + RECALL * stride, since_start * k_root)
-        tl.store(of_head + READ * stride, since_start * q_root)
-        tl.store(of_head + WRITE * stride, until_end * k_root)
-        tl.store(totals + of_chunk, total)
+    sums, total, count, all_resets = sums_of(log_decay, resets, rows * HEADS + head, rows, exists, tokens)
+    decays = decays_of(sums, count, tokens)
+    betas = tl.load(beta + rows * HEADS + head, mask=exists, other=0.0)
+    of_chunk = (sequence * HEADS + head) * tl.num_programs(1) + chunk
+    at_matrix = of_chunk * (CHUNK * CHUNK) + in_matrix
+    q_block = tl.load(q + at, mask=mask, other=0.0)
+    q_root = root_of(q_block, tokens, EPSILON, PRECISION) * SCALE
+    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
+    tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
+    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
+    a = tl.where(tokens[None, :] < tokens[:, None], kk * decays, 0.0) * (
+        betas[None, :] if BY_COLUMN else betas[:, None]
+    )
+    inverse = inverse_of(a, tokens, LEVELS, PRECISION)
+    tl.store(inverses + at_matrix, inverse.to(inverses.dtype.element_ty))
+    since_start, until_end, total = state_decays_of(sums, total, count, all_resets)
+    of_head = factors + ((sequence * HEADS + head) * FACTORS * tl.num_programs(1) + chunk) * CHUNK + tokens
+    stride = tl.num_programs(1) * CHUNK
+    tl.store(of_head + BETA * stride, betas)
+    tl.store(of_head + RECALL * stride, since_start * k_root)
+    tl.store(of_head + READ * stride, since_start * q_root)
+    tl.store(of_head + WRITE * stride, until_end * k_root)
+    tl.store(totals + of_chunk, total)
 
 
 @triton.jit
@@ -144,6 +154,7 @@ def delta_rule_kernel(
     y,
     last_state,
     states,
+    corrections,
     length,
     chunks,
     KEY_HEADS: tl.constexpr,
@@ -157,9 +168,10 @@ def delta_rule_kernel(
 ):
     """The results and the states.
 
-    Arrays: q, k, and what `chunk_matrices_kernel` gives, as there; v and y [B, length, h, VALUE_FEATURES]; state and
-    last_state float32 [B, h, FEATURES, VALUE_FEATURES], state None for zeros; states [B, h, chunks, FEATURES,
-    VALUE_FEATURES] in the dtype of q, those before each chunk, or None. The grid is (blocks of columns, h, B).
+    Arrays: q, k, and what `chunk_matrices_kernel` gives with BY_COLUMN, as there; v and y [B, length, h,
+    VALUE_FEATURES]; state and last_state float32 [B, h, FEATURES, VALUE_FEATURES], state None for zeros; states [B, h,
+    chunks, FEATURES, VALUE_FEATURES] in the dtype of q, those before each chunk, and corrections like v, or both None.
+    The grid is (blocks of columns, h, B).
     """
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     STRIDE: tl.constexpr = KEY_HEADS * FEATURES
@@ -201,8 +213,11 @@ def delta_rule_kernel(
             tl.store(states + at_state, before, mask=is_in_state)
         recalled = tl.dot(k_block, before, input_precision=PRECISION)
         result = tl.dot(q_block, before, input_precision=PRECISION) * read[:, None]
-        errors = (v_block.to(tl.float32) - recalled * recall[:, None]) * betas[:, None]
+        errors = v_block.to(tl.float32) - recalled * recall[:, None]
         news = tl.dot(inverse, errors.to(k_block.dtype), input_precision=PRECISION)
+        if corrections is not None:
+            tl.store(corrections + at_values, news.to(corrections.dtype.element_ty), mask=exists & is_column)
+        news *= betas[:, None]
         written = (news * write[:, None]).to(k_block.dtype)
         acc = tl.dot(k_block.T, written, acc * total, input_precision=PRECISION)
         result = tl.dot(weight, news.to(k_block.dtype), result, input_precision=PRECISION)

@@ -13,7 +13,7 @@ gradient of the state after a chunk, and G that of the results:
 import triton
 import triton.language as tl
 
-from .delta_rule import BETA, FACTORS, READ, RECALL, WRITE, decays_of, root_of
+from .delta_rule import BETA, FACTORS, READ, RECALL, WRITE, decays_of, root_of, state_decays_of, sums_of
 from .tiles import add, row_pointers
 
 
@@ -95,6 +95,12 @@ def delta_rule_backward_kernel(
 
 
 @triton.jit
+def dot_rows(acc, at, mask):
+    """The product of each row of acc and the row at `at`. It loads them again: registers are few."""
+    return tl.reduce(acc * tl.load(at, mask=mask, other=0.0).to(tl.float32), 1, add)
+
+
+@triton.jit
 def normalization_gradient(d_normalized, x, root):
     """The gradient of x [rows, features] from that of x * root, where root is 1 / sqrt(sum of squares + epsilon)."""
     x = x.to(tl.float32)
@@ -106,12 +112,11 @@ def normalization_gradient(d_normalized, x, root):
 def delta_rule_gradients_kernel(
     q,
     k,
-    v,
     log_decay,
     beta,
     resets,
-    inverses,
     states,
+    corrections,
     dy,
     dx,
     d_states,
@@ -148,25 +153,24 @@ def delta_rule_gradients_kernel(
     k_block = tl.load(k + at_keys, mask=is_key, other=0.0)
     q_block = tl.load(q + at_keys, mask=is_key, other=0.0)
     dtype: tl.constexpr = k_block.dtype
-    k_root, q_root = root_of(k_block, EPSILON), root_of(q_block, EPSILON)
-    # of the normalized keys and queries
-    dk_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
-    dq_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
+    k_root, q_root = root_of(k_block, tokens, EPSILON, PRECISION), root_of(q_block, tokens, EPSILON, PRECISION)
     is_strictly_before = tokens[None, :] < tokens[:, None]
+    # of normalized queries, and of normalized keys: where they recall, and where they write
+    dq_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
+    d_recalling = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
+    d_writing = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
+    of_q, of_recalling, of_writing = q_root * 0, q_root * 0, q_root * 0  # their products with queries or keys
     for number in tl.range(0, GROUP, num_stages=1):
         head = key_head * GROUP + number
         at = rows * HEADS + head
         of_chunk = (sequence * HEADS + head) * tl.num_programs(0) + chunk
-        decays, since_start, until_end, total = decays_of(log_decay, resets, at, rows, exists, tokens)
+        sums, total, count, all_resets = sums_of(log_decay, resets, at, rows, exists, tokens)
+        since_start, until_end, total = state_decays_of(sums, total, count, all_resets)
         betas = tl.load(beta + at, mask=exists, other=0.0)
-        inverse = tl.load(inverses + of_chunk * (CHUNK * CHUNK) + tokens[:, None] * CHUNK + tokens[None, :])
-        recall = since_start * k_root
         d_weights = tl.full([CHUNK, CHUNK], 0.0, tl.float32)
         d_a = tl.full([CHUNK, CHUNK], 0.0, tl.float32)
         d_betas = tl.full([CHUNK], 0.0, tl.float32)
-        d_since_start = tl.full([CHUNK], 0.0, tl.float32)
-        d_until_end = tl.full([CHUNK], 0.0, tl.float32)
-        d_total = 0.0
+        d_total = tl.full([BLOCK_FEATURES], 0.0, tl.float32)
         for first in tl.range(0, VALUE_FEATURES, BLOCK_COLUMNS):
             columns = first + tl.arange(0, BLOCK_COLUMNS)
             is_column = (columns < VALUE_FEATURES)[None, :]
@@ -176,56 +180,57 @@ def delta_rule_gradients_kernel(
             is_in_state = (features < FEATURES)[:, None] & is_column
             before = tl.load(states + at_state, mask=is_in_state, other=0.0)
             after = tl.load(d_states + at_state, mask=is_in_state, other=0.0)
-            v_block = tl.load(v + at_values, mask=is_value, other=0.0)
+            correction = tl.load(corrections + at_values, mask=is_value, other=0.0).to(tl.float32)
             dy_block = tl.load(dy + at_values, mask=is_value, other=0.0)
             dx_block = tl.load(dx + at_values, mask=is_value, other=0.0)
 
-            errors = v_block.to(tl.float32) - tl.dot(k_block, before, input_precision=PRECISION) * recall[:, None]
-            d_betas += tl.reduce(dx_block.to(tl.float32) * errors, 1, add)
-            news = tl.dot(inverse, (errors * betas[:, None]).to(dtype), input_precision=PRECISION).to(dtype)
+            d_betas += tl.reduce(dx_block.to(tl.float32) * correction, 1, add)
+            news = correction * betas[:, None]
             dv_block = dx_block.to(tl.float32) * betas[:, None]
             tl.store(dv + at_values, dv_block.to(dv.dtype.element_ty), mask=is_value)
-            d_weights = tl.dot(dy_block, news.T, d_weights, input_precision=PRECISION)
-            d_a = tl.dot(dx_block, news.T, d_a, input_precision=PRECISION)
-            d_total += tl.reduce(tl.reduce(before.to(tl.float32) * after.to(tl.float32), 1, add), 0, add)
+            d_total += tl.reduce(before.to(tl.float32) * after.to(tl.float32), 1, add)
+            rounded = news.to(dtype)
+            d_weights = tl.dot(dy_block, rounded.T, d_weights, input_precision=PRECISION)
+            d_a = tl.dot(dx_block, rounded.T, d_a, input_precision=PRECISION)
+            d_read = (dy_block.to(tl.float32) * (since_start * SCALE)[:, None]).to(dtype)
+            dq_acc = tl.dot(d_read, before.T, dq_acc, input_precision=PRECISION)
+            d_recalled = (dv_block * -since_start[:, None]).to(dtype)
+            d_recalling = tl.dot(d_recalled, before.T, d_recalling, input_precision=PRECISION)
+            written = (news * until_end[:, None]).to(dtype)
+            d_writing = tl.dot(written, after.T, d_writing, input_precision=PRECISION)
 
-            d_read = tl.dot(dy_block, before.T, input_precision=PRECISION) * SCALE
-            d_since_start += tl.reduce(d_read * q_block.to(tl.float32), 1, add) * q_root
-            dq_acc += d_read * since_start[:, None]
-            d_recalled = tl.dot(dv_block.to(dtype), before.T, input_precision=PRECISION)
-            d_since_start -= tl.reduce(d_recalled * k_block.to(tl.float32), 1, add) * k_root
-            dk_acc -= d_recalled * since_start[:, None]
-            d_written = tl.dot(news, after.T, input_precision=PRECISION)
-            d_until_end += tl.reduce(d_written * k_block.to(tl.float32), 1, add) * k_root
-            dk_acc += d_written * until_end[:, None]
+        # of the sums of log decays, by way of the state: what a decay is multiplied by times that product's gradient
+        d_sums = dot_rows(dq_acc, q + at_keys, is_key) * q_root - of_q
+        d_sums += dot_rows(d_recalling, k + at_keys, is_key) * k_root - of_recalling
+        d_until_end = dot_rows(d_writing, k + at_keys, is_key) * k_root - of_writing
+        d_sums -= d_until_end
+        d_last_sum = tl.reduce(d_until_end, 0, add) + tl.reduce(d_total, 0, add) * total
 
         # P = scale q k^T decays, and A = beta k k^T decays below the diagonal, of the normalized ones
+        decays = decays_of(sums, count, tokens)
         qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
-        kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
         d_weights = d_weights * decays * SCALE
-        d_a = tl.where(is_strictly_before, -d_a * decays, 0.0)
-        in_a = d_a * kk * (k_root[:, None] * k_root[None, :])
-        d_betas += tl.reduce(in_a, 1, add)
-        of_decays = d_weights * qk * (q_root[:, None] * k_root[None, :]) + in_a * betas[:, None]
+        of_decays = d_weights * qk * (q_root[:, None] * k_root[None, :])
         d_weights_k = (d_weights * k_root[None, :]).to(dtype)
         dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
         d_weights_q = (d_weights * q_root[:, None]).to(dtype)
-        dk_acc = tl.dot(d_weights_q.T, q_block, dk_acc, input_precision=PRECISION)
-        d_a = d_a * betas[:, None]
-        d_a = ((d_a + d_a.T) * k_root[None, :]).to(dtype)
-        dk_acc = tl.dot(d_a, k_block, dk_acc, input_precision=PRECISION)
+        d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
+        kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
+        d_a = tl.where(is_strictly_before, d_a * decays, 0.0) * -betas[:, None]
+        of_decays += d_a * kk * (k_root[:, None] * k_root[None, :])
+        d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(dtype)
+        d_recalling = tl.dot(d_a_k, k_block, d_recalling, input_precision=PRECISION)
+        of_q = dot_rows(dq_acc, q + at_keys, is_key) * q_root
+        of_recalling = dot_rows(d_recalling, k + at_keys, is_key) * k_root
+        of_writing = dot_rows(d_writing, k + at_keys, is_key) * k_root
 
-        # of the sums of log decays, first; a token's log decay is in those from it on
-        d_until_end = d_until_end * until_end
-        d_sums = d_since_start * since_start - d_until_end + tl.reduce(of_decays, 1, add)
-        by_column = tl.reduce(of_decays, 0, add)
-        is_from = tokens[:, None] >= tokens[None, :]
-        d_log = tl.reduce(tl.where(is_from, d_sums[:, None], 0.0), 0, add)
-        by_column = tl.reduce(tl.where(tokens[:, None] <= tokens[None, :], by_column[None, :], 0.0), 1, add)
-        d_log_at_end = d_total * total + tl.reduce(d_until_end, 0, add)
-        tl.store(d_log_decay + at, d_log - by_column + d_log_at_end, mask=exists)
+        # a token's log decay is in the sums from it on
+        d_sums += tl.reduce(of_decays, 1, add)
+        d_sums -= tl.reduce(of_decays, 0, add)
+        d_log = tl.reduce(d_sums, 0, add) - tl.associative_scan(d_sums, 0, add) + d_sums
+        tl.store(d_log_decay + at, d_log + d_last_sum, mask=exists)
         tl.store(d_beta + at, d_betas, mask=exists)
-    dq_block = normalization_gradient(dq_acc, q_block, q_root)
-    dk_block = normalization_gradient(dk_acc, k_block, k_root)
+    dq_block = normalization_gradient(dq_acc, tl.load(q + at_keys, mask=is_key, other=0.0), q_root)
+    dk_block = normalization_gradient(d_recalling + d_writing, tl.load(k + at_keys, mask=is_key, other=0.0), k_root)
     tl.store(dq + at_keys, dq_block.to(dq.dtype.element_ty), mask=is_key)
     tl.store(dk + at_keys, dk_block.to(dk.dtype.element_ty), mask=is_key)

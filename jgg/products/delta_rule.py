@@ -17,6 +17,7 @@ from jgg.products.plain.delta_rule import CHUNK, delta_rule
 _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
 _LEVELS = CHUNK.bit_length() - 1
+_REGISTERS = 128  # of a thread that computes a chunk's matrices
 
 
 class DeltaRule(NamedTuple):
@@ -45,13 +46,15 @@ class Written(NamedTuple):
     Attributes:
       y: [B, S, value heads, V] in the dtype of v.
       last_state: float32 [B, value heads, K, V].
-      states: [B, value heads, chunks of 64 tokens, K, V] in the dtype of v, those before each chunk, for
-        DELTA_RULE_BACKWARD; None if they are not kept.
+      states: [B, value heads, chunks of 64 tokens, K, V] in the dtype of v, those before each chunk.
+      corrections: like v, what each token's v differs from what its k recalls.
+        Both are for DELTA_RULE_BACKWARD; None if they are not kept.
     """
 
     y: jax.Array
     last_state: jax.Array
     states: jax.Array | None
+    corrections: jax.Array | None
 
 
 class Sizes(NamedTuple):
@@ -84,25 +87,29 @@ class Sizes(NamedTuple):
             "BLOCK_FEATURES": max(16, power_of_2(self.features)),
         }
 
-    @property
-    def kernels_can(self) -> bool:
-        """Whether kernels take such heads."""
-        return max(self.features, self.value_features) <= _LARGEST_HEAD
+
+def kernels_take(launcher: Launcher, operands: Any) -> bool:
+    """Whether kernels take such heads; GPUs have no registers for such products of float32."""
+    fits = max(operands.k.shape[3], operands.v.shape[3]) <= _LARGEST_HEAD
+    return fits and (launcher.target.is_interpreted or operands.q.dtype != jnp.float32)
 
 
 def _types(operands: DeltaRule, keeps: bool, **_: Any) -> Written:
     sizes, v = Sizes.of(operands), operands.v
     state = sizes.batch, sizes.heads, sizes.features, sizes.value_features
     states = array_type((*state[:2], sizes.chunks, *state[2:]), v.dtype) if keeps else None
-    return Written(array_type(v.shape, v.dtype), array_type(state, jnp.float32), states)
+    corrections = array_type(v.shape, v.dtype) if keeps else None
+    return Written(array_type(v.shape, v.dtype), array_type(state, jnp.float32), states, corrections)
 
 
 def _plain(operands: DeltaRule, keeps: bool, scale: float, epsilon: float) -> Written:
-    y, last_state, states = delta_rule(*operands, scale=scale, epsilon=epsilon)
-    return Written(y, last_state, states if keeps else None)
+    y, last_state, *kept = delta_rule(*operands, scale=scale, epsilon=epsilon)
+    return Written(y, last_state, *(kept if keeps else (None, None)))
 
 
-def chunk_matrices(launcher: Launcher, operands: Any, scale: float, epsilon: float) -> dict[str, jax.Array]:
+def chunk_matrices(
+    launcher: Launcher, operands: Any, by_column: bool, scale: float, epsilon: float
+) -> dict[str, jax.Array]:
     """What the states do not decide, of all chunks: inverses, weights, factors and totals, as the kernel says."""
     from jgg.kernels.delta_rule import chunk_matrices_kernel
 
@@ -119,9 +126,16 @@ def chunk_matrices(launcher: Launcher, operands: Any, scale: float, epsilon: flo
             "totals": jax.ShapeDtypeStruct(of_chunks, jnp.float32),
         },
         constants=sizes.constants
-        | {"SCALE": scale, "EPSILON": epsilon, "PRECISION": precision_of(dtype), "LEVELS": _LEVELS},
-        grid=(sizes.chunks, sizes.key_heads, sizes.batch),
+        | {
+            "SCALE": scale,
+            "EPSILON": epsilon,
+            "PRECISION": precision_of(dtype),
+            "LEVELS": _LEVELS,
+            "BY_COLUMN": by_column,
+        },
+        grid=(sizes.heads, sizes.chunks, sizes.batch),
         num_warps=4,
+        max_registers=_REGISTERS,
         flops=4 * matrices.size * (sizes.features + CHUNK * _LEVELS),
         bytes_accessed=2 * (operands.q.size + matrices.size) * dtype.itemsize,
     )
@@ -141,7 +155,7 @@ def over_chunks(sizes: Sizes, dtype: Any) -> dict[str, Any]:
         },
         "grid": (math.ceil(sizes.value_features / columns), sizes.heads, sizes.batch),
         "num_warps": 4,
-        "num_stages": 1 if dtype == jnp.float32 else 3,
+        "num_stages": 3,
     }
 
 
@@ -149,21 +163,21 @@ def _launch(launcher: Launcher, operands: DeltaRule, keeps: bool, scale: float, 
     from jgg.kernels.delta_rule import delta_rule_kernel
 
     sizes, dtype = Sizes.of(operands), operands.q.dtype
-    if not sizes.kernels_can:
+    if not kernels_take(launcher, operands):
         return _plain(operands, keeps, scale, epsilon)
-    matrices = chunk_matrices(launcher, operands, scale, epsilon)
+    matrices = chunk_matrices(launcher, operands, True, scale, epsilon)
     types = {name: kind for name, kind in _types(operands, keeps)._asdict().items() if kind is not None}
     launch = Launch(
         operands={"q": operands.q, "k": operands.k, "v": operands.v, **matrices, "state": operands.state}
         | {"length": sizes.length, "chunks": sizes.chunks}
-        | dict.fromkeys({"states"} - types.keys()),
+        | dict.fromkeys({"states", "corrections"} - types.keys()),
         outputs=types,
         flops=2 * operands.v.size * (3 * sizes.features + 2 * CHUNK),
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in (operands.q, *operands[:3], types["y"])),
         **over_chunks(sizes, dtype),
     )
     results = launcher.run(delta_rule_kernel, launch)
-    return Written(results["y"], results["last_state"], results.get("states"))
+    return Written(results["y"], results["last_state"], results.get("states"), results.get("corrections"))
 
 
 def letters_of(operands: NamedTuple, results: NamedTuple) -> Letters:
@@ -182,5 +196,5 @@ DELTA_RULE: Product[Written] = Product(
     letters=lambda operands, keeps, **_: letters_of(operands, _types(operands, keeps)),
     several=split_by_xla(_plain),
 )
-"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, which
+"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, what
 is added to the sums of squares by which q and k are normalized."""

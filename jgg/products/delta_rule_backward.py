@@ -10,7 +10,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
 from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products.attend import precision_of
-from jgg.products.delta_rule import Sizes, chunk_matrices, letters_of, over_chunks
+from jgg.products.delta_rule import Sizes, chunk_matrices, kernels_take, letters_of, over_chunks
 from jgg.products.plain.delta_rule import CHUNK, delta_rule
 
 
@@ -19,7 +19,7 @@ class DeltaRuleBackward(NamedTuple):
 
     Attributes:
       q, k, v, log_decay, beta, state, resets: as in DeltaRule.
-      states: as in Written.
+      states, corrections: as in Written.
       dy: the gradient of y, in its dtype.
       d_last_state: the gradient of last_state, float32.
     """
@@ -32,6 +32,7 @@ class DeltaRuleBackward(NamedTuple):
     state: jax.Array | None
     resets: jax.Array | None
     states: jax.Array
+    corrections: jax.Array
     dy: jax.Array
     d_last_state: jax.Array
 
@@ -63,16 +64,12 @@ def _plain(operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRu
 
 
 def _launch(launcher: Launcher, operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
-    sizes = Sizes.of(operands)
-    if not sizes.kernels_can:
+    if not kernels_take(launcher, operands):
         return _plain(operands, scale, epsilon)
-    matrices = chunk_matrices(launcher, operands, scale, epsilon)
+    matrices = chunk_matrices(launcher, operands, False, scale, epsilon)
     of_states = _of_states(launcher, operands, matrices)
     d_state = of_states.pop("d_state")
-    return DeltaRuleGradients(
-        **_of_operands(launcher, operands, {**of_states, "inverses": matrices["inverses"]}, scale, epsilon),
-        d_state=d_state,
-    )
+    return DeltaRuleGradients(**_of_operands(launcher, operands, of_states, scale, epsilon), d_state=d_state)
 
 
 def _of_states(launcher: Launcher, operands: DeltaRuleBackward, matrices: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -104,7 +101,7 @@ def _of_operands(
     from jgg.kernels.delta_rule_backward import delta_rule_gradients_kernel
 
     sizes, dtype = Sizes.of(operands), operands.q.dtype
-    names = "q", "k", "v", "log_decay", "beta", "resets", "states", "dy"
+    names = "q", "k", "log_decay", "beta", "resets", "states", "corrections", "dy"
     launch = Launch(
         operands={name: getattr(operands, name) for name in names} | others | {"length": sizes.length},
         outputs={name: kind for name, kind in _types(operands)._asdict().items() if name != "d_state"},

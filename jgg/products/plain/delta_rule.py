@@ -5,10 +5,10 @@ A head has a state S [K, V], of which each token t first forgets a share, and th
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) k_t^T S_(t-1))^T,    y_t = scale q_t^T S_t
 
 Within a chunk of C tokens, let b be the sums of g from the chunk's first token on, D_ij = exp(b_i - b_j) for j <= i,
-and S the state before the chunk. The corrections N [C, V] of all its tokens solve a triangular system:
+and S the state before the chunk. The corrections M [C, V] of all its tokens solve a triangular system:
 
-    (I + A) N = beta (V - exp(b) K S),                   A_ij = beta_i (k_i . k_j) D_ij for j < i
-    Y = scale (exp(b) Q S + (Q K^T * D) N),              the next S = exp(b_C) S + K^T (exp(b_C - b) N)
+    (I + A) M = V - exp(b) K S,                          A_ij = (k_i . k_j) D_ij beta_j for j < i
+    Y = scale (exp(b) Q S + (Q K^T * D) beta M),         the next S = exp(b_C) S + K^T (exp(b_C - b) beta M)
 
 A token before which the state is reset begins a sequence: where i and j are in two sequences, D_ij is 0, and so are the
 other factors that cross the reset.
@@ -36,7 +36,8 @@ class _Chunks(NamedTuple):
       own: [N, B, H, G, C, V], the corrections without a state before.
       recalled: [N, B, H, G, C, K], which times the state before is taken from the corrections.
       weights: [N, B, H, G, C, C], the factors of the corrections in the results.
-      since_start, until_end: [N, B, H, G, C], the decays from the state before to a token, and from it to the end.
+      read: [N, B, H, G, C], the factors of q times the state before in the results.
+      write: [N, B, H, G, C], the factors of the corrections in the next state.
       total: [N, B, H, G, 1, 1], the decay of the state.
     """
 
@@ -45,8 +46,8 @@ class _Chunks(NamedTuple):
     own: jax.Array
     recalled: jax.Array
     weights: jax.Array
-    since_start: jax.Array
-    until_end: jax.Array
+    read: jax.Array
+    write: jax.Array
     total: jax.Array
 
 
@@ -60,10 +61,11 @@ def delta_rule(
     resets: jax.Array | None,
     scale: float,
     epsilon: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Results [B, S, value heads, V] in the dtype of v, and the last states, float32 [B, value heads, K, V].
 
-    The third result are the states before each chunk of CHUNK tokens, [B, value heads, chunks, K, V] in the dtype of v.
+    And in the dtype of v, the states before each chunk of CHUNK tokens, [B, value heads, chunks, K, V], and the
+    corrections without beta, like v.
     The arguments are those of `jgg.models.delta_rule.delta_rule`.
     """
     q, k, v, log_decay, beta, state, resets = alike((q, k, v, log_decay, beta, state, resets))
@@ -72,20 +74,24 @@ def delta_rule(
     shape = batch, value_heads, features, value_features
     states = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32)
     if length == 0:
-        return v, states, jnp.zeros((batch, value_heads, 0, features, value_features), v.dtype)
+        return v, states, jnp.zeros((batch, value_heads, 0, features, value_features), v.dtype), v
     size = min(CHUNK, length)
     q, k, chunks_of_v, log_decay, beta, resets = (_split(array, size) for array in (q, k, v, log_decay, beta, resets))
     chunks = _chunks(q, k, chunks_of_v, log_decay, beta, resets, scale, epsilon)
     states = alike((states.reshape(batch, key_heads, group, features, value_features), chunks.k))[0]
     next_states = jax.checkpoint(functools.partial(_next, dtype=v.dtype), prevent_cse=False)
     if length == size:
-        last, results = _next(states, jax.tree.map(lambda array: array[0], chunks), v.dtype)
-        y, befores = (array[None] for array in results)
+        last, of_chunk = _next(states, jax.tree.map(lambda array: array[0], chunks), v.dtype)
+        of_chunks = tuple(array[None] for array in of_chunk)
     else:
-        last, (y, befores) = jax.lax.scan(next_states, states, chunks)
-    y = jnp.transpose(y, (1, 0, 4, 2, 3, 5))  # from [N, B, H, G, C, V]
-    y = y.reshape(batch, -1, value_heads, value_features)[:, :length].astype(v.dtype)
-    return y, last.reshape(shape), jnp.moveaxis(befores, 0, 3).reshape(batch, value_heads, -1, features, value_features)
+        last, of_chunks = jax.lax.scan(next_states, states, chunks)
+    befores, *results = of_chunks
+    y, corrections = (
+        jnp.transpose(array, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, *v.shape[2:])[:, :length].astype(v.dtype)
+        for array in results  # [N, B, H, G, C, V]
+    )
+    befores = jnp.moveaxis(befores, 0, 3).reshape(batch, value_heads, -1, features, value_features)
+    return y, last.reshape(shape), befores, corrections
 
 
 def normalized(x: jax.Array, epsilon: float) -> jax.Array:
@@ -133,15 +139,15 @@ def _chunks(
     precision = _precision(v)
     kk = jnp.einsum("nbchk,nbshk->nbhcs", k, k, precision=precision)[:, :, :, None]
     qk = jnp.einsum("nbchk,nbshk->nbhcs", q, k, precision=precision)[:, :, :, None]
-    inverse = _inverse(beta[..., None] * kk * decays) * beta[..., None, :]
+    inverse = _inverse(kk * decays * beta[..., None, :])
     return _Chunks(
         q=q,
         k=k,
         own=jnp.einsum("nbhgcs,nbshgv->nbhgcv", inverse, v, precision=precision),
         recalled=jnp.einsum("nbhgcs,nbshk->nbhgck", inverse * since_start[..., None, :], k, precision=precision),
-        weights=qk * decays,
-        since_start=since_start,
-        until_end=until_end,
+        weights=qk * decays * beta[..., None, :],
+        read=since_start,
+        write=until_end * beta,
         total=total[..., None],
     )
 
@@ -174,12 +180,12 @@ def _inverse(a: jax.Array) -> jax.Array:
     return inverse
 
 
-def _next(state: jax.Array, chunk: _Chunks, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The state after a chunk, and: the chunk's results [B, H, G, C, V], and the state before it in a dtype."""
+def _next(state: jax.Array, chunk: _Chunks, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The state after a chunk; and the state before it in a dtype, the chunk's results and its corrections."""
     before, precision = state.astype(dtype), _precision(state)
-    news = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=precision)
-    y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=precision) * chunk.since_start[..., None]
-    y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, news, precision=precision)
+    corrections = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=precision)
+    y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=precision) * chunk.read[..., None]
+    y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, corrections, precision=precision)
     state *= chunk.total
-    state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, news * chunk.until_end[..., None], precision=precision)
-    return state, (y, before)
+    state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, corrections * chunk.write[..., None], precision=precision)
+    return state, (before, y, corrections)
