@@ -199,7 +199,7 @@ def test_published_configs_are_taken():
         "hidden_size": 64,
         "num_hidden_layers": 8,
         "vocab_size": 99,
-        "num_experts": 8,
+        "num_experts": 16,
         "full_attention_interval": 4,
     }
     own = {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "mlp_only_layers": []}
