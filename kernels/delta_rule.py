@@ -19,23 +19,22 @@ FACTORS = tl.constexpr(4)
 
 
 @triton.jit
-def root_of(x, EPSILON: tl.constexpr):
-    """1 / sqrt(sum of squares + EPSILON) of each row."""
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.reduce(x * x, 1, add) + EPSILON)
+def root_of(x, tokens, EPSILON: tl.constexpr, PRECISION: tl.constexpr):
+    """1 / sqrt(sum of squares + EPSILON) of each row; the sums are a product's diagonal, which takes least time."""
+    products = tl.dot(x, x.T, input_precision=PRECISION)
+    squares = tl.reduce(tl.where(tokens[:, None] == tokens[None, :], products, 0.0), 1, add)
+    return tl.rsqrt(squares + EPSILON)
 
 
 @triton.jit
 def sums_of(log_decay, resets, at, rows, exists, tokens):
     """Of a chunk's tokens: the sums of log decays from the first to each and to the last, and the same of resets."""
-    is_before = tokens[None, :] <= tokens[:, None]
     log_decays = tl.load(log_decay + at, mask=exists, other=0.0)
-    sums = tl.reduce(tl.where(is_before, log_decays[None, :], 0.0), 1, add)
-    total, count, all_resets = tl.reduce(log_decays, 0, add), tokens * 0, 0
+    sums, total = tl.associative_scan(log_decays, 0, add), tl.reduce(log_decays, 0, add)
+    count, all_resets = tokens * 0, 0
     if resets is not None:
         is_reset = (tl.load(resets + rows, mask=exists, other=0) != 0).to(tl.int32)
-        count = tl.reduce(tl.where(is_before, is_reset[None, :], 0), 1, add)
-        all_resets = tl.reduce(is_reset, 0, add)
+        count, all_resets = tl.associative_scan(is_reset, 0, add), tl.reduce(is_reset, 0, add)
     return sums, total, count, all_resets
 
 
@@ -100,10 +99,10 @@ def chunk_matrices_kernel(
     """The matrices and factors of each chunk of C = 2 ** LEVELS tokens, for value heads h = KEY_HEADS * GROUP.
 
     Arrays: q, k [B, length, KEY_HEADS, FEATURES]; log_decay, beta float32 [B, length, h]; resets bool [B, length] or
-    None; inverses and weights [B, h, chunks, C, C] in the dtype of q, (I + A)^-1 and the factors of the corrections in
-    the results, A with the betas of columns rather than rows if BY_COLUMN; factors float32 [B, h, 4, chunks * C], of each token: beta; that of k S in what is recalled; that of
-    q S in the result; that of its correction in the next state; totals float32 [B, h, chunks], the decay of the state.
-    The grid is (h, chunks, B).
+    None; inverses and weights [B, h, chunks, C, C] in the dtype of q: (I + A)^-1, A with the betas of columns rather
+    than of rows if BY_COLUMN, and the factors of beta times the corrections in the results; factors float32 [B, h, 4,
+    chunks * C], of each token: beta; that of k S in what is recalled; that of q S in the result; that of beta times its
+    correction in the next state; totals float32 [B, h, chunks], the decay of the state. The grid is (h, chunks, B).
     """
     CHUNK: tl.constexpr = 1 << LEVELS
     HEADS: tl.constexpr = KEY_HEADS * GROUP
@@ -115,7 +114,7 @@ def chunk_matrices_kernel(
     at = row_pointers(head // GROUP * FEATURES, rows, features, KEY_HEADS * FEATURES)
     mask = exists[:, None] & (features < FEATURES)[None, :]
     k_block = tl.load(k + at, mask=mask, other=0.0)
-    k_root = root_of(k_block, EPSILON)
+    k_root = root_of(k_block, tokens, EPSILON, PRECISION)
     in_matrix = tokens[:, None] * CHUNK + tokens[None, :]
     sums, total, count, all_resets = sums_of(log_decay, resets, rows * HEADS + head, rows, exists, tokens)
     decays = decays_of(sums, count, tokens)
@@ -123,7 +122,7 @@ def chunk_matrices_kernel(
     of_chunk = (sequence * HEADS + head) * tl.num_programs(1) + chunk
     at_matrix = of_chunk * (CHUNK * CHUNK) + in_matrix
     q_block = tl.load(q + at, mask=mask, other=0.0)
-    q_root = root_of(q_block, EPSILON) * SCALE
+    q_root = root_of(q_block, tokens, EPSILON, PRECISION) * SCALE
     qk = tl.dot(q_block, k_block.T, input_precision=PRECISION) * (q_root[:, None] * k_root[None, :])
     tl.store(weights + at_matrix, (qk * decays).to(weights.dtype.element_ty))
     kk = tl.dot(k_block, k_block.T, input_precision=PRECISION) * (k_root[:, None] * k_root[None, :])
@@ -169,9 +168,10 @@ def delta_rule_kernel(
 ):
     """The results and the states.
 
-    Arrays: q, k, and what `chunk_matrices_kernel` gives, as there; v and y [B, length, h, VALUE_FEATURES]; state and
-    last_state float32 [B, h, FEATURES, VALUE_FEATURES], state None for zeros; states [B, h, chunks, FEATURES,
-    VALUE_FEATURES] in the dtype of q, those before each chunk, and corrections, as v, without beta; or both None. The grid is (blocks of columns, h, B).
+    Arrays: q, k, and what `chunk_matrices_kernel` gives with BY_COLUMN, as there; v and y [B, length, h,
+    VALUE_FEATURES]; state and last_state float32 [B, h, FEATURES, VALUE_FEATURES], state None for zeros; states [B, h,
+    chunks, FEATURES, VALUE_FEATURES] in the dtype of q, those before each chunk, and corrections like v, or both None.
+    The grid is (blocks of columns, h, B).
     """
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     STRIDE: tl.constexpr = KEY_HEADS * FEATURES

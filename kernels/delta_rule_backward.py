@@ -153,7 +153,7 @@ def delta_rule_gradients_kernel(
     k_block = tl.load(k + at_keys, mask=is_key, other=0.0)
     q_block = tl.load(q + at_keys, mask=is_key, other=0.0)
     dtype: tl.constexpr = k_block.dtype
-    k_root, q_root = root_of(k_block, EPSILON), root_of(q_block, EPSILON)
+    k_root, q_root = root_of(k_block, tokens, EPSILON, PRECISION), root_of(q_block, tokens, EPSILON, PRECISION)
     is_strictly_before = tokens[None, :] < tokens[:, None]
     # of normalized queries, and of normalized keys: where they recall, and where they write
     dq_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
@@ -226,13 +226,11 @@ def delta_rule_gradients_kernel(
 
         # a token's log decay is in the sums from it on
         d_sums += tl.reduce(of_decays, 1, add)
-        by_column = tl.reduce(of_decays, 0, add)
-        is_from = tokens[:, None] >= tokens[None, :]
-        d_log = tl.reduce(tl.where(is_from, d_sums[:, None], 0.0), 0, add)
-        by_column = tl.reduce(tl.where(tokens[:, None] <= tokens[None, :], by_column[None, :], 0.0), 1, add)
-        tl.store(d_log_decay + at, d_log - by_column + d_last_sum, mask=exists)
+        d_sums -= tl.reduce(of_decays, 0, add)
+        d_log = tl.reduce(d_sums, 0, add) - tl.associative_scan(d_sums, 0, add) + d_sums
+        tl.store(d_log_decay + at, d_log + d_last_sum, mask=exists)
         tl.store(d_beta + at, d_betas, mask=exists)
-    dq_block = normalization_gradient(dq_acc, q_block, q_root)
-    dk_block = normalization_gradient(d_recalling + d_writing, k_block, k_root)
+    dq_block = normalization_gradient(dq_acc, tl.load(q + at_keys, mask=is_key, other=0.0), q_root)
+    dk_block = normalization_gradient(d_recalling + d_writing, tl.load(k + at_keys, mask=is_key, other=0.0), k_root)
     tl.store(dq + at_keys, dq_block.to(dq.dtype.element_ty), mask=is_key)
     tl.store(dk + at_keys, dk_block.to(dk.dtype.element_ty), mask=is_key)

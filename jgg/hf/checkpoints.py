@@ -1,10 +1,11 @@
 """Converts MoE blocks of checkpoints: config.json to a layer, and tensors to its parameters and back."""
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -207,12 +208,23 @@ class Checkpoint(Mapping[str, np.ndarray]):
         else:
             with opened(self.path / SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), SINGLE)
+        self._stored = {name: name for name in self._files}
+
+    def renamed(self, prefix: str, new: str) -> Self:
+        """The same tensors, where names that begin with a prefix begin with a new one instead."""
+        other = copy.copy(self)
+        other._stored = {
+            new + name.removeprefix(prefix) if name.startswith(prefix) else name: stored
+            for name, stored in self._stored.items()
+        }
+        other._files = {name: self._files[old] for name, old in zip(other._stored, self._files, strict=True)}
+        return other
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor into host memory."""
         path = self.path_of(name)
         with opened(path) as file:
-            return read_tensor(file, path, name)
+            return read_tensor(file, path, self._stored[name])
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; reads nothing."""
@@ -235,14 +247,14 @@ class Checkpoint(Mapping[str, np.ndarray]):
         for own in sorted(set(self._files.values())):
             with opened(self.path / own) as file:
                 for name in (name for name, path in self._files.items() if path == own):
-                    tensor = file.get_slice(name)
+                    tensor = file.get_slice(self._stored[name])
                     headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
         return headers
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the beginning of its file."""
         with opened(self.path_of(name)) as file:
-            return tuple(file.get_slice(name).get_shape())
+            return tuple(file.get_slice(self._stored[name]).get_shape())
 
     def path_of(self, name: str) -> Path:
         """The file that has a tensor."""

@@ -34,6 +34,7 @@ class Family:
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
       ends: the tensors of the parameters beside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
+      other_prefix: another beginning of tensor names, which `jgg.models` reads in the place of `prefix`; or None.
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
       ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
         copies them from the folder that the model was loaded from.
@@ -56,6 +57,7 @@ class Family:
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
+    other_prefix: str | None = None
     fused_block: str | None = None
     ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False

@@ -78,6 +78,8 @@ class AttentionConfig(MixerConfig):
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
       norm_values: whether each head of values is normalized, without a weight.
       are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
+      use_gate: each head's result is scaled by the sigmoid of D more projections of x. They are columns of w_q, after
+        the head's own D of its queries.
     """
 
     kind: ClassVar[str] = "attention"
@@ -94,6 +96,7 @@ class AttentionConfig(MixerConfig):
     use_sinks: bool = False
     norm_values: bool = False
     are_keys_values: bool = False
+    use_gate: bool = False
 
     @property
     def flops_per_pair(self) -> int:
@@ -108,14 +111,15 @@ class AttentionConfig(MixerConfig):
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's parameters by name, in a model of so many features between layers."""
         queries, keys = self.num_heads * self.head_features, self.num_kv_heads * self.head_features
+        of_q = 2 * queries if self.use_gate else queries
         shapes: dict[str, tuple[int, ...]] = {
-            "w_q": (features, queries),
+            "w_q": (features, of_q),
             "w_k": (features, keys),
             "w_v": (features, keys),
             "w_o": (queries, features),
         }
         if self.use_qkv_bias:
-            shapes |= {"b_q": (queries,), "b_k": (keys,), "b_v": (keys,)}
+            shapes |= {"b_q": (of_q,), "b_k": (keys,), "b_v": (keys,)}
         if self.use_out_bias:
             shapes["b_o"] = (features,)
         if self.qk_norm is not None:
@@ -190,3 +194,55 @@ class LatentConfig(MixerConfig):
             shapes |= {} if self.q_rank is None else {"b_q_a": (self.q_rank,)}
             shapes |= {"b_kv_a": (self.cached_per_token,), "b_o": (features,)}
         return shapes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig(MixerConfig):
+    """A recurrent layer: a causal convolution, the gated delta rule, and a gated norm.
+
+    Attributes:
+      num_key_heads, num_value_heads: heads of the queries and keys, and of the values. Value heads that follow each
+        other share a key head.
+      key_features, value_features: K and V, features of a head of the queries and keys, and of the values.
+      conv_size: how many of the last tokens the convolution sees, a token itself included.
+      is_grouped: whether two matrices give all projections, "w_qkvz" and "w_ba", whose columns are those of the first
+        key head and its value heads, then those of the second, and so on; else "w_qkv", "w_z", "w_b" and "w_a" do.
+    """
+
+    kind: ClassVar[str] = "delta"
+
+    num_key_heads: int
+    num_value_heads: int
+    key_features: int
+    value_features: int
+    conv_size: int
+    is_grouped: bool
+
+    @property
+    def channels(self) -> int:
+        """What the convolution takes: features of all heads of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_features + self.num_value_heads * self.value_features
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward pass for each token: three products with the state of each head.
+
+        These are what the recurrence takes. Chunks of tokens multiply more often, by matrices.
+        """
+        return 6 * self.num_value_heads * self.key_features * self.value_features
+
+    def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        heads, values = self.num_value_heads, self.num_value_heads * self.value_features
+        if self.is_grouped:
+            shapes = {"w_qkvz": (features, self.channels + values), "w_ba": (features, 2 * heads)}
+        else:
+            columns = {"w_qkv": self.channels, "w_z": values, "w_b": heads, "w_a": heads}
+            shapes = {name: (features, count) for name, count in columns.items()}
+        return shapes | {
+            "w_conv": (self.channels, 1, self.conv_size),
+            "log_a": (heads,),
+            "dt_bias": (heads,),
+            "norm": (self.value_features,),
+            "w_out": (values, features),
+        }

@@ -49,6 +49,7 @@ class Launch:
       descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
       num_warps, num_stages: warps of each program, and stages of its pipelined loads.
       num_ctas: multiprocessors (CTAs) that run one program as a cluster.
+      max_registers: what a thread may have at most, so that a multiprocessor runs more programs; None for no limit.
       flops, bytes_accessed: the cost that XLA and its profiler are told.
     """
 
@@ -60,6 +61,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     num_ctas: int = 1
+    max_registers: int | None = None
     flops: int = 0
     bytes_accessed: int = 0
 

@@ -48,7 +48,7 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
         num_stages=launch.num_stages,
         num_ctas=launch.num_ctas,
         compute_capability=compute_capability,
-        backend_options=_options(compute_capability, described),
+        backend_options=_options(compute_capability, described, launch.max_registers),
         cost_estimate={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
     )
     axes = varying_axes(*launch.arrays.values())
@@ -87,9 +87,11 @@ def _descriptions(kernel: Any, launch: Launch) -> dict[str, Description]:
     }
 
 
-def _options(compute_capability: int, described_outputs: dict[int, Description]) -> dict[str, Any]:
+def _options(
+    compute_capability: int, described_outputs: dict[int, Description], max_registers: int | None
+) -> dict[str, Any]:
     """Options of the compiler, and the descriptions of outputs by their number, which jax_triton_fixes takes out."""
-    options: dict[str, Any] = {"enable_fp_fusion": True}
+    options: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": max_registers}
     if compute_capability in _PTX_VERSIONS:
         options["ptx_version"] = _PTX_VERSIONS[compute_capability]
     if described_outputs:

@@ -29,11 +29,11 @@ from jgg.models.tensors import Matrix, matrices
 def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False) -> None:
     """Writes a model's LoRA adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention are written for modules
-    ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections of a dense layer
-    share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer whose a and b are
-    zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter` leaves them.
-    "base_model_name_or_path" is `model.config.name`.
+    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention and of recurrent layers are
+    written for modules ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections
+    of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
+    whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
+    leaves them. "base_model_name_or_path" is `model.config.name`.
 
     Args:
       model: the model, which has a lora_rank.

@@ -77,7 +77,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, own: AttentionConfig, options: Options, rngs: nnx.Rngs) -> None:
         self.config, self.own, self.options = config, own, options
-        set_params(self, own.shapes(config.features), config.init_scale, options, rngs)
+        set_params(self, own.shapes(config.features), config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         Without a cache, or if S > 1 and `place` has no start, tokens attend to each other alone, so positions must be
         0, 1, 2, ... in each segment.
         """
-        q, k, v = self._heads(x, place)
+        q, k, v, gate = self._heads(x, place)
         if place.lengths is not None:
             places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
             is_token = (places[None] < place.lengths[:, None])[..., None, None]
@@ -101,6 +101,8 @@ class Attention(nnx.Module):
             else:
                 attended = self._attend_to_each_other(q, k, v, place)
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
+        if gate is not None:
+            attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
         return linear(self, attended, "o", self.options, place.adapters), cache
 
     @staticmethod
@@ -109,28 +111,33 @@ class Attention(nnx.Module):
         shape = (layers, batch, positions, own.num_kv_heads, own.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries and keys, and values: [B, S, heads, D]."""
-        own = self.own
+    def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
+        own, gate = self.own, None
         names = "qk" if own.are_keys_values else "qkv"
         products = zip(names, linear_several(self, x, names, self.options, place.adapters), strict=True)
         named = {name: checkpoint_name(y, PROJECTIONS) for name, y in products}
         q, k, v = (self._projected(named.get(name, named["k"]), name) for name in "qkv")
         if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
             q, k = (halves_first(y, own.head_features) for y in (q, k))
-        scales = (self.q_norm[...], self.k_norm[...]) if own.qk_norm == "head" else None
+        if own.use_gate:
+            both = q.reshape(*x.shape[:2], own.num_heads, 2, own.head_features)
+            q, gate = (both[:, :, :, part].reshape(*x.shape[:2], q.shape[2] // 2) for part in range(2))
+        scale_of = self.config.norm_scale
+        scales = (scale_of(self.q_norm[...]), scale_of(self.k_norm[...])) if own.qk_norm == "head" else None
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
         v = v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
         if own.norm_values:
             v = norm(v, jnp.ones(own.head_features, jnp.float32), self.config.norm_epsilon, implementation)
-        return q, k, v
+        return q, k, v, gate
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""
         own = self.own
         if own.qk_norm == "all" and name != "v":
-            y = norm(y, getattr(self, f"{name}_norm")[...], self.config.norm_epsilon, self.options.dense_implementation)
+            scale = self.config.norm_scale(getattr(self, f"{name}_norm")[...])
+            y = norm(y, scale, self.config.norm_epsilon, self.options.dense_implementation)
         return y if own.clip_qkv is None else jnp.clip(y, -own.clip_qkv, own.clip_qkv)
 
     def _attend_to_each_other(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:

@@ -6,6 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+
 from jgg.core.arguments import check_instance
 from jgg.hf.checkpoints import moe_layer
 from jgg.hf.families import FAMILIES
@@ -34,6 +38,8 @@ class ModelConfig:
       dense_activation: their activation, a name in `jgg.moe_mlp`.
       layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.
+      norm_offset: what is added to the scales of RMS norms: 1 where they are stored around zero, which is then what new
+        ones are.
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
       logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
@@ -52,6 +58,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig, ...]
     is_dense: tuple[bool, ...]
     norm_epsilon: float
+    norm_offset: float = 0.0
     num_further_layers: int = 0
     dense_features: int = 0
     dense_activation: str = "swiglu"
@@ -80,6 +87,15 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """L, the number of layers that have experts."""
         return self.num_layers - sum(self.is_dense)
+
+    @property
+    def norm_init(self) -> Initializer:
+        """Makes the stored scales of new RMS norms, which multiply by one."""
+        return jax.nn.initializers.constant(1 - self.norm_offset)
+
+    def norm_scale(self, stored: jax.Array) -> jax.Array:
+        """The factor of each feature after an RMS norm, of its stored scale."""
+        return stored.astype(jnp.float32) + self.norm_offset if self.norm_offset else stored
 
     @property
     def family(self) -> Family:

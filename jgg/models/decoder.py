@@ -55,15 +55,17 @@ class Decoder(nnx.Module):
         "none": nothing is computed again. "names": each layer keeps x and the pre-activation of its experts, the
         router's choice, and the sum of x and attention. "attention": of these all but x, which is computed again from
         the sum, and also the products that give queries, keys and values, and what attention gives before its last
-        product, with a float32 for each head of a token, so that a GPU need not attend again. "all": each layer keeps
+        product, with a float32 for each head of a token, so that a GPU need not attend again; of recurrent layers, what
+        their rule gives, and the states before its chunks. "all": each layer keeps
         only the x that it is called with.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
         to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
-        the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers,
-        "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router", by default all but the last three.
+        "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent layers, the experts' "w_gate_up" and "w_down", and
+        "w_dense_gate_up" and "w_dense_down" of dense layers, which is the default; and "w_ba", "w_b" and "w_a" of
+        recurrent layers, "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router".
         Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
@@ -73,6 +75,7 @@ class Decoder(nnx.Module):
       batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
         padding: kernels with a fixed order of additions compute everything, with a sharding each device's own
         sequences, whichever device that is. Gradients are no part of this. Without a GPU the option promises nothing.
+        Models with recurrent layers refuse it.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
@@ -126,7 +129,7 @@ class Decoder(nnx.Module):
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
-        set_params(self, shapes, config.init_scale, options, rngs)
+        set_params(self, shapes, config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(
         self,
@@ -306,7 +309,7 @@ class Decoder(nnx.Module):
             put_forms(getattr(self, plan.name), self.options)
 
     def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
-        return norm(x, scale, self.config.norm_epsilon, self.options.dense_implementation)
+        return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""

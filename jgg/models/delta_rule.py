@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import alike
@@ -11,6 +12,7 @@ from jgg.launching.choice import How
 from jgg.models.norms import how_of_rows
 from jgg.products.delta_rule import DELTA_RULE, DeltaRule
 from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
+from jgg.products.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.products.plain import delta_rule as plain
 
 EPSILON = 1e-6
@@ -63,6 +65,34 @@ def delta_rule(
     return _differentiable(_Options(how, scale, epsilon), operands)
 
 
+def delta_rule_one(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    *,
+    scale: float,
+    epsilon: float = EPSILON,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_rule` for one token of each sequence, which a kernel writes into the states of a stack of layers.
+
+    Args:
+      q, k, v, log_decay, beta: as in `delta_rule`, without the axis of S.
+      states: float32 [layers, B, value heads, K, V].
+      layer: int32 [], whose states are taken and updated.
+      scale, epsilon, implementation: as in `delta_rule`.
+
+    Returns: (y [B, value heads, V] in the dtype of v, the states).
+    """
+    operands = DeltaRuleOne(q, k, v, log_decay, beta, states, jnp.asarray(layer, jnp.int32))
+    y, states = DELTA_RULE_ONE(how_of_rows(implementation), operands, scale=scale, epsilon=epsilon)
+    return y, states
+
+
 class _Options(NamedTuple):
     """The static argument of the custom_vjp."""
 
@@ -85,8 +115,10 @@ def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, j
 
 def _backward(options: _Options, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
     how, scale, epsilon = options
-    operands, states_and_corrections = kept
-    with_gradients = DeltaRuleBackward(*operands, *states_and_corrections, *gradients)
+    operands, (states, corrections) = kept
+    with_gradients = DeltaRuleBackward(
+        **operands._asdict(), states=states, corrections=corrections, dy=gradients[0], d_last_state=gradients[1]
+    )
     results = DELTA_RULE_BACKWARD(how, with_gradients, scale=scale, epsilon=epsilon)
     d_state = None if operands.state is None else results.d_state
     return (DeltaRule(*results[:5], state=d_state, resets=None),)

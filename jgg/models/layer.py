@@ -13,6 +13,8 @@ from jgg.linear.fp8 import Fp8
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
+from jgg.models.delta import Delta
+from jgg.models.delta_rule import RESULT, STATES
 from jgg.models.latent import Latent
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
@@ -28,7 +30,7 @@ def saved_names(options: Options) -> tuple[str, ...]:
         return ()
     of_experts = TOTAL, RESULT, "jgg_pre_activation", "jgg_routing"
     if options.remat == "attention":  # the experts' rows are the norm of what is kept, computed again
-        return *of_experts, PROJECTIONS, *flash.NAMES
+        return *of_experts, PROJECTIONS, *flash.NAMES, RESULT, STATES
     x = "jgg_x" if how_of_rows(options.dense_implementation) is None else NORMALIZED  # two names of the experts' rows
     return x, *of_experts
 
@@ -52,7 +54,7 @@ class Mixer(Protocol):
         ...
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "latent": Latent}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "delta": Delta, "latent": Latent}
 
 
 class Layer(nnx.Module):
@@ -73,7 +75,8 @@ class Layer(nnx.Module):
         self, config: ModelConfig, options: Options, mixer: MixerConfig, is_dense: bool, rngs: nnx.Rngs
     ) -> None:
         self.config, self.mixer = config, mixer.kind
-        set_params(self, dict.fromkeys(self.norms, (config.features,)), config.init_scale, options, rngs)
+        shapes = dict.fromkeys(self.norms, (config.features,))
+        set_params(self, shapes, config.init_scale, options, rngs, norm=config.norm_init)
         setattr(self, mixer.kind, MIXERS[mixer.kind](config, mixer, options, rngs))
         if is_dense:
             self.mlp = Mlp(config, options, rngs)
@@ -101,10 +104,10 @@ class Layer(nnx.Module):
         config = self.config
         mixer: Mixer = getattr(self, self.mixer)
         norms = config.norm_epsilon, self.options.dense_implementation
-        x, normalized = norm_beside(x, self.attention_norm[...], *norms)
+        x, normalized = norm_beside(x, config.norm_scale(self.attention_norm[...]), *norms)
         mixed, cache = mixer(normalized, place, cache)
         add = sum_and_norm if self.options.remat == "attention" else add_and_norm
-        x, normalized = add(x, mixed, config.residual_scale, self.mlp_norm[...], *norms)
+        x, normalized = add(x, mixed, config.residual_scale, config.norm_scale(self.mlp_norm[...]), *norms)
         return (x, self.mlp(normalized, place.adapters) if hasattr(self, "mlp") else normalized), cache
 
     def _experts(self, x: jax.Array, router_x: jax.Array | None, place: Place, generates: bool) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
-from jgg.hf.family import FREQUENCIES
+from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import Header, check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
@@ -87,7 +87,9 @@ def load(
     folder = as_path("folder", folder)
     checkpoint, content = Checkpoint(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
-        config = _tied_as_stored(model_config(content), checkpoint)
+        config = model_config(content)
+    checkpoint = _with_own_names(checkpoint, config.family)
+    config = _tied_as_stored(config, checkpoint)
     config = dataclasses.replace(config, name=_name_of(folder))
     rngs = nnx.Rngs(0) if rngs is None else rngs
     check_instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs or None")
@@ -119,6 +121,14 @@ def load(
             _fill(stack, reader, advance)
     _create_adapters(model, rngs)
     return model
+
+
+def _with_own_names(checkpoint: Checkpoint, own: Family) -> Checkpoint:
+    """The checkpoint with the names that the family writes."""
+    other = own.other_prefix
+    if other is None or not any(name.startswith(other) for name in checkpoint):
+        return checkpoint
+    return checkpoint.renamed(other, own.prefix)
 
 
 def _tied_as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

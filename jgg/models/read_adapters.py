@@ -70,8 +70,9 @@ class _Reader:
         names = [f"{name} of layer {number}" for number, name in sorted(experts - self.read_experts)]
         for name in [*sorted(self.adapter.others.keys() - self.read_names), *names]:
             raise ValueError(
-                f"{name} is not expected in {self.where}: jgg.models has adapters of attention, experts, routers and "
-                "MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which needs none."
+                f"{name} is not expected in {self.where}: jgg.models has adapters of attention, recurrent layers, "
+                "experts, routers and MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which "
+                "needs none."
             )
 
     def _of_experts(self, matrix: Matrix) -> dict[int, LowRank]:

@@ -17,6 +17,7 @@ from jgg.products.plain.delta_rule import CHUNK, delta_rule
 _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
 _LEVELS = CHUNK.bit_length() - 1
+_REGISTERS = 128  # of a thread that computes a chunk's matrices
 
 
 class DeltaRule(NamedTuple):
@@ -134,6 +135,7 @@ def chunk_matrices(
         },
         grid=(sizes.heads, sizes.chunks, sizes.batch),
         num_warps=4,
+        max_registers=_REGISTERS,
         flops=4 * matrices.size * (sizes.features + CHUNK * _LEVELS),
         bytes_accessed=2 * (operands.q.size + matrices.size) * dtype.itemsize,
     )

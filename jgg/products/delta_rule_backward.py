@@ -116,7 +116,7 @@ def _of_operands(
         },
         grid=(sizes.chunks, sizes.key_heads, sizes.batch),
         num_warps=8,
-        num_stages=2,
+        num_stages=1,
         flops=2 * operands.v.size * (4 * sizes.features + 8 * CHUNK),
         bytes_accessed=(4 * operands.q.size + 4 * operands.v.size + 2 * operands.states.size) * dtype.itemsize,
     )

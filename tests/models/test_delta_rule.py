@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.models.delta_rule import delta_rule
+from jgg.models.delta_rule import delta_rule, delta_rule_one
 from tests.support.closeness import assert_close
 from tests.support.marks import INTERPRET, TRITON, on
 
@@ -132,3 +132,14 @@ def test_a_state_goes_on():
     y, state_between = run([*first[:-1], state], first[-1], "xla")
     y_after, last = run([*second[:-1], state_between], second[-1], "xla")
     assert_close((jnp.concatenate([y, y_after], axis=1), last), run(arrays, resets, "xla"), 2e-5)
+
+
+@on("xla", INTERPRET, TRITON)
+@pytest.mark.parametrize("size", [(3, 1, 2, 4, 8, 8), (1, 1, 1, 3, 5, 70)], ids=["even", "odd"])
+def test_one_token_updates_the_states_of_its_layer(size, implementation):
+    (q, k, v, log_decay, beta, state), resets, dy, d_state = random(size)
+    (y, last), _ = rule64([q, k, v, log_decay, beta, state], resets & False, dy, d_state)
+    states = jnp.stack([state + 1, state, state + 2])
+    one = jax.jit(functools.partial(delta_rule_one, scale=SCALE, epsilon=EPSILON, implementation=implementation))
+    got = one(*(array[:, 0] for array in (q, k, v, log_decay, beta)), states, 1)
+    assert_close(got, (y[:, 0], np.stack([states[0], last, states[2]])), 2e-5)

@@ -25,12 +25,14 @@ MORE = (
     "mellum",
     "minimax_m2",
     "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
     "qwen3_vl_moe_text",
     "solar_open",
 )
-WITHOUT_ROTARY = ("mellum",)  # has several embeddings
+WITHOUT_ROTARY = ("mellum", "qwen3_next", "qwen3_5_moe_text")  # have several embeddings, or layers without one
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None, "llama4": "llama4_text"}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,

@@ -45,6 +45,9 @@ CASES = {
     "mellum": USUAL,
     "exaone_moe": USUAL,
     "qwen3_vl_moe": USUAL,
+    "qwen3_next": USUAL | {"target_modules": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    "qwen3_5_moe_text": USUAL
+    | {"target_modules": [*ATTENTION, *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "out_proj"]},
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
         "target_modules": SEVEN,

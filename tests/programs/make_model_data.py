@@ -63,6 +63,24 @@ LATENT = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.5,
 }
+DELTA = ["linear_attention"] * 3
+RECURRENT = {
+    "rms_norm_eps": 0.01,  # else small results of the recurrence grow in its norm, and so do their rounding errors
+    "num_hidden_layers": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 4,
+    "moe_intermediate_size": 4,
+    "shared_expert_intermediate_size": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
 FAMILIES = {
     "qwen3_moe": HEADS | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 6},
@@ -249,7 +267,12 @@ FAMILIES = {
         "rope_interleave": False,
         "tie_word_embeddings": True,
     },
+    "qwen3_next": RECURRENT | {"norm_topk_prob": True, "attention_bias": True},
+    "qwen3_5_moe_text": RECURRENT
+    | {"num_hidden_layers": 4, "layer_types": [*DELTA[:2], "full_attention", "linear_attention"]}
+    | {"tie_word_embeddings": True},
 }
+ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
 # what multimodal families have beside the language model
 TOWERS = {
     "qwen3_vl_moe": {
@@ -308,7 +331,8 @@ def make_folder(family, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            is_factor = "norm" in name or name.endswith("scale")
+            is_norm = "norm" in name and (family not in ZERO_CENTRED or "linear_attn" in name)
+            is_factor = is_norm or name.endswith("scale")
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_factor)
         model.to(torch.bfloat16)
         for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):

@@ -14,6 +14,7 @@ from jgg.hf.families.minimax import MINIMAX_M2
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
 from jgg.hf.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
+from jgg.hf.families.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from jgg.hf.families.solar import SOLAR_OPEN
 from jgg.hf.family import Family
 
@@ -36,6 +37,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "qwen2_moe": QWEN2_MOE,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_vl_moe": QWEN3_VL_MOE,

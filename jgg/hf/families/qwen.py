@@ -6,11 +6,12 @@ from typing import Any
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_normalized
 from jgg.hf.families.common import OF_MODELS
+from jgg.hf.families.qwen3_next import WITH_SHARED, experts_with_shared
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, in_layers, read_attention, read_biases, read_mlps, read_window
 from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import Settings
-from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER, matrix, shared
+from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER
 
 
 def _qwen3_moe(settings: Settings) -> dict[str, Any]:
@@ -51,11 +52,6 @@ def _read_dense(settings: Settings) -> dict[str, Any]:
     return read_mlps(settings, "mlp_only_layers, decoder_sparse_step", is_dense)
 
 
-def _experts_and_shared(settings: Settings) -> dict[str, Any]:
-    shared_features = settings.int("shared_expert_intermediate_size")
-    return read_normalized(settings, shared_features=shared_features, use_shared_gate=True)
-
-
 QWEN3_MOE = Family(
     "mlp",
     read_normalized,
@@ -85,19 +81,10 @@ QWEN3_VL_MOE_TEXT = dataclasses.replace(
 QWEN3_VL_MOE = in_multimodal(
     QWEN3_VL_MOE_TEXT, "qwen3_vl_moe_text", towers=("model.visual.",), outer={"tie_word_embeddings": False}
 )
-QWEN3_NEXT = Family(
+QWEN2_MOE = Family(
     "mlp",
-    _experts_and_shared,
-    QWEN | shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")},
-    defaults={"hidden_size": 2048, "hidden_act": "silu"}
-    | {"moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
-    | {"shared_expert_intermediate_size": 512},
-    lacks="has layers with a recurrent state",
-    aliases={"num_experts": "num_local_experts"},
-    fused=FUSED,
-)
-QWEN2_MOE = dataclasses.replace(
-    QWEN3_NEXT,
+    experts_with_shared,
+    QWEN | WITH_SHARED,
     defaults=OF_MODELS
     | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 5632}
     | {"rms_norm_eps": 1e-6, "mlp_only_layers": None, "decoder_sparse_step": 1}
@@ -106,6 +93,5 @@ QWEN2_MOE = dataclasses.replace(
     | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4}
     | {"shared_expert_intermediate_size": 5632},
     model=_qwen2_moe,
-    lacks="",
-    aliases={},
+    fused=FUSED,
 )

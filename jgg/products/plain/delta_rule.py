@@ -36,8 +36,8 @@ class _Chunks(NamedTuple):
       own: [N, B, H, G, C, V], the corrections without a state before.
       recalled: [N, B, H, G, C, K], which times the state before is taken from the corrections.
       weights: [N, B, H, G, C, C], the factors of the corrections in the results.
-      read, write: [N, B, H, G, C], the factors of q times the state before in the results, and of the corrections in the
-        next state.
+      read: [N, B, H, G, C], the factors of q times the state before in the results.
+      write: [N, B, H, G, C], the factors of the corrections in the next state.
       total: [N, B, H, G, 1, 1], the decay of the state.
     """
 
@@ -81,10 +81,11 @@ def delta_rule(
     states = alike((states.reshape(batch, key_heads, group, features, value_features), chunks.k))[0]
     next_states = jax.checkpoint(functools.partial(_next, dtype=v.dtype), prevent_cse=False)
     if length == size:
-        last, results = _next(states, jax.tree.map(lambda array: array[0], chunks), v.dtype)
-        befores, *results = (array[None] for array in results)
+        last, of_chunk = _next(states, jax.tree.map(lambda array: array[0], chunks), v.dtype)
+        of_chunks = tuple(array[None] for array in of_chunk)
     else:
-        last, (befores, *results) = jax.lax.scan(next_states, states, chunks)
+        last, of_chunks = jax.lax.scan(next_states, states, chunks)
+    befores, *results = of_chunks
     y, corrections = (
         jnp.transpose(array, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, *v.shape[2:])[:, :length].astype(v.dtype)
         for array in results  # [N, B, H, G, C, V]

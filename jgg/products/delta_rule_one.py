@@ -1,0 +1,95 @@
+"""The gated delta rule for one new token of each sequence, which updates a cache of states."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives import vmap
+from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.products.plain.delta_rule import delta_rule
+
+_BLOCK = 4096  # elements of a state that a program updates
+
+
+class DeltaRuleOne(NamedTuple):
+    """One token of each of B sequences, and the states of a stack of layers.
+
+    Attributes:
+      q, k: [B, key heads, K], not normalized.
+      v: [B, value heads, V], in the dtype of q.
+      log_decay, beta: float32 [B, value heads].
+      states: float32 [layers, B, value heads, K, V].
+      layer: int32 [], the layer of the states.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    states: jax.Array
+    layer: jax.Array
+
+
+class WrittenOne(NamedTuple):
+    """The result [B, value heads, V] in the dtype of v, and the states, those of the layer after the token."""
+
+    y: jax.Array
+    states: jax.Array
+
+
+def _types(operands: DeltaRuleOne, scale: float, epsilon: float) -> WrittenOne:
+    return WrittenOne(*(array_type(array.shape, array.dtype) for array in (operands.v, operands.states)))
+
+
+def _plain(operands: DeltaRuleOne, scale: float, epsilon: float) -> WrittenOne:
+    *of_token, states, layer = operands
+    q, k, v, log_decay, beta = (array[:, None] for array in of_token)
+    y, state, *_ = delta_rule(q, k, v, log_decay, beta, states[layer], None, scale, epsilon)
+    return WrittenOne(y[:, 0], states.at[layer].set(state))
+
+
+def _launch(launcher: Launcher, operands: DeltaRuleOne, scale: float, epsilon: float) -> WrittenOne:
+    from jgg.kernels.delta_rule_one import delta_rule_one_kernel
+
+    (batch, key_heads, features), (heads, value_features) = operands.k.shape, operands.v.shape[1:]
+    block_features = power_of_2(features)
+    columns = min(power_of_2(value_features), max(1, _BLOCK // block_features))
+    launch = Launch(
+        operands=operands._asdict(),
+        outputs={"states": operands.states, "y": _types(operands, scale, epsilon).y},
+        constants={
+            "KEY_HEADS": key_heads,
+            "GROUP": heads // key_heads,
+            "FEATURES": features,
+            "VALUE_FEATURES": value_features,
+            "SCALE": scale,
+            "EPSILON": epsilon,
+            "BLOCK_FEATURES": block_features,
+            "BLOCK_COLUMNS": columns,
+        },
+        grid=(math.ceil(value_features / columns), heads, batch),
+        flops=6 * batch * heads * features * value_features,
+        bytes_accessed=2 * 4 * batch * heads * features * value_features,
+    )
+    return WrittenOne(**launcher.run(delta_rule_one_kernel, launch))
+
+
+def _merge_batch(how: How, operands: DeltaRuleOne, batched: DeltaRuleOne, scale: float, epsilon: float) -> WrittenOne:
+    return vmap.each_by_xla(_plain, operands, batched, scale=scale, epsilon=epsilon)
+
+
+DELTA_RULE_ONE: Product[WrittenOne] = Product(
+    "delta_rule_one",
+    DeltaRuleOne,
+    result_types=_types,
+    plain=_plain,
+    launch=_launch,
+    several=split_by_xla(_plain),
+    merge_batch=_merge_batch,
+)
+"""WrittenOne; the parameters are DELTA_RULE's scale and epsilon."""
