@@ -12,7 +12,7 @@ def losses(printed):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)}
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_training_goes_on_from_a_checkpoint_on_other_devices(tmp_path):
     folder = tmp_path / "checkpoints"
 
