@@ -22,6 +22,9 @@ class Family:
         jgg reads the MoE blocks alone.
       lacks: why there is no `model`, as the end of a sentence.
       aliases: other names that transformers has for some of these keys.
+      only: keys of published configs that say what all models of the family have, each with the value that says so. Any
+        other value is refused.
+      without_effect: keys of published configs that change neither the logits nor what is stored.
       fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
         with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
@@ -40,6 +43,8 @@ class Family:
     model: Callable[[Settings], dict[str, Any]] | None = None
     lacks: str = ""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
     fused: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)

@@ -5,6 +5,7 @@ from typing import Any
 
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
+from jgg.hf.family import Family
 from jgg.hf.mixers import AttentionConfig, MixerConfig
 from jgg.hf.rotary import read_rotary
 from jgg.hf.settings import LARGEST, Settings
@@ -145,10 +146,17 @@ def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> di
     }
 
 
-def check_keys(config: Mapping[str, Any], settings: Settings) -> None:
+def check_keys(config: Mapping[str, Any], family: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
-    model_type, given = settings.model_type, settings.given
-    unknown = {key: given[key] for key in settings.unknown if key not in _WITHOUT_EFFECT}
+    settings = family.settings(config)
+    for key, value in family.only.items():
+        settings.only(key, value)
+    model_type, given, known = (
+        settings.model_type,
+        settings.given,
+        {*_WITHOUT_EFFECT, *family.only, *family.without_effect},
+    )
+    unknown = {key: given[key] for key in settings.unknown if key not in known}
     if given is not config:
         own = given.get("model_type")
         check(own == model_type, f"text_config must have 'model_type' {model_type!r}, got {own!r}.")

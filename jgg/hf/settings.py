@@ -1,7 +1,8 @@
 """Reads the settings of a language model in config.json, each with a check of its type."""
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check
 
@@ -45,6 +46,12 @@ class Settings:
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
         self.given, self.defaults, self.aliases = language_model(config), defaults, aliases
         self.model_type = config["model_type"]
+
+    def with_defaults(self, **defaults: Any) -> Self:
+        """The settings with other defaults for some keys, as the settings of other keys say."""
+        settings = copy.copy(self)
+        settings.defaults = {**self.defaults, **defaults}
+        return settings
 
     @property
     def unknown(self) -> list[str]:
@@ -97,6 +104,6 @@ class Settings:
         return as_flag(self.name(key), self.get(key))
 
     def only(self, key: str, value: object) -> None:
-        """Raises unless the setting has this value, the only one that `jgg.models` has."""
-        got = self.get(key)
-        check(got == value, f"{key} must be {value!r}, got {got!r}.")
+        """Raises unless a key is absent, is null or has this value, the only one that `jgg.models` has."""
+        got = self.given.get(key)
+        check(got is None or got == value, f"{key} must be {value!r}, got {got!r}.")

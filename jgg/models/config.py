@@ -120,7 +120,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     if own.model is None:
         raise ValueError(f"model_type must be one of {known}: {model_type!r} {own.lacks}.")
     settings = own.settings(config)
-    check_keys(config, settings)
+    check_keys(config, own)
     moe_layer(config)  # raises where the experts' options are wrong
     source = json.dumps(dict(config), indent=2) + "\n"
     return ModelConfig(model_type=model_type, source=source, **read_model(settings) | own.model(settings))

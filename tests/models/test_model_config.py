@@ -12,7 +12,7 @@ import pytest
 import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES as HF_FAMILIES
-from tests.support.models import FAMILIES, config_of, copied, reference
+from tests.support.models import FAMILIES, MORE_FAMILIES, config_of, copied, reference
 
 # what tests/programs/make_config_data.py read from transformers
 OF_TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -32,7 +32,7 @@ def same(one, other):
     return dataclasses.replace(one, source="") == dataclasses.replace(other, source="") and one.moe == other.moe
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(family):
     defaults = OF_TRANSFORMERS[family]["defaults"]
     config = jgg.models.model_config({"model_type": family})
@@ -56,7 +56,7 @@ def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
     assert jgg.hf.moe_layer({"model_type": family}) == jgg.hf.moe_layer(defaults)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_rotary_settings_mean_what_they_do_in_transformers(family):
     sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
     for case in OF_TRANSFORMERS[family]["rotary"]:

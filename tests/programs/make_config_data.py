@@ -1,23 +1,26 @@
 """Makes tests/data/configs.json: what transformers' configuration classes take for keys that config.json lacks.
 
     pip install torch transformers
-    python -m tests.programs.make_config_data
+    python -m tests.programs.make_config_data [FAMILY ...]
 
 Of each family that jgg has: "defaults", the attributes of its class without arguments. Of those that `jgg.models` has
 also "heads", the features of a head without head_dim, and "rotary", the frequencies and the factor for the settings of
-ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
+ROTARY beside SIZES, or of a few for families beside MODELS. Made with torch 2.13.0 and transformers 5.24.0.
 """
 
+import argparse
 import json
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.programs.make_model_data import FAMILIES
+
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(FAMILIES) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -71,15 +74,23 @@ ROTARY = (
     {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 2, "factor": 3}, "head_dim": 24},
     {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
 )
-# of the family that rotates a part of the features
-PARTIAL = (
-    {"partial_rotary_factor": 0.25},
-    {"partial_rotary_factor": 0.35},
-    {"partial_rotary_factor": None},
-    {"rope_parameters": {"partial_rotary_factor": 0.75}},
-    {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
-    {"rope_scaling": V4, "partial_rotary_factor": 0.75},
-)
+FEW = ({}, {"rope_theta": 500.0}, {"rope_scaling": V4})
+# of families that rotate a part of the features
+PARTIAL = {
+    "glm4_moe": (
+        {"partial_rotary_factor": 0.25},
+        {"partial_rotary_factor": 0.35},
+        {"partial_rotary_factor": None},
+        {"rope_parameters": {"partial_rotary_factor": 0.75}},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
+        {"rope_scaling": V4, "partial_rotary_factor": 0.75},
+    ),
+    "minimax_m2": (
+        {"rotary_dim": 6, "head_dim": 12},
+        {"rotary_dim": 6, "head_dim": 12, "partial_rotary_factor": 0.25},
+        {"rotary_dim": 6, "head_dim": 12, "rope_parameters": {"partial_rotary_factor": 0.25}},
+    ),
+}
 
 
 def configured(family, changes):
@@ -99,13 +110,15 @@ def rotary(family, changes):
 
 def main():
     logging.set_verbosity_error()
-    data = {}
-    for family in CLASSES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(CLASSES), metavar="FAMILY")
+    data = json.loads(OUT.read_text())
+    for family in parser.parse_args().families:
         config = configured(family, {})
         data[family] = {"defaults": config.to_dict()}
-        if family in MODELS:
+        if family in FAMILIES:
             heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            cases = ROTARY + (PARTIAL if family == "glm4_moe" else ())
+            cases = (ROTARY if family in MODELS else FEW) + PARTIAL.get(family, ())
             data[family] |= {"heads": heads, "rotary": [rotary(family, changes) for changes in cases]}
     OUT.write_text(json.dumps(data) + "\n")
 

@@ -1,8 +1,8 @@
 """Makes tests/data/model_adapters: LoRA adapters of whole models that PEFT writes; opens what jgg writes.
 
     pip install torch transformers peft
-    python -m tests.programs.make_model_adapters
-    python -m tests.programs.make_model_adapters --open FOLDER
+    python -m tests.programs.make_model_adapters [CASE ...]
+    python -m tests.programs.make_model_adapters [CASE ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
 float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
@@ -32,6 +32,7 @@ CASES = {
     "qwen3_moe": USUAL,
     "gpt_oss": USUAL,
     "mixtral": USUAL,
+    "minimax_m2": USUAL,
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
@@ -94,9 +95,11 @@ def check_opens(case, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().open
-    for case in CASES:
+    arguments = parser.parse_args()
+    folder = arguments.open
+    for case in arguments.cases:
         if folder is None:
             make(case)
         elif (folder / case).exists():

@@ -81,6 +81,7 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "minimax_m2": HEADS | {"num_local_experts": 4, "intermediate_size": 8, "rotary_dim": 6},
 }
 
 

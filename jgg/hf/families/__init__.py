@@ -4,6 +4,7 @@ from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE
 from jgg.hf.families.gpt_oss import GPT_OSS
 from jgg.hf.families.granite import GRANITEMOE
 from jgg.hf.families.llama4 import LLAMA4
+from jgg.hf.families.minimax import MINIMAX_M2
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
 from jgg.hf.families.qwen import QWEN3_MOE, QWEN3_NEXT
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": GRANITEMOE,
     "kimi_k2": DEEPSEEK_V3,
     "llama4": LLAMA4,
+    "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "qwen3_moe": QWEN3_MOE,

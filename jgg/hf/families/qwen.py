@@ -12,8 +12,6 @@ from jgg.hf.tensors import FUSED, QWEN, matrix, shared
 
 
 def _qwen3_moe(settings: Settings) -> dict[str, Any]:
-    for key in ("decoder_sparse_step", "qkv_bias", "shared_expert_intermediate_size", "use_qk_norm"):
-        settings.only(key, settings.defaults[key])
     dense = [] if settings.get("mlp_only_layers") is None else settings.get("mlp_only_layers")
     is_first = isinstance(dense, list) and sorted(dense) == list(range(len(dense)))
     check(is_first, f"mlp_only_layers must be the first layers, such as [0, 1], or none, got {dense!r}.")
@@ -33,14 +31,14 @@ QWEN3_MOE = Family(
     QWEN,
     defaults=OF_MODELS
     | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 6144}
-    | {"rms_norm_eps": 1e-6, "mlp_only_layers": None, "decoder_sparse_step": 1}
+    | {"rms_norm_eps": 1e-6, "mlp_only_layers": None}
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "attention_bias": False, "sliding_window": 4096}
     | {"use_sliding_window": False, "max_position_embeddings": 32768}
-    | {"moe_intermediate_size": 768, "norm_topk_prob": False, "num_experts": 128, "num_experts_per_tok": 8}
-    # of Qwen3-Coder's config, not of transformers
-    | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+    | {"moe_intermediate_size": 768, "norm_topk_prob": False, "num_experts": 128, "num_experts_per_tok": 8},
     model=_qwen3_moe,
     aliases={"num_experts": "num_local_experts"},
+    # all but the first are of Qwen3-Coder's config, not of transformers
+    only={"decoder_sparse_step": 1, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     fused=FUSED,
 )
 QWEN3_NEXT = Family(
