@@ -143,6 +143,22 @@ def test_modules_that_pages_name_are_there():
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
 
 
+def test_code_of_the_page_on_families_is_in_the_files_that_it_shows():
+    """But for where lines break, and what the page leaves out, a line that begins with "..."."""
+
+    def condensed(text):
+        return re.sub(r"\s|,(?=\s*[)}\]])", "", text)
+
+    page = (DOCS / "add-a-family.md").read_text()
+    files = [*ROOT.glob("jgg/hf/families/*.py"), ROOT / "tests/programs/make_model_data.py"]
+    texts = [condensed(path.read_text()) for path in files]
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
+    parts = [part for block in blocks for part in re.split(r"^ *\.\.\..*$", block, flags=re.MULTILINE)]
+    assert len(parts) == 3
+    for part in parts:
+        assert any(condensed(part).rstrip(",") in text for text in texts), part
+
+
 def test_lines_of_code_fit_the_site():
     """At 1280 pixels a block has room for 100 characters: see docs/style.css. ruff formats most for that."""
     pages = "\n".join(path.read_text() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
