@@ -43,7 +43,7 @@ def test_text_is_generated(tmp_path, capsys):
     assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_text_is_generated_with_an_adapter(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     model = jgg.models.load("model", lora_rank=16, lora_alpha=32)
@@ -91,7 +91,7 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, trained)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_model_learns_from_rewards_and_its_weights_go_to_servers(tmp_path, capsys):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     names = run_code("\n".join(code_of("reinforcement-learning.md", "In code")))

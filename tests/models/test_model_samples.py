@@ -115,11 +115,11 @@ def test_sampled_log_probabilities_are_of_what_is_left_of_the_distribution():
 def test_each_row_has_its_temperature():
     model, prompts = loaded("qwen3_moe"), prompts_of()
     draw = functools.partial(generate, model, prompts, 6, lengths=LENGTHS, key=jax.random.key(1))
-    each = jax.jit(lambda temperatures: draw(temperature=temperatures, details=True))(jnp.array([0.0, 1.0, 2.0]))
+    run = jax.jit(lambda temperatures: draw(temperature=temperatures, details=True))
+    each = run(jnp.array([0.0, 1.0, 2.0]))
     np.testing.assert_array_equal(each.tokens[0], reference("qwen3_moe")["greedy"][0])
-    np.testing.assert_array_equal(each.tokens[1], draw(temperature=1.0)[1])
-    np.testing.assert_array_equal(each.tokens[2], draw(temperature=[2.0] * 3)[2])
-    np.testing.assert_array_equal(draw(temperature=np.zeros(3, int)), reference("qwen3_moe")["greedy"])
+    for row in (1, 2):
+        np.testing.assert_array_equal(each.tokens[row], run(jnp.full(3, float(row))).tokens[row])
     assert not np.any(each.sampled_log_probabilities[0])
     np.testing.assert_allclose(each.sampled_log_probabilities[1], each.log_probabilities[1], atol=1e-5)
 
