@@ -193,7 +193,7 @@ def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(opti
     assert float(losses_by_step(printed)[1]) == pytest.approx(total / count, abs=5e-3)  # in bfloat16
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
     messages = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6 t7"}]
     options = "--experts", "fp8", "--targets", "w_q", "w_down", "--steps", 8, "--learning-rate", 2e-2
