@@ -22,7 +22,7 @@ MORE_FAMILIES = tuple(sorted(path.name for path in DATA.iterdir() if path.name n
 # for tests of what hardly differs between families
 FEW_FAMILIES = tuple(
     family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.sweep)
-    for family in FAMILIES
+    for family in FAMILIES + MORE_FAMILIES
 )
 
 
