@@ -68,6 +68,8 @@ class AttentionConfig(MixerConfig):
       qk_norm: "head" if each head of queries and keys is normalized, "all" if all heads together, or None.
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
+      is_interleaved: whether features 2i and 2i + 1 of a head form a pair that is rotated, rather than i and D/2 + i.
+        Without partial rotation and norms of each head.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
     """
 
@@ -81,6 +83,7 @@ class AttentionConfig(MixerConfig):
     clip_qkv: float | None = None
     use_qkv_bias: bool = False
     use_out_bias: bool = False
+    is_interleaved: bool = False
     use_sinks: bool = False
 
     @property

@@ -108,7 +108,8 @@ def _head_features(settings: Settings) -> int:
 def _check_unused(settings: Settings) -> None:
     """Raises where a setting is wrong that not all models use, or that none does but its users read."""
     for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
-        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+        value = settings.get(key) if settings.defaults.get(key) is not None else None
+        if value is not None and (key, value) != ("sliding_window", 0):  # transformers writes 0 where Qwen2 has none
             settings.int(key)
     for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
         if settings.given.get(key) is not None:
@@ -134,13 +135,28 @@ def read_window(settings: Settings, is_used: bool = True) -> int | None:
 def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
     """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
     num_layers = settings.int("num_hidden_layers")
-    has_experts = num_dense_layers < num_layers
-    what = f"{num_dense_layers} dense layers of {num_layers}"
-    check(has_experts, f"The last layer must have experts, got {what} by {key} and num_hidden_layers.")
-    if not num_dense_layers:
+    return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
+
+
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool]) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes."""
+    key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
+    given = settings.get(key)
+    if given is None:
+        return read_mlps(settings, key, is_dense)
+    is_known = isinstance(given, list) and len(given) == len(is_dense) and all(kind in list(kinds) for kind in given)
+    check(is_known, f"{key} must be one of {list(kinds)} for each of {len(is_dense)} layers, got {given!r}.")
+    return read_mlps(settings, key, [kinds[kind] for kind in given])
+
+
+def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, as the setting of this key says, and their sizes."""
+    what = f"{sum(is_dense)} dense layers of {len(is_dense)}"
+    check(not all(is_dense), f"One layer at least must have experts, got {what} by {key} and num_hidden_layers.")
+    if not any(is_dense):
         return {}
     return {
-        "is_dense": tuple(number < num_dense_layers for number in range(num_layers)),
+        "is_dense": tuple(is_dense),
         "dense_features": settings.int("intermediate_size"),
         "dense_activation": ACTIVATIONS[settings.get("hidden_act")],
     }

@@ -12,12 +12,14 @@ _LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 _NULLS = {
     "eos_token_id": None,
     "head_dim": None,
+    "n_group": 1,
     "n_shared_experts": 0,
     "num_key_value_heads": None,
     "num_nextn_predict_layers": 0,
     "partial_rotary_factor": None,
     "rope_theta": None,
     "sliding_window": None,
+    "topk_group": 1,
 }
 
 

@@ -16,7 +16,7 @@ from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
-from jgg.models.rotary import Rotation, rotated
+from jgg.models.rotary import Rotation, halves_first, rotated
 from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
@@ -114,6 +114,8 @@ class Attention(nnx.Module):
         own = self.own
         products = zip("qkv", linear_several(self, x, "qkv", self.options, place.adapters), strict=True)
         q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
+        if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
+            q, k = (halves_first(y, own.head_features) for y in (q, k))
         scales = (self.q_norm[...], self.k_norm[...]) if own.qk_norm == "head" else None
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)

@@ -71,8 +71,10 @@ def route(
         Switch Transformer              (the defaults, with k = 1)
         OLMoE                           normalize=False
         DeepSeek-V2                     normalize=False, scale, num_groups, topk_groups
+        Qwen1.5-MoE                     normalize=False
+        ERNIE 4.5                       selection_bias
         DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
-        MiniMax-M2                      score="sigmoid", selection_bias
+        MiniMax-M2, Hunyuan V3          score="sigmoid", scale, selection_bias
         Llama-4                         score="sigmoid", normalize=False; with MoELayer(scale_input=True),
                                         because the weights scale x before the first GEMM
 

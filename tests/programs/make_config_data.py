@@ -30,6 +30,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 8,
 }
+OWN = {
+    "mixtral": {"head_dim": 16},  # without which transformers has no YaRN for it
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hy_v3": {"mlp_layer_types": ["sparse"]},
+    "ernie4_5_moe": {"moe_layer_start_index": 0},
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -100,9 +107,7 @@ def configured(family, changes):
 
 def rotary(family, changes):
     """The frequencies and the factor of a model's rotary embedding."""
-    # transformers has no YaRN for Mixtral without head_dim
-    own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
-    config = configured(family, SIZES | own | changes)
+    config = configured(family, SIZES | OWN.get(family, {}) | changes)
     embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
     frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
     return {"changes": changes, "frequencies": frequencies, "scale": embedding.attention_scaling}

@@ -32,7 +32,12 @@ CASES = {
     "qwen3_moe": USUAL,
     "gpt_oss": USUAL,
     "mixtral": USUAL,
+    "dots1": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "ernie4_5_moe": USUAL,
+    "hy_v3": USUAL | {"target_parameters": EXPERTS + SHARED},
     "minimax_m2": USUAL,
+    "qwen2_moe": USUAL,
+    "solar_open": USUAL | {"target_parameters": [*EXPERTS, *SHARED, "mlp.gate.weight"]},
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
@@ -74,7 +79,7 @@ def make(case):
     named = {name: parameter for name, parameter in sorted(adapted.named_parameters()) if "lora_" in name}
     for name, parameter in named.items():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        if case == "glm4_moe" and "up_proj.lora_A" in name:  # as jgg has one for gate and up of a dense layer
+        if "-" not in case and ".up_proj.lora_A" in name:  # as jgg has one for gate and up of an MLP
             parameter.data.copy_(named[name.replace("up_proj", "gate_proj")].data)
     folder = DATA / "model_adapters" / case
     adapted.save_pretrained(folder)

@@ -81,7 +81,61 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "dots1": HEADS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    },
+    "ernie4_5_moe": HEADS
+    | {
+        "moe_num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "hy_v3": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "attention_bias": True,
+    },
     "minimax_m2": HEADS | {"num_local_experts": 4, "intermediate_size": 8, "rotary_dim": 6},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 3,
+    },
+    "solar_open": HEADS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": YARN,
+    },
 }
 
 
@@ -93,9 +147,9 @@ def make_folder(family, seed):
         for name, parameter in sorted(model.named_parameters()):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
         model.to(torch.bfloat16)
-        for name, buffer in sorted(model.named_buffers()):
+        for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):
             if name.endswith("e_score_correction_bias"):
-                buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
+                bias.data = 0.3 * torch.randn(bias.shape, generator=generator)
     model.save_pretrained(OUT / family)
     (OUT / family / "generation_config.json").unlink()
     return generator
@@ -113,13 +167,14 @@ def continued(model, prompt):
 
 def gradients(family, model):
     """The gradients of all parameters by the names of the folder's tensors, which transformers gives them."""
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     state = {name: grads.get(name, tensor) for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=state)
         named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
-    # what has no gradient is as in the model
-    return {name: array for name, array in named.items() if not torch.equal(array, own[name].to(array.dtype))}
+    # what has no gradient is as in the model; a tied head may be written too
+    changed = {name: named[name] for name in named.keys() & own.keys()}
+    return {name: array for name, array in changed.items() if not torch.equal(array, own[name].to(array.dtype))}
 
 
 def loss_of(model, tokens):

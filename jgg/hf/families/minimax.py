@@ -30,6 +30,7 @@ MINIMAX_M2 = Family(
         hidden_features="intermediate_size",
         score="sigmoid",
         use_selection_bias=True,
+        normalize=True,
     ),
     ROUTER | experts("w1", "w3", "w2") | {SELECTION_BIAS: as_is("e_score_correction_bias")},
     defaults=OF_MODELS
