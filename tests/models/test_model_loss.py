@@ -1,5 +1,6 @@
 """The loss of a model without its whole logits: by target, and as one sum whose gradients come with it."""
 
+import functools
 import re
 
 import jax
@@ -199,7 +200,8 @@ def test_blocks_of_parts_take_no_more_memory_than_two_heads(monkeypatch):
 def test_the_whole_logits_never_exist():
     """And the gradients of logits, which dw needs, only as far as they take little memory beside the head."""
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
-    graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    make = functools.partial(jgg.models.Decoder, config, param_dtype=jnp.bfloat16)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     tokens = jnp.zeros((4, 4096), jnp.int32)
     most = loss._LOGITS_BYTES
     assert 2 * 4 * config.features * config.vocabulary < most
