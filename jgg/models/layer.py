@@ -21,14 +21,14 @@ from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
 from jgg.primitives.barrier import barrier
 
-RESULT = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
+EXPERTS = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
 
 
 def saved_names(options: Options) -> tuple[str, ...]:
     """What `options.remat` keeps for the backward pass; other code of jgg names those with "jgg"."""
     if options.remat not in ("names", "attention"):
         return ()
-    of_experts = TOTAL, RESULT, "jgg_pre_activation", "jgg_routing"
+    of_experts = TOTAL, EXPERTS, "jgg_pre_activation", "jgg_routing"
     if options.remat == "attention":  # the experts' rows are the norm of what is kept, computed again
         return *of_experts, PROJECTIONS, *flash.NAMES, RESULT, STATES
     x = "jgg_x" if how_of_rows(options.dense_implementation) is None else NORMALIZED  # two names of the experts' rows

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jgg.hf.mixers import MixerConfig
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
-from jgg.models.layer import RESULT, Layer, Mixer
+from jgg.models.layer import EXPERTS, Layer, Mixer
 from jgg.models.mapped import map_module
 from jgg.models.norms import add_and_norm, norm, norm_beside, residual, sum_and_norm
 from jgg.models.parts import Mlp, Options
@@ -76,7 +76,7 @@ class SandwichLayer(Layer):
         generates, mapped = cache is not None, self.options.mapped
         branches, cache = map_module(self, SandwichLayer._branches, mapped, (x, place), cache, besides="moe")
         y = self._experts(branches.of_experts, branches.of_router, place, generates)
-        y = checkpoint_name(y, RESULT)
+        y = checkpoint_name(y, EXPERTS)
         return map_module(self, SandwichLayer._joined, mapped, (branches, y), None, besides="moe")[0], cache
 
     def _branches(self, x: jax.Array, place: Place, cache: Any) -> tuple[_Branches, Any]:
