@@ -140,7 +140,6 @@ def test_qwen3_moe_may_begin_with_dense_layers():
 
 WRONG = {
     "], got 'llama'.": ({"model_type": "llama"}, ValueError),
-    "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
     "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0},
@@ -155,7 +154,7 @@ WRONG = {
         ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
-    "rope_type must be 'default', 'linear', 'llama3' or 'yarn', got 'dynamic'": (
+    "rope_type must be 'default', 'linear', 'llama3', 'proportional' or 'yarn', got 'dynamic'": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         ValueError,
     ),

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jgg.hf.families.common import OF_MODELS
-from jgg.hf.families.deepseek import DEEPSEEK_V3
+from jgg.hf.families.deepseek import GLM4_MOE
 from jgg.hf.model_settings import in_layers, read_attention, read_biases, read_dense_layers
 from jgg.hf.settings import Settings
 
@@ -22,7 +22,7 @@ def _dots1(settings: Settings) -> dict[str, Any]:
 
 
 DOTS1 = dataclasses.replace(
-    DEEPSEEK_V3,
+    GLM4_MOE,
     defaults=OF_MODELS
     | {"vocab_size": 152064, "hidden_size": 4608, "num_hidden_layers": 62, "intermediate_size": 10944}
     | {"rms_norm_eps": 1e-6, "first_k_dense_replace": 0}
