@@ -111,8 +111,8 @@ def least_decode_seconds(
     """The least time of a step of generation in which each sequence gets its token number `position`."""
     dense_seconds = _matrix_seconds(config, tensors, speeds, batch, batch)
     dense_seconds += batch * _attention_flops(config, [position]) / speeds.dense
-    cached = sum(min(position, window or position) for window in config.windows)
-    cache = 2 * 2 * batch * cached * config.num_kv_heads * config.head_features  # keys and values, 2 bytes each
+    cached = sum(min(position, own.window or position) * own.cached_per_token for own in config.mixers)
+    cache = 2 * batch * cached  # 2 bytes each
     return least_seconds(_bytes_read(config, tensors, batch) + cache, speeds.copy, dense_seconds)
 
 
@@ -138,5 +138,7 @@ def _matrix_seconds(config, tensors, speeds, tokens, tokens_with_logits):
 def _attention_flops(config, positions):
     """FLOPs of the attention of tokens at these positions of one sequence, in all layers, in forward."""
     attended = np.asarray(positions) + 1
-    pairs = sum(int(np.minimum(attended, window or attended.max()).sum()) for window in config.windows)
-    return 4 * pairs * config.num_heads * config.head_features
+    of_pairs = (
+        int(np.minimum(attended, own.window or attended.max()).sum()) * own.flops_per_pair for own in config.mixers
+    )
+    return sum(of_pairs) + len(attended) * sum(own.flops_per_token for own in config.mixers)

@@ -1,10 +1,11 @@
 """Converts MoE blocks of checkpoints: config.json to a layer, and tensors to its parameters and back."""
 
+import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,7 +13,16 @@ from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
-from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
+from jgg.hf.files import (
+    Header,
+    as_weights,
+    check_names,
+    check_shape,
+    opened,
+    read_object,
+    read_tensor,
+    read_weight_map,
+)
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
@@ -85,26 +95,26 @@ def from_hf(
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
         checkpoint is quantized, but neither in blocks of FP8 nor in MXFP4, or a QuantizedArray cannot hold a weight.
     """
-    return dict(read_params(config, tensors, layer, keep_quantized))
+    return dict(read_params(config, tensors, layer, param_shapes(config) if keep_quantized else ()))
 
 
 def read_params(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: bool
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the items of what `from_hf` returns, each as it is read."""
+    """Yields the items of what `from_hf` returns, each as it is read; `keep_quantized` has the names of parameters."""
     own, shapes = family(config), param_shapes(config)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
     tensors = tensors if quantized is None else quantized
-    stored_as = {name: own.stored(name, layer, tensors) for name in shapes}
+    stored_as = {name: own.stored(name, layer, tensors, shape) for name, shape in shapes.items()}
     expected = (part for name, (of, stored) in stored_as.items() for part, _ in stored.shapes(of, shapes[name]))
-    blocks = own.block_name(layer), own.fused_block_name(layer)
-    present = {name for name in tensors if name.startswith(blocks)}
-    check_names(present, expected, f"in the MoE block {blocks[0]!r} of a {config['model_type']} checkpoint")
+    present = {name for name in tensors if own.is_in_block(name, layer)}
+    where = f"in the MoE block {own.block_name(layer)!r} of a {config['model_type']} checkpoint"
+    check_names(present, expected, where)
     for name, shape in shapes.items():
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))
-        if keep_quantized and quantized is not None and first in quantized.names:
+        if name in keep_quantized and quantized is not None and first in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
             values = stored.filled(block, of_values, quantized.read_values)
@@ -171,13 +181,6 @@ def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
 
 
-class Header(NamedTuple):
-    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Checkpoint(Mapping[str, np.ndarray]):
     """A mapping from names to the tensors in a folder of safetensors files; each is read when it is looked up.
 
@@ -205,12 +208,23 @@ class Checkpoint(Mapping[str, np.ndarray]):
         else:
             with opened(self.path / SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), SINGLE)
+        self._stored = {name: name for name in self._files}
+
+    def renamed(self, prefix: str, new: str) -> Self:
+        """The same tensors, where names that begin with a prefix begin with a new one instead."""
+        other = copy.copy(self)
+        other._stored = {
+            new + name.removeprefix(prefix) if name.startswith(prefix) else name: stored
+            for name, stored in self._stored.items()
+        }
+        other._files = {name: self._files[old] for name, old in zip(other._stored, self._files, strict=True)}
+        return other
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor into host memory."""
         path = self.path_of(name)
         with opened(path) as file:
-            return read_tensor(file, path, name)
+            return read_tensor(file, path, self._stored[name])
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; reads nothing."""
@@ -233,9 +247,14 @@ class Checkpoint(Mapping[str, np.ndarray]):
         for own in sorted(set(self._files.values())):
             with opened(self.path / own) as file:
                 for name in (name for name, path in self._files.items() if path == own):
-                    tensor = file.get_slice(name)
+                    tensor = file.get_slice(self._stored[name])
                     headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
         return headers
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the beginning of its file."""
+        with opened(self.path_of(name)) as file:
+            return tuple(file.get_slice(self._stored[name]).get_shape())
 
     def path_of(self, name: str) -> Path:
         """The file that has a tensor."""

@@ -1,11 +1,15 @@
-"""`Family`: what the models of one architecture of Hugging Face have in common; jgg/hf/families.py has them all."""
+"""`Family`: what the models of one architecture of Hugging Face have in common; jgg/hf/families has them all."""
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from jgg.hf.files import shape_of
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
+
+# the names of rotary embeddings' frequencies, which old folders have and which follow from config.json
+FREQUENCIES = r"rotary_emb\.inv_freq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +17,7 @@ class Family:
     """What the models of one architecture have in common: how config.json is read, and what tensors are called.
 
     Attributes:
-      block: name of the MoE block in a decoder layer.
+      block: name of the MoE block in a decoder layer; "" if its parts are modules of the layer itself.
       options: function from a config's settings to the arguments of `MoELayer`.
       tensors: the tensors of each parameter of the MoE block, with names relative to the block.
       defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. Of a family
@@ -22,13 +26,20 @@ class Family:
         jgg reads the MoE blocks alone.
       lacks: why there is no `model`, as the end of a sentence.
       aliases: other names that transformers has for some of these keys.
+      only: keys of published configs that say what all models of the family have, each with the value that says so. Any
+        other value is refused.
+      without_effect: keys of published configs that change neither the logits nor what is stored.
       fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
         with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
       ends: the tensors of the parameters beside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
+      other_prefix: another beginning of tensor names, which `jgg.models` reads in the place of `prefix`; or None.
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
-      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
+        copies them from the folder that the model was loaded from.
+      text_type: of a family whose config.json has its language model in "text_config", the model_type there.
+      outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
         are stored [E, in, out] and transformers does not say so.
     """
@@ -40,17 +51,22 @@ class Family:
     model: Callable[[Settings], dict[str, Any]] | None = None
     lacks: str = ""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
     fused: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
+    other_prefix: str | None = None
     fused_block: str | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False
+    text_type: str | None = None
+    outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, config: Mapping[str, Any]) -> Settings:
         """Returns the settings of a config of this family."""
-        return Settings(config, self.defaults, self.aliases)
+        return Settings(config, self.defaults, self.aliases, self.outer)
 
     def layer_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors of a decoder layer."""
@@ -58,21 +74,50 @@ class Family:
 
     def block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
-        return f"{self.layer_name(layer)}{self.block}."
+        return self._in_layer(layer, self.block)
 
     def fused_block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block in transformers 5."""
-        return f"{self.layer_name(layer)}{self.fused_block or self.block}."
+        return self._in_layer(layer, self.fused_block or self.block)
+
+    def _in_layer(self, layer: int, block: str) -> str:
+        return self.layer_name(layer) + (f"{block}." if block else "")
+
+    def is_in_block(self, name: str, layer: int) -> bool:
+        """Whether a tensor of this name is in the MoE block of a decoder layer, as published or in transformers 5."""
+        blocks = self.block_name(layer), self.fused_block_name(layer)
+        if self.block:
+            return name.startswith(blocks)
+        others = {blocks[0] + part for tensor in self.layer.values() for part in tensor.names}
+        modules = tuple({blocks[0] + tensor.names[0].partition(".")[0] + "." for tensor in self.tensors.values()})
+        return name.startswith(modules) and name not in others
 
     def fused_name(self, layer: int) -> str:
         """Returns the name of the module of all experts in transformers 5."""
         return f"{self.fused_block_name(layer)}experts"
 
-    def stored(self, name: str, layer: int, names: Container[str]) -> tuple[str, Tensor]:
-        """Returns the block and the tensors that hold a parameter of a layer, of those with these names."""
-        written = self.block_name(layer), self.tensors[name]
+    def stored(
+        self, name: str, layer: int, names: Container[str], shape: tuple[int, ...] | None = None
+    ) -> tuple[str, Tensor]:
+        """Returns the block and the tensors that hold a parameter of a layer, of those with these names.
+
+        Args:
+          name: the parameter.
+          layer: the layer's number.
+          names: the names; where `tensors` and `fused` have the same, a mapping to what has a shape.
+          shape: that of the parameter, which then says which of them it is.
+        """
+        own = self.tensors[name], self.fused.get(name, self.tensors[name])
         for block in (self.block_name(layer), self.fused_block_name(layer)):
-            for tensor in (self.tensors[name], self.fused.get(name, self.tensors[name])):
-                if block + tensor.names[0].replace("{e}", "0") in names:
-                    return block, tensor
-        return written
+            for tensor in own:
+                first = block + tensor.names[0].replace("{e}", "0")
+                if first in names:
+                    return block, self._by_shape(own, first, names, shape) if own[0].names == own[1].names else tensor
+        return self.block_name(layer), own[0]
+
+    def _by_shape(self, own: tuple[Tensor, Tensor], name: str, tensors: Any, shape: tuple[int, ...] | None) -> Tensor:
+        """The second of two tensors of one name if the shape of what is stored is its; as transformers has it."""
+        if own[0] == own[1] or shape is None:
+            return own[0]
+        (_, of_second), *_ = own[1].shapes("", shape)
+        return own[shape_of(tensors, name) == of_second]

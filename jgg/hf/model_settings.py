@@ -1,22 +1,26 @@
 """Reads the settings of a whole model, as families share them, into the arguments of `jgg.models.ModelConfig`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
-from jgg.hf.rotary import read_rotary
-from jgg.hf.settings import LARGEST, Settings
+from jgg.hf.family import Family
+from jgg.hf.mixers import AttentionConfig, LatentConfig, MixerConfig
+from jgg.hf.multimodal import OF_TOWERS
+from jgg.hf.rotary import read_logits_factor, read_rotary
+from jgg.hf.settings import LARGEST, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
 _NAMES = """
     _attn_implementation _commit_hash _name_or_path architectures attention_dropout attn_implementation auto_map
-    bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token id2label
+    aux_loss_alpha bos_token_id chunk_size_feed_forward dtype ep_size experts_implementation experts_per_token id2label
     initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
-    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
-    quantization_config return_dict router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
-    use_cache
+    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class
+    torch_dtype
+    transformers_version use_cache
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
     do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
@@ -42,28 +46,85 @@ def read_model(settings: Settings) -> dict[str, Any]:
         "features": settings.int("hidden_size"),
         "num_layers": num_layers,
         "num_further_layers": settings.int("num_nextn_predict_layers", 0),
-        "windows": (None,) * num_layers,
+        "is_dense": (False,) * num_layers,
         "norm_epsilon": epsilon,
         "is_tied": settings.flag("tie_word_embeddings"),
         "init_scale": init_scale,
     }
 
 
-def read_attention(settings: Settings, **others: Any) -> dict[str, Any]:
-    """Returns the arguments of attention with grouped queries and rotary embeddings, with others that a family has."""
+def read_attention(settings: Settings, *, layer_type: str | None = None, **others: Any) -> AttentionConfig:
+    """Returns attention with grouped queries and rotary embeddings, with other options that a family has.
+
+    Args:
+      settings: the settings.
+      layer_type: the kind of layer, such as "sliding_attention", where rotary embeddings differ between kinds.
+      others: more arguments of AttentionConfig, which precede those read here.
+    """
     heads = settings.int("num_attention_heads")
     kv_heads = heads if settings.get("num_key_value_heads") is None else settings.int("num_key_value_heads")
     check(heads % kv_heads == 0, f"num_key_value_heads must divide num_attention_heads, {heads}, got {kv_heads}.")
     head_features = _head_features(settings)
-    frequencies, scale = read_rotary(settings, head_features)
-    return {
+    read: dict[str, Any] = {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_features": head_features,
-        "attention_scale": head_features**-0.5,
-        "rotary_frequencies": frequencies,
-        "rotary_scale": scale,
-    } | others
+        "scale": head_features**-0.5,
+        "rotary": read_rotary(settings, head_features, layer_type),
+    }
+    return AttentionConfig(**read | others)
+
+
+def read_latent(settings: Settings) -> LatentConfig:
+    """Returns latent attention, in the keys of DeepSeek-V3."""
+    heads = settings.int("num_attention_heads")
+    if settings.given.get("num_key_value_heads") is not None:
+        got = settings.int("num_key_value_heads")
+        check(got == heads, f"num_key_value_heads must be num_attention_heads, {heads}, with a latent, got {got}.")
+    keys = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    plain, rotated, values = (settings.int(key, most=_MOST_HEAD_FEATURES) for key in keys)
+    rotary_key = settings.name("qk_rope_head_dim")
+    check(rotated % 2 == 0, f"{rotary_key} must be even, as pairs of features are rotated, got {rotated}.")
+    if settings.get("qk_head_dim") is not None:
+        got = settings.int("qk_head_dim")
+        check(got == plain + rotated, f"qk_head_dim must be the sum of {keys[0]} and {rotary_key}, got {got}.")
+    return LatentConfig(
+        num_heads=heads,
+        q_rank=None if settings.get("q_lora_rank") is None else settings.int("q_lora_rank"),
+        kv_rank=settings.int("kv_lora_rank"),
+        plain_features=plain,
+        rotated_features=rotated,
+        value_features=values,
+        rotary=read_rotary(settings, rotated),
+        scale=(plain + rotated) ** -0.5 * read_logits_factor(settings),
+        is_interleaved=settings.flag("rope_interleave"),
+        use_bias=settings.flag("attention_bias"),
+    )
+
+
+def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
+    """Returns the mixer of each layer, the same in all."""
+    return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
+
+
+def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> dict[str, Any]:
+    """Returns the mixer of each layer, as "layer_types" names it, by default `types`.
+
+    Args:
+      settings: the settings.
+      by_type: the mixers by the names in "layer_types".
+      types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
+    """
+    return {"mixers": tuple(by_type[kind] for kind in read_layer_types(settings, list(by_type), types))}
+
+
+def read_layer_types(settings: Settings, kinds: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, one of `kinds`, as "layer_types" names it, by default `usual`."""
+    num_layers = settings.int("num_hidden_layers")
+    given = usual if settings.get("layer_types") is None else settings.get("layer_types")
+    is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
+    check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
+    return list(given)
 
 
 def _head_features(settings: Settings) -> int:
@@ -81,7 +142,8 @@ def _head_features(settings: Settings) -> int:
 def _check_unused(settings: Settings) -> None:
     """Raises where a setting is wrong that not all models use, or that none does but its users read."""
     for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
-        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+        value = settings.get(key) if settings.defaults.get(key) is not None else None
+        if value is not None and (key, value) != ("sliding_window", 0):  # transformers writes 0 where Qwen2 has none
             settings.int(key)
     for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
         if settings.given.get(key) is not None:
@@ -97,40 +159,70 @@ def read_biases(settings: Settings) -> dict[str, Any]:
     return {"use_qkv_bias": settings.flag("attention_bias"), "use_out_bias": settings.flag("attention_bias")}
 
 
-def read_windows(settings: Settings, is_used: bool = True) -> dict[str, Any]:
-    """Returns the window of each layer, if they have the same one."""
-    window = settings.get("sliding_window")
-    if window is None or not is_used:
-        return {}
-    return {"windows": (settings.int("sliding_window"),) * settings.int("num_hidden_layers")}
+def read_window(settings: Settings, is_used: bool = True) -> int | None:
+    """Returns the window that all layers have, or None."""
+    if not is_used or settings.get("sliding_window") is None:
+        return None
+    return settings.int("sliding_window")
 
 
 def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
     """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
     num_layers = settings.int("num_hidden_layers")
-    has_experts = num_dense_layers < num_layers
-    what = f"{num_dense_layers} dense layers of {num_layers}"
-    check(has_experts, f"The last layer must have experts, got {what} by {key} and num_hidden_layers.")
-    if not num_dense_layers:
+    return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
+
+
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | None = None) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes.
+
+    Args:
+      settings: the settings.
+      is_dense: what transformers takes if the key is absent.
+      also: a key for the number of the first layers that are dense, which transformers does not read, but which must
+        say the same if it is there.
+    """
+    key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
+    given, num_layers = settings.get(key), len(is_dense)
+    if given is not None:
+        is_known = isinstance(given, list) and len(given) == num_layers and all(kind in list(kinds) for kind in given)
+        check(is_known, f"{key} must be one of {list(kinds)} for each of {num_layers} layers, got {given!r}.")
+        is_dense = [kinds[kind] for kind in given]
+    if also is not None and settings.get(also) is not None:
+        first = settings.int(also, 0)
+        is_so = list(is_dense) == [number < first for number in range(num_layers)]
+        check(is_so, f"{also} must be the number of dense layers by {key}, {sum(is_dense)}, got {first}.")
+    return read_mlps(settings, key, is_dense)
+
+
+def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, as the setting of this key says, and their sizes."""
+    what = f"{sum(is_dense)} dense layers of {len(is_dense)}"
+    check(not all(is_dense), f"One layer at least must have experts, got {what} by {key} and num_hidden_layers.")
+    if not any(is_dense):
         return {}
     return {
-        "num_dense_layers": num_dense_layers,
+        "is_dense": tuple(is_dense),
         "dense_features": settings.int("intermediate_size"),
         "dense_activation": ACTIVATIONS[settings.get("hidden_act")],
     }
 
 
-def check_keys(config: Mapping[str, Any], settings: Settings) -> None:
+def check_keys(config: Mapping[str, Any], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
-    model_type, given = settings.model_type, settings.given
-    unknown = {key: given[key] for key in settings.unknown if key not in _WITHOUT_EFFECT}
-    if given is not config:
-        own = given.get("model_type")
-        check(own == model_type, f"text_config must have 'model_type' {model_type!r}, got {own!r}.")
-        others = config.keys() - _WITHOUT_EFFECT - {"text_config"}
-        unknown |= {key: config[key] for key in sorted(others) if config[key] is not None}
+    text, settings = language_model(config), own.settings(config)
+    for key, value in own.only.items():
+        settings.only(key, value)
+    parts = [(text, _WITHOUT_EFFECT | settings.known | {*own.only, *own.without_effect})]
+    if own.text_type is not None or text is not config:
+        outer = _WITHOUT_EFFECT | {"text_config", *own.outer} | (set() if own.text_type is None else OF_TOWERS)
+        parts = [*parts[text is config :], (config, outer)]
+    if text is not config:
+        expected, got = own.text_type or settings.model_type, text.get("model_type")
+        is_usual = got is None and own.text_type is not None
+        check(got == expected or is_usual, f"text_config must have 'model_type' {expected!r}, got {got!r}.")
+    unknown = {key: part[key] for part, known in parts for key in sorted(part.keys() - known) if part[key] is not None}
     check(
         not unknown,
-        f"config of model_type {model_type!r} must have only keys that jgg.models knows, or null there, got "
+        f"config of model_type {settings.model_type!r} must have only keys that jgg.models knows, or null there, got "
         f"{', '.join(f'{key!r}: {value!r}' for key, value in unknown.items())}.",
     )

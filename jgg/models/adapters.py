@@ -20,7 +20,7 @@ from jgg.hf.adapter_settings import as_number, new_settings
 from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_ATTENTION, Options
+from jgg.models.parts import OF_MIXERS, Options
 from jgg.models.placement import place, put
 from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices
@@ -29,11 +29,11 @@ from jgg.models.tensors import Matrix, matrices
 def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False) -> None:
     """Writes a model's LoRA adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention are written for modules
-    ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections of a dense layer
-    share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer whose a and b are
-    zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter` leaves them.
-    "base_model_name_or_path" is `model.config.name`.
+    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention and of recurrent layers are
+    written for modules ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections
+    of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
+    whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
+    leaves them. "base_model_name_or_path" is `model.config.name`.
 
     Args:
       model: the model, which has a lora_rank.
@@ -67,7 +67,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
             modules = matrix.modules[number]
             others |= _tensors_of(modules, term)
             # PEFT takes a target_module "gate_proj" for the experts', whatever precedes it
-            ending = "" if matrix.target in OF_ATTENTION else ".weight"
+            ending = "" if matrix.target in OF_MIXERS else ".weight"
             of_modules |= dict.fromkeys([module + ending for module in modules], own)
     settings = _settings(of_modules, of_experts) | {"base_model_name_or_path": model.config.name}
     of_hf.save_adapter(folder, model.config.hf, of_hf.Adapter(layers, others, settings))
@@ -172,7 +172,8 @@ def _set_terms(model: Decoder, found: Found) -> None:
         variables = [matrix.stack.adapters[name] for name in names]
         arrays = [np.zeros(variable.shape, variable.dtype) for variable in variables]
         for number, term in terms.items():
-            own, index, rank = rescaled(term, scales[matrix.target]), number - matrix.stack.plan.first, term.a.shape[-1]
+            own, index = rescaled(term, scales[matrix.target]), matrix.stack.plan.numbers.index(number)
+            rank = term.a.shape[-1]
             arrays[0][index, ..., :rank], arrays[1][index, ..., :rank, :] = own.a, own.b
         beside = matrix.stack.layers.attention_norm.get_value()
         for name, variable, array in zip(names, variables, arrays, strict=True):

@@ -9,13 +9,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import current_target
+from jgg.hf.mixers import AttentionConfig
 from jgg.launching.choice import How
 from jgg.models.attend import attend, finite_sinks
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
-from jgg.models.rotary import Rotation, rotated
+from jgg.models.rotary import Rotation, halves_first, rotated
 from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
@@ -38,7 +39,7 @@ class Place(NamedTuple):
 
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
-      rotation: cosines and sines of the rotary embedding, as `rotated` takes them.
+      rotation: cosines and sines of the layer's rotary embedding, as `rotated` takes them.
       layer: int32 [], the layer's place among those that are stacked with it.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
@@ -74,9 +75,9 @@ class Attention(nnx.Module):
     k_norm: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> None:
-        self.config, self.options = config, options
-        set_params(self, config.attention_shapes, config.init_scale, options, rngs)
+    def __init__(self, config: ModelConfig, own: AttentionConfig, options: Options, rngs: nnx.Rngs) -> None:
+        self.config, self.own, self.options = config, own, options
+        set_params(self, own.shapes(config.features), config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' keys and values.
@@ -84,7 +85,7 @@ class Attention(nnx.Module):
         Without a cache, or if S > 1 and `place` has no start, tokens attend to each other alone, so positions must be
         0, 1, 2, ... in each segment.
         """
-        q, k, v = self._heads(x, place)
+        q, k, v, gate = self._heads(x, place)
         if place.lengths is not None:
             places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
             is_token = (places[None] < place.lengths[:, None])[..., None, None]
@@ -100,36 +101,50 @@ class Attention(nnx.Module):
             else:
                 attended = self._attend_to_each_other(q, k, v, place)
         attended = attended.reshape(*x.shape[:2], q.shape[2] * q.shape[3])
+        if gate is not None:
+            attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
         return linear(self, attended, "o", self.options, place.adapters), cache
 
     @staticmethod
-    def empty_cache(config: ModelConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
+    def empty_cache(own: AttentionConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
         """The cache of so many layers, sequences and positions."""
-        shape = (layers, batch, positions, config.num_kv_heads, config.head_features)
+        shape = (layers, batch, positions, own.num_kv_heads, own.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries and keys, and values: [B, S, heads, D]."""
-        config = self.config
-        products = zip("qkv", linear_several(self, x, "qkv", self.options, place.adapters), strict=True)
-        q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
-        scales = (self.q_norm[...], self.k_norm[...]) if config.qk_norm == "head" else None
+    def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
+        own, gate = self.own, None
+        names = "qk" if own.are_keys_values else "qkv"
+        products = zip(names, linear_several(self, x, names, self.options, place.adapters), strict=True)
+        named = {name: checkpoint_name(y, PROJECTIONS) for name, y in products}
+        q, k, v = (self._projected(named.get(name, named["k"]), name) for name in "qkv")
+        if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
+            q, k = (halves_first(y, own.head_features) for y in (q, k))
+        if own.use_gate:
+            both = q.reshape(*x.shape[:2], own.num_heads, 2, own.head_features)
+            q, gate = (both[:, :, :, part].reshape(*x.shape[:2], q.shape[2] // 2) for part in range(2))
+        scale_of = self.config.norm_scale
+        scales = (scale_of(self.q_norm[...]), scale_of(self.k_norm[...])) if own.qk_norm == "head" else None
         implementation = self.options.dense_implementation
-        q, k = rotated(q, k, scales, place.rotation, config.head_features, config.norm_epsilon, implementation)
-        return q, k, v.reshape(*v.shape[:-1], config.num_kv_heads, config.head_features)
+        q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
+        v = v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
+        if own.norm_values:
+            v = norm(v, jnp.ones(own.head_features, jnp.float32), self.config.norm_epsilon, implementation)
+        return q, k, v, gate
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""
-        config = self.config
-        if config.qk_norm == "all" and name != "v":
-            y = norm(y, getattr(self, f"{name}_norm")[...], config.norm_epsilon, self.options.dense_implementation)
-        return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+        own = self.own
+        if own.qk_norm == "all" and name != "v":
+            scale = self.config.norm_scale(getattr(self, f"{name}_norm")[...])
+            y = norm(y, scale, self.config.norm_epsilon, self.options.dense_implementation)
+        return y if own.clip_qkv is None else jnp.clip(y, -own.clip_qkv, own.clip_qkv)
 
     def _attend_to_each_other(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
         """The result for all tokens of sequences or segments, [B, S, heads, D]."""
-        sinks = self.sinks[...] if self.config.use_sinks else None
+        sinks = self.sinks[...] if self.own.use_sinks else None
         how = how_of_rows(self.options.dense_implementation) if self.options.batch_invariant else None
-        scale, window, is_local, segments = self.config.attention_scale, place.window, place.is_local, place.segments
+        scale, window, is_local, segments = self.own.scale, place.window, place.is_local, place.segments
         if how is None:
             return attend(q, k, v, scale=scale, window=window, is_local=is_local, segments=segments, sinks=sinks)
         starts = None
@@ -140,7 +155,7 @@ class Attention(nnx.Module):
 
     def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
         """The result for tokens that are in the cache, at place.start and after it, [B, S, heads, D]."""
-        sinks = self.sinks[...] if self.config.use_sinks else None
+        sinks = self.sinks[...] if self.own.use_sinks else None
         operands = Attend(
             q,
             cache.k,
@@ -150,7 +165,7 @@ class Attention(nnx.Module):
             is_local=None if place.window is None else place.is_local,
             sinks=None if sinks is None else finite_sinks(sinks),
         )
-        scale, window = self.config.attention_scale, place.window
+        scale, window = self.own.scale, place.window
         return ATTEND(self._how_of_cache, operands, scale=scale, window=window).attended
 
     @property
@@ -162,7 +177,7 @@ class Attention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache
     ) -> tuple[jax.Array, Cache]:
         """The result for one token of each sequence [B, 1, heads, D], and the cache with its key and value."""
-        sinks = self.sinks[...] if self.config.use_sinks else None
+        sinks = self.sinks[...] if self.own.use_sinks else None
         operands = AttendOne(
             q=q[:, 0],
             k=k[:, 0],
@@ -174,6 +189,6 @@ class Attention(nnx.Module):
             is_local=None if place.window is None else place.is_local,
             sinks=None if sinks is None else finite_sinks(sinks),
         )
-        scale, window = self.config.attention_scale, place.window
+        scale, window = self.own.scale, place.window
         attended, *of_cache = ATTEND_ONE(self._how_of_cache, operands, scale=scale, window=window)
         return attended[:, None], Cache(*of_cache)

@@ -1,52 +1,24 @@
-"""`ModelConfig`, all that a decoder is built from, with its plan of layers, and how one is read from config.json."""
+"""`ModelConfig`, all that a decoder is built from, and how one is read from config.json."""
 
 import dataclasses
-import itertools
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 
 from jgg.core.arguments import check_instance
 from jgg.hf.checkpoints import moe_layer
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
+from jgg.hf.mixers import MixerConfig
 from jgg.hf.model_settings import check_keys, read_model
 from jgg.layers import MoELayer
-
-
-@dataclasses.dataclass(frozen=True)
-class StackPlan:
-    """Layers that are alike and follow each other: a decoder stacks their parameters, and runs them in one scan.
-
-    Attributes:
-      name: the attribute of a `Decoder` that has them.
-      first, count: the number of the first of them, and how many they are.
-      mixer: what mixes the tokens of a sequence, a name in jgg/models/layer.py.
-      is_dense: whether they have an MLP in the place of experts.
-      windows: for each of them, how many of the last tokens a token attends to; None for all.
-    """
-
-    name: str
-    first: int
-    count: int
-    mixer: str
-    is_dense: bool
-    windows: tuple[int | None, ...]
-
-    @property
-    def numbers(self) -> range:
-        """The layers' numbers."""
-        return range(self.first, self.first + self.count)
-
-    @property
-    def window(self) -> int | None:
-        """The size of the windows; None if no layer has one."""
-        return next(filter(None, self.windows), None)
-
-    @property
-    def has_window(self) -> tuple[bool, ...] | None:
-        """For each layer, whether it has a window; None if all do or none does."""
-        return None if len(set(self.windows)) == 1 else tuple(window is not None for window in self.windows)
+from jgg.models.left_out import LeftOut
+from jgg.models.plan import Period, StackPlan, plan_of, schedule_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,25 +32,21 @@ class ModelConfig:
       features: H, features between layers.
       num_layers: number of layers, the dense ones included.
       num_further_layers: how many layers a folder may have after these. They predict further tokens, and are not read.
-      num_dense_layers: how many of the first layers have an MLP in the place of experts.
+      mixers: for each layer, what mixes the tokens of a sequence: the options of attention, or of another kind.
+      is_dense: for each layer, whether it has an MLP in the place of experts.
       dense_features: hidden features of these MLPs.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
-      num_heads, num_kv_heads: heads of the queries, and of the keys and values, each of which several queries share.
-      head_features: D, features of a head.
-      attention_scale: factor of the products of queries and keys.
-      mixers: for each layer, what mixes the tokens of a sequence; "attention" in all families.
-      windows: for each layer, how many of the last tokens a token attends to, itself included; None for all.
-        All windows have the same size.
-      rotary_frequencies: radians per position, of each pair of rotated features; a head's other features stay.
-      rotary_scale: factor of the rotated features (YaRN's).
+      layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.
-      qk_norm: "head" if each head of queries and keys is normalized, "all" if all heads together, or None.
-      clip_qkv: the largest magnitude of queries, keys and values, or None.
-      use_qkv_bias, use_out_bias: whether the attention's projections have biases.
-      use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
+      norm_offset: what is added to the scales of RMS norms: 1 where they are stored around zero, which is then what new
+        ones are.
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
+      logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
       init_scale: standard deviation of new matrices.
+      left_out: the tensors of the folder that the model was loaded from which the model does not have, and which
+        `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled function
+        that returns a model would else return it with another folder's.
       name: what transformers finds the model by, a folder or a name of the Hugging Face Hub; None if it is not known.
     """
 
@@ -87,48 +55,47 @@ class ModelConfig:
     vocabulary: int
     features: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_features: int
-    attention_scale: float
-    windows: tuple[int | None, ...]
-    rotary_frequencies: tuple[float, ...] = dataclasses.field(repr=False)
+    mixers: tuple[MixerConfig, ...]
+    is_dense: tuple[bool, ...]
     norm_epsilon: float
-    rotary_scale: float = 1.0
+    norm_offset: float = 0.0
     num_further_layers: int = 0
-    num_dense_layers: int = 0
     dense_features: int = 0
     dense_activation: str = "swiglu"
-    qk_norm: str | None = None
-    clip_qkv: float | None = None
-    use_qkv_bias: bool = False
-    use_out_bias: bool = False
-    use_sinks: bool = False
+    layout: str = "plain"
     is_tied: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_softcap: float | None = None
     init_scale: float = 0.02
-    mixers: tuple[str, ...] = ()
+    left_out: LeftOut | None = dataclasses.field(default=None, repr=False)
     name: str | None = dataclasses.field(default=None, compare=False)
 
-    @property
+    @functools.cached_property
     def plan(self) -> tuple[StackPlan, ...]:
-        """The layers in the order in which they run, those side by side that are alike as one stack."""
-        mixers = self.mixers or ("attention",) * self.num_layers
-        kinds = [(mixer, number < self.num_dense_layers) for number, mixer in enumerate(mixers)]
-        stacks: dict[str, StackPlan] = {}
-        for (mixer, is_dense), own in itertools.groupby(range(self.num_layers), kinds.__getitem__):
-            first, *others = own
-            count, name = 1 + len(others), "dense_layers" if is_dense else "layers"
-            name = f"{name}_{first}" if name in stacks else name
-            stacks[name] = StackPlan(name, first, count, mixer, is_dense, self.windows[first : first + count])
-        return tuple(stacks.values())
+        """The stacks of layers that are alike, in the order of their first layers."""
+        return plan_of(self.mixers, self.is_dense)
+
+    @functools.cached_property
+    def schedule(self) -> tuple[Period, ...]:
+        """The order in which layers run, as periods of stacks that repeat."""
+        names = {number: plan.name for plan in self.plan for number in plan.numbers}
+        return schedule_of([names[number] for number in range(self.num_layers)])
 
     @property
     def num_moe_layers(self) -> int:
         """L, the number of layers that have experts."""
-        return self.num_layers - self.num_dense_layers
+        return self.num_layers - sum(self.is_dense)
+
+    @property
+    def norm_init(self) -> Initializer:
+        """Makes the stored scales of new RMS norms, which multiply by one."""
+        return jax.nn.initializers.constant(1 - self.norm_offset)
+
+    def norm_scale(self, stored: jax.Array) -> jax.Array:
+        """The factor of each feature after an RMS norm, of its stored scale."""
+        return stored.astype(jnp.float32) + self.norm_offset if self.norm_offset else stored
 
     @property
     def family(self) -> Family:
@@ -144,28 +111,6 @@ class ModelConfig:
     def moe(self) -> MoELayer:
         """The sizes and options of the layers' experts."""
         return moe_layer(self.hf)
-
-    @property
-    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's attention parameters by name."""
-        queries, keys = self.num_heads * self.head_features, self.num_kv_heads * self.head_features
-        shapes: dict[str, tuple[int, ...]] = {
-            "w_q": (self.features, queries),
-            "w_k": (self.features, keys),
-            "w_v": (self.features, keys),
-            "w_o": (queries, self.features),
-        }
-        if self.use_qkv_bias:
-            shapes |= {"b_q": (queries,), "b_k": (keys,), "b_v": (keys,)}
-        if self.use_out_bias:
-            shapes["b_o"] = (self.features,)
-        if self.qk_norm is not None:
-            is_whole = self.qk_norm == "all"
-            shapes["q_norm"] = (queries if is_whole else self.head_features,)
-            shapes["k_norm"] = (keys if is_whole else self.head_features,)
-        if self.use_sinks:
-            shapes["sinks"] = (self.num_heads,)
-        return shapes
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -200,7 +145,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     if own.model is None:
         raise ValueError(f"model_type must be one of {known}: {model_type!r} {own.lacks}.")
     settings = own.settings(config)
-    check_keys(config, settings)
+    check_keys(config, own)
     moe_layer(config)  # raises where the experts' options are wrong
     source = json.dumps(dict(config), indent=2) + "\n"
     return ModelConfig(model_type=model_type, source=source, **read_model(settings) | own.model(settings))

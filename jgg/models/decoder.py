@@ -21,8 +21,7 @@ from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
-from jgg.models.rotary import rotations
-from jgg.models.stacks import by_stack, merge_stack, new_stack, put_forms, run_stack
+from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
 from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.primitives.barrier import barrier
 from jgg.router.routing import as_given_choices
@@ -41,8 +40,10 @@ class Decoder(nnx.Module):
       config: the ModelConfig.
       options: the other arguments, checked.
       w_embedding: nnx.Param [V, H].
-      dense_layers, layers: the layers before those with experts, or None, and the layers with experts, which have
-        `attention_norm`, `attention`, `mlp_norm` and, in this order, `mlp` and `moe`, a `jgg.nnx.MoE`.
+      layers: the layers with experts, which have `attention_norm`, `attention` or another mixer, `mlp_norm` and `moe`,
+        a `jgg.nnx.MoE`. Where their shapes differ, as where every fourth has another mixer, those that are alike are
+        stacked, and further stacks have the number of their first layer in their name, such as `layers_3`.
+      dense_layers: the layers without experts, which have `mlp` in the place of `moe`, or None.
       norm: nnx.Param [H], of the last RMS norm.
       w_head: nnx.Param [H, V]; there is none if the embedding takes its place.
 
@@ -54,15 +55,17 @@ class Decoder(nnx.Module):
         "none": nothing is computed again. "names": each layer keeps x and the pre-activation of its experts, the
         router's choice, and the sum of x and attention. "attention": of these all but x, which is computed again from
         the sum, and also the products that give queries, keys and values, and what attention gives before its last
-        product, with a float32 for each head of a token, so that a GPU need not attend again. "all": each layer keeps
+        product, with a float32 for each head of a token, so that a GPU need not attend again; of recurrent layers, what
+        their rule gives, and the states before its chunks. "all": each layer keeps
         only the x that it is called with.
       unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
         to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
-        the experts' "w_gate_up" and "w_down", "w_dense_gate_up" and "w_dense_down" of dense layers,
-        "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router", by default all but the last three.
+        "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent layers, the experts' "w_gate_up" and "w_down", and
+        "w_dense_gate_up" and "w_dense_down" of dense layers, which is the default; and "w_ba", "w_b" and "w_a" of
+        recurrent layers, "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router".
         Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
@@ -72,6 +75,7 @@ class Decoder(nnx.Module):
       batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
         padding: kernels with a fixed order of additions compute everything, with a sharding each device's own
         sequences, whichever device that is. Gradients are no part of this. Without a GPU the option promises nothing.
+        Models with recurrent layers refuse it.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
         sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
         gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
@@ -118,14 +122,14 @@ class Decoder(nnx.Module):
             sharding=sharding,
         )
         self.config, self.options = config, options
-        if not config.num_dense_layers:
+        if not any(config.is_dense):
             self.dense_layers = None
         for plan in config.plan:
             setattr(self, plan.name, new_stack(plan, config, options, rngs))
         shapes = {"w_embedding": (config.vocabulary, config.features), "norm": (config.features,)}
         if not config.is_tied:
             shapes["w_head"] = (config.features, config.vocabulary)
-        set_params(self, shapes, config.init_scale, options, rngs)
+        set_params(self, shapes, config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(
         self,
@@ -191,7 +195,7 @@ class Decoder(nnx.Module):
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
-        return losses_of(x, self._w_logits(x.dtype), targets, self._head, self.options.sharding)
+        return losses_of(x, self._w_logits(x.dtype), targets, self.head, self.options.sharding)
 
     def loss(
         self,
@@ -218,7 +222,7 @@ class Decoder(nnx.Module):
         tokens, targets = self._tokens_and_targets(tokens, targets)
         weights = as_weights("weights", weights, tokens)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
-        return loss_of(x, self._w_logits(x.dtype), targets, weights, self._head, self.options.sharding)
+        return loss_of(x, self._w_logits(x.dtype), targets, weights, self.head, self.options.sharding)
 
     def _tokens_and_targets(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Both as int32 [B, S]."""
@@ -281,22 +285,23 @@ class Decoder(nnx.Module):
         if config.embedding_scale != 1:  # behind a barrier, as XLA might not round the table before it multiplies
             x = barrier(x) * config.embedding_scale
         x = split_batch(x, sharding)
-        rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
-        of_tokens = functools.partial(Place, positions, rotation, segments=segments, mask=mask, adapters=adapters)
-        place = functools.partial(of_tokens, lengths=lengths, start=start)
-        given = {} if topk_indices is None else by_stack(split_batch(topk_indices, sharding, axis=1), config)
-        sown: dict[str, list[jax.Array]] = {}
-        own_caches = []
-        for plan, cache in zip(config.plan, caches or (None,) * len(config.plan), strict=True):
-            layers = getattr(self, plan.name)
-            x, cache, own = run_stack(layers, plan, self.options, x, cache, place, given.get(plan.name))
-            own_caches.append(cache)
-            for name, value in own.items():
-                sown.setdefault(name, []).append(value)
+        stacks: dict[str, Layer] = {plan.name: getattr(self, plan.name) for plan in config.plan}
+        x, after, sown = run_layers(
+            stacks,
+            config,
+            self.options,
+            x,
+            None if caches is None else dict(zip(stacks, caches, strict=True)),
+            rotations_of(config, positions),
+            functools.partial(
+                Place, positions, segments=segments, mask=mask, adapters=adapters, lengths=lengths, start=start
+            ),
+            None if topk_indices is None else split_batch(topk_indices, sharding, axis=1),
+        )
         for name, values in sown.items() if hasattr(self, "__captures__") else ():
-            self.sow(nnx.Intermediate, name, values[0] if len(values) == 1 else jnp.concatenate(values))
+            self.sow(nnx.Intermediate, name, values)
         x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)
-        return x, None if caches is None else tuple(own_caches)
+        return x, None if after is None else tuple(after.values())
 
     def put_forms(self) -> None:
         """Makes ready for forward passes alone: see `stacks.put_forms`."""
@@ -304,26 +309,38 @@ class Decoder(nnx.Module):
             put_forms(getattr(self, plan.name), self.options)
 
     def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
-        return norm(x, scale, self.config.norm_epsilon, self.options.dense_implementation)
+        return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
         """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
         config, options = self.config, self.options
         caches = (
-            MIXERS[plan.mixer].empty_cache(config, plan.count, batch, positions, options.dtype) for plan in config.plan
+            MIXERS[plan.mixer.kind].empty_cache(plan.mixer, plan.count, batch, positions, options.dtype)
+            for plan in config.plan
         )
         return jax.tree.map(functools.partial(split_batch, sharding=options.sharding, axis=1), tuple(caches))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        head = self._head
-        logits = map_sequences(lambda w, x: logits_of(x, w, head), self.options.mapped, self._w_logits(x.dtype), x)
-        return logits * self.config.logits_scale
+        return self.head.final(self.raw_logits(x))
+
+    def raw_logits(self, x: jax.Array) -> jax.Array:
+        """The logits of the last features before `head.final` scales and caps them."""
+        head = self.head
+        return map_sequences(lambda w, x: logits_of(x, w, head), self.options.mapped, self._w_logits(x.dtype), x)
 
     @property
-    def _head(self) -> Head:
-        layout = "enk" if self.config.is_tied else "ekn"
-        return Head(self.config.logits_scale, layout, self.options.dense_implementation, self.options.batch_invariant)
+    def head(self) -> Head:
+        """How the model computes logits."""
+        config, options = self.config, self.options
+        layout = "enk" if config.is_tied else "ekn"
+        return Head(
+            config.logits_scale,
+            layout,
+            options.dense_implementation,
+            options.batch_invariant,
+            softcap=config.logits_softcap,
+        )
 
     def _w_logits(self, dtype: DTypeLike) -> jax.Array:
         """The matrix of the logits, [H, V] or, if it is the embedding, [V, H], whole on each device."""

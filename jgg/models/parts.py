@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 from flax import nnx
+from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.activations import find_activation
@@ -23,9 +24,13 @@ from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
 
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
+OF_LATENT = "w_q_a", "w_q_b", "w_kv_a", "w_kv_b"
+OF_DELTA = "w_qkvz", "w_qkv", "w_z", "w_out"
+OF_GATES = "w_ba", "w_b", "w_a"  # of the same layers, with a column or two for each head
+OF_MIXERS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_GATES
 OF_DENSE = "w_dense_gate_up", "w_dense_down"
-TARGETS = *OF_ATTENTION, *OF_EXPERTS, *OF_DENSE
-ALL_TARGETS = *TARGETS, *OF_MOE  # the last are of MoE layers, and not of their experts
+TARGETS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_EXPERTS, *OF_DENSE
+ALL_TARGETS = *TARGETS, *OF_GATES, *OF_MOE  # the last are of MoE layers, and not of their experts
 REMAT = "none", "attention", "names", "all"
 
 
@@ -93,13 +98,24 @@ class Options:
 
 
 def set_params(
-    module: nnx.Module, shapes: Mapping[str, tuple[int, ...]], scale: float, options: Options, rngs: nnx.Rngs
+    module: nnx.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    scale: float,
+    options: Options,
+    rngs: nnx.Rngs,
+    **initializers: Initializer,
 ) -> None:
-    """Gives a module a parameter for each shape: matrices "w_..." random, norms "..._norm" one, all others zero."""
-    initializers = {"w": nnx.initializers.normal(scale), "norm": nnx.initializers.ones}
+    """Gives a module a parameter for each shape: matrices "w_..." random, norms "..._norm" one, all others zero.
+
+    Args:
+      module, shapes, options, rngs: the module, the shapes by name, and how arrays are created.
+      scale: the standard deviation of matrices.
+      initializers: others, by the names of parameters, or as "norm" for all norms.
+    """
+    kinds = {"w": nnx.initializers.normal(scale), "norm": nnx.initializers.ones} | initializers
     for name, shape in shapes.items():
         kind = "norm" if name.endswith("norm") else name.partition("_")[0]
-        init = initializers.get(kind, nnx.initializers.zeros)
+        init = kinds.get(name, kinds.get(kind, nnx.initializers.zeros))
         init = split_init(init, (name,), shape, options.sharding)
         setattr(module, name, nnx.Param(init(rngs.params(), shape, options.param_dtype)))
     for name, shape in options.lora.shapes(shapes).items():
@@ -134,11 +150,16 @@ def linear_several(
     )
 
 
+def matrix_of(module: nnx.Module, name: str, options: Options, adapters: bool = True) -> Matrix:
+    """A module's matrix of this name with its adapter, if it has one; without `adapters` it has none."""
+    lora = options.lora if adapters else options.lora.of({})
+    return lora.matrix(name, _params(module, name, lora))
+
+
 def _matrix_and_bias(
     module: nnx.Module, name: str, options: Options, adapters: bool
 ) -> tuple[Matrix, jax.Array | None]:
-    lora = options.lora if adapters else options.lora.of({})
-    matrix = lora.matrix(f"w_{name}", _params(module, f"w_{name}", lora))
+    matrix = matrix_of(module, f"w_{name}", options, adapters)
     return matrix, getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
 
 

@@ -11,7 +11,7 @@ from jgg.hf.files import check_shape
 from jgg.linear.lora import Lora
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_ATTENTION
+from jgg.models.parts import OF_MIXERS
 from jgg.models.tensors import Matrix, matrices
 
 # the terms by the numbers of the layers that have one, for each of a model's matrices
@@ -70,8 +70,9 @@ class _Reader:
         names = [f"{name} of layer {number}" for number, name in sorted(experts - self.read_experts)]
         for name in [*sorted(self.adapter.others.keys() - self.read_names), *names]:
             raise ValueError(
-                f"{name} is not expected in {self.where}: jgg.models has adapters of attention, experts, routers and "
-                "MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which needs none."
+                f"{name} is not expected in {self.where}: jgg.models has adapters of attention, recurrent layers, "
+                "experts, routers and MLPs alone. PEFT's merge_and_unload makes a model of such an adapter, which "
+                "needs none."
             )
 
     def _of_experts(self, matrix: Matrix) -> dict[int, LowRank]:
@@ -94,7 +95,7 @@ class _Reader:
         for index in range(matrix.shape[1] // width):
             found = any(own[index] for own in parts.values())
             for number, modules in matrix.modules.items():
-                self._check_found(modules[index], parts[number][index], found or matrix.target in OF_ATTENTION)
+                self._check_found(modules[index], parts[number][index], found or matrix.target in OF_MIXERS)
         return {number: _joined(own, width) for number, own in parts.items() if any(own)}
 
     def _check_found(self, module: str, term: LowRank | None, is_in_others: bool) -> None:

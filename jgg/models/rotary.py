@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
+from jgg.hf.mixers import RotaryConfig
 from jgg.launching.choice import How
 from jgg.models.norms import how_of_rows, norm
 from jgg.primitives.barrier import barrier
@@ -15,11 +16,19 @@ from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward,
 type Rotation = tuple[jax.Array, jax.Array]
 
 
-def rotations(frequencies: tuple[float, ...], scale: float, positions: jax.Array) -> Rotation:
+def rotations(rotary: RotaryConfig, positions: jax.Array) -> Rotation:
     """The cosines and sines that `rotated` takes, float32 [B, S, 1, pairs], for positions [B, S]."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)[None, None, None]
+    angles = (
+        positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(rotary.frequencies, jnp.float32)[None, None, None]
+    )
     angles = barrier(angles)  # so that XLA computes no cosine of known positions itself, which other bits would have
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
+
+
+def halves_first(x: jax.Array, head_features: int) -> jax.Array:
+    """Puts the first features of a head's pairs before the second ones; x is [B, S, heads * D], pairs side by side."""
+    pairs = x.reshape(*x.shape[:2], -1, head_features // 2, 2)
+    return pairs.swapaxes(-1, -2).reshape(x.shape)
 
 
 def rotated(

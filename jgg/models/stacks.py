@@ -1,65 +1,229 @@
-"""Stacks of layers that are alike: their parameters have the layers as first axis, and they run in one scan."""
+"""Stacks of layers that are alike: their parameters have the layers as first axis, and scans run them."""
 
+import collections
 import functools
-import itertools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jgg.core.gpu_target import current_target
+from jgg.hf.mixers import RotaryConfig
 from jgg.launching.choice import How
 from jgg.linear.weights import forms_of_forward
 from jgg.models.attention import Place
-from jgg.models.config import ModelConfig, StackPlan
+from jgg.models.config import ModelConfig
 from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
 from jgg.models.placement import gathered, remat_policy_of_gathered, split, split_batch
+from jgg.models.plan import Period, StackPlan
+from jgg.models.rotary import Rotation, rotations
+from jgg.models.sandwich import SandwichLayer
 from jgg.nnx import Frozen
+
+LAYOUTS: dict[str, type[Layer]] = {"plain": Layer, "sandwich": SandwichLayer}
 
 
 def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> Layer:
     """Layers with random parameters, stacked in one."""
     keys = jax.random.split(rngs.params(), plan.count)
-    create = nnx.vmap(lambda key: Layer(config, options, plan.mixer, plan.is_dense, nnx.Rngs(params=key)))
+    layer = LAYOUTS[config.layout]
+    create = nnx.vmap(lambda key: layer(config, options, plan.mixer, plan.is_dense, nnx.Rngs(params=key)))
     if options.sharding is None:
         return create(keys)
     graphdef, _ = nnx.split(nnx.eval_shape(create, keys))
     return nnx.merge(graphdef, jax.jit(lambda keys: split(nnx.state(create(keys)), options.sharding))(keys))
 
 
-def run_stack(
-    layers: Layer,
-    plan: StackPlan,
+type Rotations = Mapping[RotaryConfig | None, Rotation]
+
+
+def rotations_of(config: ModelConfig, positions: jax.Array) -> Rotations:
+    """The cosines and sines for positions [B, S] of each rotary embedding that layers have; of no pairs for None."""
+    found = dict.fromkeys(rotary for plan in config.plan for rotary in plan.rotaries)
+    return {rotary: rotations(rotary or RotaryConfig(()), positions) for rotary in found}
+
+
+def run_layers(
+    stacks: Mapping[str, Layer],
+    config: ModelConfig,
     options: Options,
     x: jax.Array,
-    cache: Any,
+    caches: Mapping[str, Any] | None,
+    rotations: Rotations,
     place: Callable[..., Place],
     topk_indices: jax.Array | None,
-) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    """Runs stacked layers on x [B, S, H]; also returns their cache, and what the experts sowed, stacked.
+) -> tuple[jax.Array, dict[str, Any] | None, dict[str, jax.Array]]:
+    """Runs all layers on x [B, S, H]; also returns their caches, and what the experts of all layers sowed, stacked.
 
     Args:
-      place: makes the `Place` of a layer of its `layer`, `window`, `is_local` and `topk_indices`.
-      topk_indices: integer [layers, B, S, k], the experts that each layer is given, or None.
+      stacks: the stacked layers of each of `config.plan`, by its name.
+      caches: of each of them, by the same names.
+      rotations: of each rotary embedding of the model, from `rotations_of`.
+      place: makes the `Place` of a layer of its `layer`, `window`, `is_local`, `rotation` and `topk_indices`.
+      topk_indices: integer [L, B, S, k], the experts that each layer with experts is given, or None.
     """
-    graphdef, state = nnx.split(layers)
-    is_local = None if plan.has_window is None else jnp.asarray(plan.has_window)
+    plans, firsts = {plan.name: plan for plan in config.plan}, dict.fromkeys(stacks, 0)
+    caches = None if caches is None else dict(caches)
+    sown: dict[str, list[jax.Array]] = {}
+    for period in config.schedule:
+        steps = _steps_of(period, plans, firsts)
+        given = None
+        if topk_indices is not None:
+            given, topk_indices = _cut(topk_indices, period.repeats * sum(not step.plan.is_dense for step in steps))
+        make = [functools.partial(step.place, rotations, place) for step in steps]
+        x, after, own = _run_period(steps, make, stacks, options, x, caches, given)
+        if caches is not None:
+            caches |= after
+        for name, values in own.items():
+            sown.setdefault(name, []).append(values)
+    joined = {name: each[0] if len(each) == 1 else jnp.concatenate(each) for name, each in sown.items()}
+    return x, caches, joined
 
-    def body(carry: tuple[jax.Array, Any, jax.Array], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        (own, is_local, given), number = inputs, carry[2]
-        layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
-        own_place = place(layer=number, window=plan.window, is_local=is_local, topk_indices=given)
-        (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(carry[0], own_place, carry[1])
-        values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
-        return (split_batch(x, options.sharding), cache, number + 1), values
 
-    xs = state, is_local, topk_indices
-    unroll = min(options.unroll, plan.count)
-    (x, cache, _), sown = jax.lax.scan(_rematerialized(body, options), (x, cache, jnp.int32(0)), xs, unroll=unroll)
-    return x, cache, sown
+class _Step(NamedTuple):
+    """A layer of a period, which is another one of its stack each time that the period runs.
+
+    Attributes:
+      plan: the stack.
+      first: the layer's place in the stack when the period runs for the first time.
+      offset, stride: its place among the stack's layers in the period, and how many these are.
+      repeats: how many times the period runs.
+    """
+
+    plan: StackPlan
+    first: int
+    offset: int
+    stride: int
+    repeats: int
+
+    @property
+    def has_window(self) -> bool | jax.Array:
+        """Whether the layer has the window, bool [repeats] if not always or never."""
+        end = self.first + self.repeats * self.stride
+        found = [mixer.window is not None for mixer in self.plan.mixers[self.first : end : self.stride]]
+        return found[0] if len(set(found)) == 1 else jnp.asarray(found)
+
+    def place(
+        self, rotations: Rotations, place: Callable[..., Place], is_local: jax.Array | None, **others: Any
+    ) -> Place:
+        """The layer's `Place`; is_local is None unless `has_window` is an array."""
+        of_window, of_all = (rotations[rotary] for rotary in self.plan.rotaries)
+        window, rotation = self.plan.window, of_window
+        if is_local is not None and of_window is not of_all:
+            rotation = jax.tree.map(functools.partial(jnp.where, is_local), of_window, of_all)
+        elif self.has_window is False:
+            window, rotation = None, of_all
+        return place(window=window, is_local=is_local, rotation=rotation, **others)
+
+
+def _steps_of(period: Period, plans: Mapping[str, StackPlan], firsts: dict[str, int]) -> list[_Step]:
+    """The steps of a period; `firsts`, how many of each stack's layers precede it, then count its own."""
+    counts, seen, steps = collections.Counter(period.names), collections.Counter[str](), []
+    for name in period.names:
+        steps.append(_Step(plans[name], firsts[name] + seen[name], seen[name], counts[name], period.repeats))
+        seen[name] += 1
+    for name, count in counts.items():
+        firsts[name] += count * period.repeats
+    return steps
+
+
+def _run_period(
+    steps: Sequence[_Step],
+    places: Sequence[Callable[..., Place]],
+    stacks: Mapping[str, Layer],
+    options: Options,
+    x: jax.Array,
+    caches: Mapping[str, Any] | None,
+    given: jax.Array | None,
+) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+    """What `run_layers` returns, of one period, with the caches of its stacks alone.
+
+    Args:
+      steps: the period's layers.
+      places: makes the `Place` of each.
+      given: integer [layers with experts in all repeats, B, S, k], or None.
+    """
+    split_stacks = {step.plan.name: nnx.split(stacks[step.plan.name]) for step in steps}
+    states = {step.plan.name: _by_repeat(split_stacks[step.plan.name][1], step) for step in steps if not step.offset}
+    is_loop = len(steps) == 1 and options.unroll == 1
+    layers = [
+        _rematerialized(
+            functools.partial(_run_layer, split_stacks[step.plan.name][0], options, place), options, is_loop
+        )
+        for step, place in zip(steps, places, strict=True)
+    ]
+    have_window = [None if isinstance(step.has_window, bool) else step.has_window for step in steps]
+    repeats, choices = steps[0].repeats, _by_step(given, steps)
+
+    def body(carry: tuple[jax.Array, dict[str, Any], jax.Array], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
+        (x, caches, number), (states, have_window, choices) = carry, inputs
+        sown: dict[str, list[jax.Array]] = {}
+        for step, layer, is_local, given in zip(steps, layers, have_window, choices, strict=True):
+            name, own = step.plan.name, states[step.plan.name]
+            if step.stride > 1:
+                own = jax.tree.map(lambda array, offset=step.offset: array[offset], own)
+            index = step.first + number * step.stride
+            x, cache, values = layer(x, caches.get(name), own, index, is_local, given)
+            caches = {**caches, name: cache} if name in caches else caches
+            for of_experts, value in values.items():
+                sown.setdefault(of_experts, []).append(value)
+        return (x, caches, number + 1), {name: jnp.stack(values) for name, values in sown.items()}
+
+    own_caches = {} if caches is None else {name: caches[name] for name in states}
+    unroll = max(1, min(options.unroll // len(steps), repeats))
+    carry, inputs = (x, own_caches, jnp.int32(0)), (states, have_window, choices)
+    (x, own_caches, _), sown = jax.lax.scan(body, carry, inputs, repeats, unroll=unroll)
+    of_layers = {name: values.reshape(math.prod(values.shape[:2]), *values.shape[2:]) for name, values in sown.items()}
+    return x, own_caches, of_layers
+
+
+def _run_layer(
+    graphdef: nnx.GraphDef[Layer],
+    options: Options,
+    place: Callable[..., Place],
+    x: jax.Array,
+    cache: Any,
+    own: Any,
+    index: jax.Array,
+    is_local: jax.Array | None,
+    given: jax.Array | None,
+) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    """x and the cache after a layer with these parameters, and what its experts sowed."""
+    layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
+    own_place = place(is_local, layer=index, topk_indices=given)
+    (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(x, own_place, cache)
+    values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
+    return split_batch(x, options.sharding), cache, values
+
+
+def _by_step(given: jax.Array | None, steps: Sequence[_Step]) -> list[jax.Array | None]:
+    """The choices of each step, [repeats, B, S, k], None without experts, of those of all layers that have experts."""
+    stride, seen = sum(not step.plan.is_dense for step in steps), 0
+    found: list[jax.Array | None] = []
+    for step in steps:
+        found.append(None if given is None or step.plan.is_dense else given[seen::stride])
+        seen += not step.plan.is_dense
+    return found
+
+
+def _by_repeat(state: Any, first: _Step) -> Any:
+    """The stack's parameters of a period, [repeats, layers of the stack in the period, ...], without an axis of 1."""
+    count, stride = first.repeats * first.stride, first.stride
+
+    def cut(array: jax.Array) -> jax.Array:
+        own = array if count == len(array) else array[first.first : first.first + count]
+        return own if stride == 1 else own.reshape(first.repeats, stride, *array.shape[1:])
+
+    return jax.tree.map(cut, state)
+
+
+def _cut(array: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The first so many of an array, and the others."""
+    return array[:count], array[count:]
 
 
 def put_forms(layers: Layer, options: Options) -> None:
@@ -78,13 +242,6 @@ def put_forms(layers: Layer, options: Options) -> None:
         setattr(layers.moe, name, Frozen(jax.lax.map(forms, weights)))
 
 
-def by_stack(topk_indices: jax.Array, config: ModelConfig) -> dict[str, jax.Array]:
-    """The choices [L, B, S, k] of all layers that have experts, cut into those of each stack, by its name."""
-    plans = [plan for plan in config.plan if not plan.is_dense]
-    ends = itertools.accumulate(plan.count for plan in plans)
-    return {plan.name: topk_indices[end - plan.count : end] for plan, end in zip(plans, ends, strict=True)}
-
-
 def merge_stack(layers: Layer, options: Options) -> None:
     """Merges each LoRA adapter into its matrix, a layer at a time."""
     graphdef, state = nnx.split(layers)
@@ -99,13 +256,17 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.St
     return nnx.state(layer)
 
 
-def _rematerialized(body: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """The body of a scan, of which the backward pass computes again what `options.remat` does not keep."""
+def _rematerialized(layer: Callable[..., Any], options: Options, is_loop: bool) -> Callable[..., Any]:
+    """A layer of which the backward pass computes again what `options.remat` does not keep.
+
+    Args:
+      is_loop: whether the layer is all that the body of a loop has.
+    """
     if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
-        return body
+        return layer
     names = saved_names(options)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     if options.remat == "none":
         policy = remat_policy_of_gathered
     # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
-    return jax.checkpoint(body, policy=policy, prevent_cse=options.unroll > 1)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not is_loop)

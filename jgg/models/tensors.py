@@ -8,10 +8,10 @@ from flax import nnx
 from jgg.hf.checkpoints import param_shapes
 from jgg.hf.family import Family
 from jgg.hf.tensors import Tensor, as_is
-from jgg.models.config import StackPlan
 from jgg.models.decoder import Decoder
 from jgg.models.layer import Layer
-from jgg.models.parts import OF_ATTENTION, OF_DENSE, OF_EXPERTS, OF_MOE
+from jgg.models.parts import OF_DENSE, OF_EXPERTS, OF_MIXERS, OF_MOE
+from jgg.models.plan import StackPlan
 
 # the matrices beside the mixer's that may have adapters, by their names in lora_targets
 _MATRICES = {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}
@@ -84,7 +84,7 @@ def matrices(model: Decoder) -> Iterator[Matrix]:
     of_moe = {**own.tensors, **own.fused}
     for stack in stacks(model):
         variables = stack.variables
-        of_mixer = {name: f"{stack.plan.mixer}.{name}" for name in OF_ATTENTION}
+        of_mixer = {name: f"{stack.plan.mixer.kind}.{name}" for name in OF_MIXERS}
         for target, name in (of_mixer | _MATRICES).items():
             if name in variables:
                 is_of_moe = target in OF_MOE
@@ -133,5 +133,5 @@ def expected_shapes(model: Decoder, names: Container[str] = ()) -> Iterator[tupl
             for name, tensor in tensors.items():
                 yield from tensor.shapes(own.layer_name(number), variables[name].shape[1:])
             for name, shape in of_experts.items() if hasattr(stack.layers, "moe") else ():
-                block, tensor = own.stored(name, number, names)
+                block, tensor = own.stored(name, number, names, shape)
                 yield from tensor.shapes(block, shape)

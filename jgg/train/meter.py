@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jgg.hf.mixers import MixerConfig
 from jgg.models import Decoder
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name
@@ -49,12 +50,12 @@ class Meter:
 
     def __init__(self, model: nnx.Module, wrt: type[nnx.Variable[Any]]) -> None:
         self.num_devices = len(jax.tree.leaves(nnx.state(model, wrt))[0].sharding.device_set)
-        self.windows: Sequence[int | None] = ()
-        self.flops_per_token, self.flops_per_pair = 0.0, 0.0  # a pair: a token, and one that it attends to
+        self.mixers: Sequence[MixerConfig] = ()
+        self.flops_per_token = 0.0
         if isinstance(model, Decoder):
-            self.windows = model.config.windows
-            self.flops_per_token = _flops_per_token(model, wrt)
-            self.flops_per_pair = 12.0 * model.config.num_heads * model.config.head_features
+            self.mixers = model.config.mixers
+            of_mixers = 3.0 * sum(mixer.flops_per_token for mixer in self.mixers)
+            self.flops_per_token = _flops_per_token(model, wrt) + of_mixers
         self.restart()
 
     def restart(self) -> None:
@@ -66,9 +67,10 @@ class Meter:
         tokens = int(np.sum(lengths))
         self.tokens += tokens
         self.flops += tokens * self.flops_per_token
-        for window in self.windows:
-            full = lengths if window is None else np.minimum(lengths, window)
-            self.flops += self.flops_per_pair * np.sum(full * (full + 1) / 2 + (lengths - full) * full)
+        for mixer in self.mixers:
+            full = lengths if mixer.window is None else np.minimum(lengths, mixer.window)
+            pairs = np.sum(full * (full + 1) / 2 + (lengths - full) * full)
+            self.flops += 3.0 * mixer.flops_per_pair * pairs  # the backward pass has twice as many
 
     def read(self) -> Speed:
         """The speed since the last restart."""

@@ -89,21 +89,21 @@ KERNELS = {"implementation": "interpret", "batch_invariant": True}
 def test_a_prompt_in_parts_has_the_result_of_the_whole(family, is_traced, options):
     """Of one layer; the lengths of two sequences end in different parts."""
     module = loaded(family, **options).layers.attention
-    config, length = module.config, 11
+    config, plan, length = module.config, module.config.plan[0], 11
     module = jax.tree.map(lambda stacked: stacked[0], module)
     x = jax.random.normal(jax.random.key(0), (2, length, config.features))
-    window = next(filter(None, config.windows), None)
+    window = plan.window
     lengths = jnp.asarray([length, 5], jnp.int32)
 
     def run(cache, start, own):
         positions = jnp.arange(own.shape[1], dtype=jnp.int32)[None] + start
-        rotation = rotations(config.rotary_frequencies, config.rotary_scale, positions)
+        rotation = rotations(plan.mixer.rotary, positions)
         is_local = None if window is None else jnp.asarray(True)
         place = attention.Place(positions, rotation, jnp.int32(0), window, is_local, lengths=lengths, start=start)
         return module(own, place, cache)
 
-    run = jax.jit(run) if is_traced else run
-    empty = attention.Attention.empty_cache(config, 1, 2, length + 2, jnp.float32)
+    run = jax.jit(run, static_argnums=() if is_traced else 1)
+    empty = attention.Attention.empty_cache(plan.mixer, 1, 2, length + 2, jnp.float32)
     whole, whole_cache = run(empty, 0, x)
     cache, parts = empty, []
     for start, end in ((0, 4), (4, 9), (9, 10), (10, 11)):

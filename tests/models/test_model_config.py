@@ -12,7 +12,7 @@ import pytest
 import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES as HF_FAMILIES
-from tests.support.models import FAMILIES, config_of, copied, reference
+from tests.support.models import config_of, copied, reference
 
 # what tests/programs/make_config_data.py read from transformers
 OF_TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -27,20 +27,37 @@ SIZES = {
 }
 
 
+# keys without which transformers has no model of a family
+NEEDED = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}}
+
+# keys with which a model of one layer has experts and all settings of ROTARY have a meaning in transformers
+ONE_LAYER = NEEDED | {
+    "ernie4_5_moe": {"moe_layer_start_index": 0},
+    "exaone_moe": {"first_k_dense_replace": 0},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "hy_v3": {"mlp_layer_types": ["sparse"]},
+    "mixtral": {"head_dim": 16},
+}
+
+
 def same(one, other):
     """Whether two configs are equal but for the text that they were read from."""
     return dataclasses.replace(one, source="") == dataclasses.replace(other, source="") and one.moe == other.moe
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family, data in OF_TRANSFORMERS.items() if "heads" in data])
 def test_absent_keys_have_the_defaults_of_transformers(family):
-    defaults = OF_TRANSFORMERS[family]["defaults"]
-    config = jgg.models.model_config({"model_type": family})
+    defaults = OF_TRANSFORMERS[family]["defaults"] | NEEDED.get(family, {})
+    config = jgg.models.model_config({"model_type": family} | NEEDED.get(family, {}))
     assert same(config, jgg.models.model_config(defaults))
-    assert config.head_features == OF_TRANSFORMERS[family]["heads"]
-    given = {key: value for key, value in defaults.items() if value is not None}
+    attention = next(own for own in config.mixers if own.kind != "delta")
+    assert attention.head_features == OF_TRANSFORMERS[family]["heads"]
+    # transformers writes a window of 0 where Qwen2-MoE has none
+    given = {
+        key: value for key, value in defaults.items() if value is not None and (key, value) != ("sliding_window", 0)
+    }
     known = HF_FAMILIES[family].settings(defaults)
-    for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters"}:
+    for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters", *NEEDED.get(family, {})}:
         rest = {name: value for name, value in given.items() if name != key}
         assert same(config, jgg.models.model_config(rest)), key
     for key, default in known.defaults.items():  # those that a ModelConfig lacks too
@@ -50,48 +67,79 @@ def test_absent_keys_have_the_defaults_of_transformers(family):
             assert default == defaults[name], key
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4"])
 def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
     defaults = OF_TRANSFORMERS[family]["defaults"] | {"model_type": family}
     assert jgg.hf.moe_layer({"model_type": family}) == jgg.hf.moe_layer(defaults)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family, data in OF_TRANSFORMERS.items() if "rotary" in data])
 def test_rotary_settings_mean_what_they_do_in_transformers(family):
     sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
     for case in OF_TRANSFORMERS[family]["rotary"]:
-        own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+        own = ONE_LAYER.get(family, {})
         config = jgg.models.model_config({"model_type": family} | sizes | own | case["changes"])
-        np.testing.assert_allclose(config.rotary_frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case))
-        np.testing.assert_allclose(config.rotary_scale, case["scale"], rtol=1e-6, err_msg=str(case))
+        np.testing.assert_allclose(
+            config.mixers[0].rotary.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case)
+        )
+        np.testing.assert_allclose(config.mixers[0].rotary.scale, case["scale"], rtol=1e-6, err_msg=str(case))
 
 
 def test_settings_of_qwen3_coder_that_say_what_qwen3_does_are_taken():
     more = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    assert jgg.models.model_config(config_of("qwen3_moe") | more).qk_norm == "head"
+    assert jgg.models.model_config(config_of("qwen3_moe") | more).mixers[0].qk_norm == "head"
 
 
 def test_windows_are_those_of_each_layer():
     def windows(family, **changes):
-        return jgg.models.model_config(config_of(family) | changes).windows
+        return tuple(own.window for own in jgg.models.model_config(config_of(family) | changes).mixers)
 
     assert windows("gpt_oss") == (4, None)
     assert windows("gpt_oss", layer_types=["full_attention", "sliding_attention"]) == (None, 4)
     assert windows("gpt_oss", layer_types=None, num_hidden_layers=3) == (4, None, 4)
+    assert windows("dots1") == (None, None, 4)
+    assert windows("dots1", layer_types=None, num_hidden_layers=5, max_window_layers=3) == (None, None, None, 4, 4)
+    assert windows("dots1", layer_types=None, sliding_window=None) == (None, None, None)
+    assert windows("qwen2_moe") == windows("qwen2_moe", layer_types=None) == (4, None, 4, None)
+    assert windows("qwen2_moe", layer_types=None, use_sliding_window=False) == (None,) * 4
     assert windows("mixtral") == (6, 6)
     assert windows("mixtral", sliding_window=None) == (None, None)
+    assert windows("exaone_moe", layer_types=None, num_hidden_layers=4, mlp_layer_types=None) == (4, None, 4, None)
+    assert windows("exaone_moe", sliding_window=None) == (None, None, None)
+    assert windows("mellum", layer_types=None) == (None, None, None)
     assert windows("qwen3_moe", sliding_window=8) == (None, None)
     assert windows("qwen3_moe", sliding_window=8, use_sliding_window=True) == (8, 8)
 
 
+def test_layers_without_a_window_have_no_positions_in_k_exaone():
+    def rotates(**changes):
+        config = jgg.models.model_config(config_of("exaone_moe") | changes)
+        return [any(own.rotary.frequencies) for own in config.mixers]
+
+    assert rotates() == [True, False, True]
+    assert rotates(sliding_window=None) == [True, True, True]
+
+
+def test_dense_layers_are_those_of_transformers():
+    def dense(family, **changes):
+        return jgg.models.model_config(config_of(family) | {"intermediate_size": 40} | changes).is_dense
+
+    assert dense("qwen3_moe", num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3]) == (1, 0, 1, 1, 1)
+    assert dense("qwen2_moe") == (0, 1, 0, 0)
+    of_ernie = {"num_hidden_layers": 6, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+    assert dense("ernie4_5_moe", **of_ernie) == (1, 0, 0, 0, 0, 0)
+    assert dense("ernie4_5_moe", **of_ernie | {"moe_layer_interval": 2, "moe_layer_end_index": 4}) == (1, 0, 1, 0, 1, 1)
+    assert dense("hy_v3", mlp_layer_types=None) == (1, 0, 0)
+    assert dense("dots1", first_k_dense_replace=2) == (1, 1, 0)
+
+
 def test_qwen3_moe_may_begin_with_dense_layers():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"mlp_only_layers": [0], "intermediate_size": 40})
-    assert (config.num_dense_layers, config.dense_features, config.dense_activation) == (1, 40, "swiglu")
+    assert (config.is_dense, config.dense_features, config.dense_activation) == ((True, False), 40, "swiglu")
 
 
 WRONG = {
-    "model_type must be one of ['glm4_moe', ": ({"model_type": "llama"}, ValueError),
-    "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
+    "], got 'llama'.": ({"model_type": "llama"}, ValueError),
     "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0},
@@ -100,14 +148,13 @@ WRONG = {
     "must have no null in 'vocab_size', got null": ({"vocab_size": None}, ValueError),
     "hidden_size must be a positive int, got '32'": ({"hidden_size": "32"}, TypeError),
     "num_key_value_heads must divide num_attention_heads, 4, got 3": ({"num_key_value_heads": 3}, ValueError),
-    "decoder_sparse_step must be 1, got 2": ({"decoder_sparse_step": 2}, ValueError),
     "qkv_bias must be False, got True": ({"qkv_bias": True}, ValueError),
-    "mlp_only_layers must be the first layers, such as [0, 1], or none, got [1]": (
-        {"mlp_only_layers": [1]},
+    "mlp_only_layers must be null or a list of numbers of the 2 layers, got [2]": (
+        {"mlp_only_layers": [2]},
         ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
-    "rope_type must be 'default', 'linear', 'llama3' or 'yarn', got 'dynamic'": (
+    "rope_type must be 'default', 'linear', 'llama3', 'proportional' or 'yarn', got 'dynamic'": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         ValueError,
     ),
@@ -211,12 +258,38 @@ def test_wrong_settings_of_one_family_are_named():
             {"n_group": 2, "num_experts_per_tok": 3},
         ),
         "swiglu_limit must be more than 0, got -1.0": ("gpt_oss", {"swiglu_limit": -1}),
-        "The last layer must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
+        "must have experts, got 3 dense layers of 3 by first_k_dense_replace and num_hidden_layers": (
             "glm4_moe",
             {"first_k_dense_replace": 3},
         ),
+        "first_k_dense_replace must be the number of dense layers by mlp_layer_types, 1, got 1": (
+            "hy_v3",
+            {"first_k_dense_replace": 1},
+        ),
+        "layer_types must be one of ['full_attention'] for each of 4 layers, got ['sliding_attention'": (
+            "qwen2_moe",
+            {"use_sliding_window": False},
+        ),
+        "n_routed_experts must be a positive int, got None": ("dots1", {"n_routed_experts": None}),
         "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
         "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
+        "mlp_layer_types must be one of ['sparse', 'dense'] for each of 3 layers, got ['moe']": (
+            "mellum",
+            {"mlp_layer_types": ["moe"]},
+        ),
+        "use_sliding_window must be True, got False": ("mellum", {"use_sliding_window": False}),
+        "truncate in rope_parameters of full_attention must be true": (
+            "mellum",
+            {"rope_parameters": {"full_attention": {"truncate": False}}},
+        ),
+        "is_moe_layer must be that of mlp_layer_types, [False, True, True], got [True]": (
+            "exaone_moe",
+            {"is_moe_layer": [True]},
+        ),
+        "sliding_window_pattern must be a positive int, got 'LLLG'": (
+            "exaone_moe",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+        ),
     }
     for message, (family, changes) in cases.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):

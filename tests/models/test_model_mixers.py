@@ -1,7 +1,8 @@
 """A family whose layers mix tokens in two ways: one entry of FAMILIES and one of MIXERS make it a whole model."""
 
 import dataclasses
-from typing import NamedTuple
+import operator
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,28 @@ from flax import nnx
 import jgg.hf
 import jgg.models
 from jgg.hf.families import FAMILIES
+from jgg.hf.mixers import MixerConfig
+from jgg.hf.model_settings import in_layers
 from jgg.hf.tensors import matrix
+from jgg.models.attention import Place
 from jgg.models.layer import MIXERS
+from jgg.models.norms import norm
 from jgg.models.parts import set_params
+from jgg.models.plan import schedule_of
+from jgg.models.rotary import rotations
 from tests.support.models import config_of, logits_of
 
 STATE = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecayConfig(MixerConfig):
+    """The options of a decay: it has none."""
+
+    kind: ClassVar[str] = "decay"
+
+    def shapes(self, features):
+        return {"w_in": (features, STATE), "w_out": (STATE, features)}
 
 
 class State(NamedTuple):
@@ -29,13 +46,12 @@ class State(NamedTuple):
 class Decay(nnx.Module):
     """A sum of past tokens in which each counts half of the one that follows it."""
 
-    def __init__(self, config, options, rngs):
+    def __init__(self, config, own, options, rngs):
         self.options = options
-        shapes = {"w_in": (config.features, STATE), "w_out": (STATE, config.features)}
-        set_params(self, shapes, 0.3, options, rngs)
+        set_params(self, own.shapes(config.features), 0.3, options, rngs)
 
     @staticmethod
-    def empty_cache(config, layers, batch, positions, dtype):
+    def empty_cache(own, layers, batch, positions, dtype):
         return State(jnp.zeros((layers, batch, STATE), dtype))
 
     def __call__(self, x, place, cache):
@@ -53,11 +69,16 @@ class Decay(nnx.Module):
 def model(monkeypatch):
     """GLM-4.5 with a decay in the first and the last of its layers, which are dense, sparse and sparse."""
     glm = FAMILIES["glm4_moe"]
-    kinds = {"decay": "decay", "full_attention": "attention"}
+
+    def read(settings):
+        found = glm.model(settings)
+        kinds = {"decay": DecayConfig(), "full_attention": found["mixers"][0]}
+        return found | in_layers(settings, kinds, ["decay"] * len(found["mixers"]))
+
     family = dataclasses.replace(
         glm,
         defaults={**glm.defaults, "layer_types": None},
-        model=lambda settings: {**glm.model(settings), "mixers": tuple(kinds[t] for t in settings.get("layer_types"))},
+        model=read,
         layer={**glm.layer, "decay.w_in": matrix("decay.in.weight"), "decay.w_out": matrix("decay.out.weight")},
     )
     monkeypatch.setitem(FAMILIES, "decaying", family)
@@ -70,7 +91,7 @@ TOKENS = np.random.default_rng(0).integers(64, size=(2, 9))
 
 
 def test_the_plan_has_a_stack_for_layers_side_by_side_that_are_alike(model):
-    plan = [(stack.name, stack.mixer, list(stack.numbers)) for stack in model.config.plan]
+    plan = [(stack.name, stack.mixer.kind, list(stack.numbers)) for stack in model.config.plan]
     assert plan == [("dense_layers", "decay", [0]), ("layers", "attention", [1]), ("layers_2", "decay", [2])]
     _, sown = jax.eval_shape(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS), model)
     assert sown["topk_indices"][0].shape == (2, 2, 9, 2)  # of two layers with experts
@@ -96,3 +117,52 @@ def test_its_folder_has_the_names_of_the_family(model, tmp_path):
     assert sorted(names) == [f"model.layers.{layer}.decay.{name}.weight" for layer in (0, 2) for name in ("in", "out")]
     again = jgg.models.load(tmp_path / "saved", dtype=jnp.float32)
     np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(model, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("layers", "periods"),
+    [
+        ("aaaa", ["a", 4]),
+        ("daaa", ["d", 1, "a", 3]),
+        ("rrrarrra", ["rrra", 2]),
+        ("drrrarrrar", ["dr", 1, "rrar", 2]),
+        ("rrra", ["r", 3, "a", 1]),
+    ],
+)
+def test_layers_run_in_periods_of_which_few_are_compiled(layers, periods):
+    got = [part for period in schedule_of(layers) for part in ("".join(period.names), period.repeats)]
+    assert got == periods
+
+
+def test_periods_compute_what_layers_do_one_after_the_other(model):
+    """Two decays and two layers of attention, three times, with the experts of each chosen for it."""
+    types = ["decay", "decay", "full_attention", "full_attention"] * 3
+    config = model.config.hf | {"num_hidden_layers": 12, "layer_types": types, "first_k_dense_replace": 0}
+    model = jgg.models.Decoder(jgg.models.model_config(config), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert [(period.names, period.repeats) for period in model.config.schedule] == [
+        (("layers", "layers", "layers_2", "layers_2"), 3)
+    ]
+    given = np.random.default_rng(1).permuted(np.tile(np.arange(4), (12, 2, 9, 1)), axis=-1)[..., :2]
+
+    @jax.jit
+    def one_after_the_other(model):
+        x = model.w_embedding[...][TOKENS]
+        place = Place(
+            jnp.arange(9)[None], rotations(model.config.mixers[2].rotary, jnp.arange(9)[None]), None, None, None
+        )
+        for number in range(12):
+            plan = next(plan for plan in model.config.plan if number in plan.numbers)
+            index = plan.numbers.index(number)
+            own = jax.tree.map(operator.itemgetter(index), getattr(model, plan.name))
+            x, _ = own(x, place._replace(topk_indices=given[number]), None)
+        return x
+
+    def in_periods(model):
+        x, _ = model.run_layers(jnp.asarray(TOKENS), jnp.arange(9)[None], topk_indices=jnp.asarray(given))
+        return x
+
+    x = jax.jit(in_periods)(model)
+    wanted = norm(one_after_the_other(model), model.norm[...], model.config.norm_epsilon, None)
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-5)
+    _, sown = jax.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, topk_indices=given))(model)
+    np.testing.assert_array_equal(sown["topk_indices"][0], given)

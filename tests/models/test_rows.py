@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.hf.mixers import RotaryConfig
 from jgg.models.norms import (
     NORMALIZED,
     TOTAL,
@@ -43,7 +44,7 @@ def layer(params, x, implementation):
     """Norms and a rotary embedding as in a layer, with something in the place of attention."""
     x, y = norm_beside(x, params["first"], EPSILON, implementation)
     q, k = y @ params["q"], y @ params["k"]
-    rotation = rotations((1.0, 0.3), 1.2, jnp.arange(x.shape[1])[None])
+    rotation = rotations(RotaryConfig((1.0, 0.3), 1.2), jnp.arange(x.shape[1])[None])
     scales = (params["q_norm"], params["k_norm"]) if "q_norm" in params else None
     q, k = rotated(q, k, scales, rotation, 6, EPSILON, implementation)
     mixed = jnp.tanh(q * k).reshape(x.shape)

@@ -184,7 +184,8 @@ def test_a_wrong_option_is_named(option):
 def test_flops_of_a_decoder(wrt, monkeypatch):
     model = jgg.models.load(DATA / "gpt_oss", lora_rank=2)
     own, config, each = meter.Meter(model, wrt), model.config, 6 if wrt is nnx.Param else 4
-    q, kv, h, i = (config.num_heads * 12, config.num_kv_heads * 12, config.features, config.moe.hidden_features)
+    attention, h, i = config.mixers[0], config.features, config.moe.hidden_features
+    q, kv = attention.num_heads * 12, attention.num_kv_heads * 12
     matrices = 2 * h * q + 2 * h * kv + h * config.moe.num_experts + config.moe.topk * 3 * h * i
     adapters = 2 * (2 * (h + q) + 2 * (h + kv) + config.moe.topk * (h + 2 * i + i + h))
     wanted = config.num_layers * (each * matrices + 6 * adapters) + each * h * config.vocabulary
@@ -192,7 +193,7 @@ def test_flops_of_a_decoder(wrt, monkeypatch):
     own.add(np.array([3, 6]))
     distances = [np.arange(n)[:, None] - np.arange(n) for n in (3, 6)]
     attended = sum(
-        np.sum((distance >= 0) & (distance < (window or 99))) for distance in distances for window in config.windows
+        np.sum((distance >= 0) & (distance < (mixer.window or 99))) for distance in distances for mixer in config.mixers
     )
     assert own.flops == 9 * wanted + 12 * q * attended
     assert own.read().mfu is None

@@ -1,0 +1,56 @@
+"""Families of folders that have a language model beside towers, which see images or hear."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jgg.hf.family import Family
+from jgg.hf.tensors import Tensor
+
+# keys beside "text_config" that say nothing of the language model
+_NAMES = """
+    audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id
+    eoi_token_index image_token_id image_token_index video_token_id vision_config vision_end_token_id
+    vision_soft_tokens_per_image vision_start_token_id
+"""
+OF_TOWERS = set(_NAMES.split())
+
+
+def in_multimodal(
+    text: Family,
+    text_type: str,
+    *,
+    prefix: str = "model.language_model.",
+    root: str = "",
+    towers: tuple[str, ...],
+    outer: Mapping[str, Any],
+) -> Family:
+    """The family of the folders that have a language model of another family beside towers.
+
+    The tensors of towers are no part of the model.
+
+    Args:
+      text: the family of the language model alone, whose config.json is the "text_config" here.
+      text_type: its model_type.
+      prefix: the beginning of its tensors' names, in the place of that in its own folders.
+      root: the beginning of the names that have no such prefix there, such as the head's.
+      towers: the beginnings of the names of other tensors.
+      outer: as in `Family`.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        names = (
+            prefix + name.removeprefix(text.prefix) if name.startswith(text.prefix) else root + name
+            for name in tensor.names
+        )
+        return dataclasses.replace(tensor, names=tuple(names))
+
+    return dataclasses.replace(
+        text,
+        prefix=prefix,
+        ends={name: moved(tensor) for name, tensor in text.ends.items()},
+        ignored=(*text.ignored, *(f"^{re.escape(tower)}" for tower in towers)),
+        text_type=text_type,
+        outer=outer,
+    )

@@ -1,0 +1,89 @@
+"""Families beside those of the other files: each computes, learns, generates and is saved as by transformers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jgg.hf
+import jgg.models
+from tests.support.digests import digest
+from tests.support.hf import assert_same_tensors
+from tests.support.models import DATA, MORE_FAMILIES, loaded, logits_of, reference
+
+ADAPTERS = DATA.parent / "model_adapters"
+LENGTHS = np.array([1, 5, 9])
+
+
+@functools.cache
+def model_of(family):
+    """The model in float32, whose parameters stay as they are."""
+    return loaded(family)
+
+
+@functools.cache
+def logits_loss_and_gradients(family):
+    """Of the tokens of the reference, in one program."""
+    tokens = jnp.asarray(reference(family)["tokens"])
+    graphdef, params, rest = nnx.split(model_of(family), nnx.Param, ...)
+
+    @jax.jit
+    def run(params, rest):
+        def loss_of(params):
+            logits = nnx.merge(graphdef, params, rest)(tokens)
+            log_p = jax.nn.log_softmax(logits[:, :-1])
+            return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean(), logits
+
+        return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+    (loss, logits), gradients = run(params, rest)
+    return logits, loss, gradients
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
+    expected = reference(family)
+    logits, loss, gradients = logits_loss_and_gradients(family)
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=0, atol=1e-4)
+    model = nnx.clone(model_of(family))
+    nnx.update(model, gradients)
+    jgg.models.save(model, tmp_path / "gradients")  # by the names of the folder's tensors
+    own = jgg.hf.Checkpoint(DATA / family)  # what has no gradient is as in the model
+    named = {
+        name: array
+        for name, array in jgg.hf.Checkpoint(tmp_path / "gradients").items()
+        if not np.array_equal(array, own[name].astype(array.dtype))
+    }
+    np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_tokens_are_generated_with_caches_as_by_transformers(family):
+    expected = reference(family)
+    got = jgg.models.generate(model_of(family), expected["prompts"], expected["greedy"].shape[1], lengths=LENGTHS)
+    np.testing.assert_array_equal(got, expected["greedy"])
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_a_folder_is_written_back_bit_for_bit(family, tmp_path):
+    jgg.models.save(jgg.models.load(DATA / family), tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").read_bytes() == (DATA / family / "config.json").read_bytes()
+    assert_same_tensors(jgg.hf.Checkpoint(tmp_path / "saved"), jgg.hf.Checkpoint(DATA / family))
+
+
+@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if (ADAPTERS / family).exists()])
+def test_an_adapter_of_peft_gives_its_logits_and_is_written_bit_for_bit(family, tmp_path):
+    model = loaded(family)
+    jgg.models.load_adapter(model, ADAPTERS / family)
+    logits = logits_of(model, reference(family)["tokens"])
+    wanted = np.load(ADAPTERS / family / "logits.npy")
+    assert np.abs(wanted - reference(family)["logits"]).max() > 0.1
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
+    jgg.models.save_adapter(model, tmp_path)
+    name = "adapter_model.safetensors"
+    assert_same_tensors(load_file(tmp_path / name), load_file(ADAPTERS / family / name))

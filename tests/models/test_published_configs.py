@@ -1,0 +1,118 @@
+"""The config.json of published models is read; what is here of each are the keys that say how the model computes."""
+
+import math
+
+import jgg.models
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.2772588722239782,
+}
+LOCAL, FULL = "sliding_attention", "full_attention"
+# JetBrains/Mellum2-12B-A2.5B-Base
+MELLUM2 = {
+    "architectures": ["MellumForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "dtype": "bfloat16",
+    "eos_token_id": 28,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 7168,
+    "layer_types": [LOCAL, LOCAL, LOCAL, FULL] * 7,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 0,
+    "mlp_layer_types": ["sparse"] * 28,
+    "model_type": "mellum",
+    "moe_intermediate_size": 896,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {FULL: YARN, LOCAL: {"rope_type": "default", "rope_theta": 500000.0}},
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": 1024,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": True,
+    "vocab_size": 98304,
+}
+# LGAI-EXAONE/K-EXAONE-236B-A23B
+K_EXAONE = {
+    "architectures": ["ExaoneMoEForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 53,
+    "first_last_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "is_moe_layer": [False] + [True] * 47,
+    "layer_types": [LOCAL, LOCAL, LOCAL, FULL] * 12,
+    "max_position_embeddings": 262144,
+    "model_type": "exaone_moe",
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "num_shared_experts": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_pattern": "LLLG",
+    "tie_word_embeddings": False,
+    "tokenizer_class": "GPT2Tokenizer",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_cache": True,
+    "vocab_size": 153600,
+}
+
+
+def billions(config):
+    """How many parameters the model has."""
+    of_mixers = sum(math.prod(shape) for own in config.mixers for shape in own.shapes(config.features).values())
+    of_experts = config.num_moe_layers * sum(map(math.prod, config.moe.shapes.values()))
+    of_mlps = sum(config.is_dense) * 3 * config.features * config.dense_features
+    of_ends = (2 - config.is_tied) * config.vocabulary * config.features
+    return (of_mixers + of_experts + of_mlps + of_ends) / 1e9
+
+
+def test_mellum2_has_windows_of_1024_and_yarn_in_every_fourth_layer():
+    config = jgg.models.model_config(MELLUM2)
+    assert [own.window for own in config.mixers] == [1024, 1024, 1024, None] * 7
+    assert (config.mixers[0].rotary.scale, config.mixers[3].rotary.scale) == (1.0, YARN["attention_factor"])
+    assert len(config.plan) == 1
+    assert round(billions(config), 1) == 12.1
+
+
+def test_k_exaone_has_no_positions_in_every_fourth_layer():
+    config = jgg.models.model_config(K_EXAONE)
+    assert [own.window for own in config.mixers] == [128, 128, 128, None] * 12
+    assert [any(own.rotary.frequencies) for own in config.mixers] == [True, True, True, False] * 12
+    assert config.is_dense == (True,) + (False,) * 47
+    assert round(billions(config), 1) == 236.6
