@@ -57,7 +57,8 @@ def load(
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
     in transformers, model.safetensors counts where an index is beside it, and the frequencies of rotary embeddings, a
-    copy of a tied head and layers that predict further tokens are not read.
+    copy of a tied head, layers that predict further tokens and towers that see or hear are not read; `save` copies the
+    last two. Matrices in FP8 that are not of experts are dequantized to bfloat16.
 
     All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
     With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
