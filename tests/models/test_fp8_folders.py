@@ -67,6 +67,15 @@ def test_all_matrices_in_fp8_are_dequantized(publisher, tmp_path):
     assert jgg.hf.read_config(tmp_path / "dense") == jgg.hf.read_config(source)
 
 
+def test_experts_with_a_scale_for_each_channel_do_not_stay_as_they_are(tmp_path):
+    how, block, suffix, dtype = PUBLISHED["glm"]
+    folder = with_fp8(DATA / "glm4_moe", tmp_path / "fp8", how=how, block=block, suffix=suffix, dtype=dtype)
+    with pytest.raises(
+        ValueError, match=r"w_gate_up .* must have whole blocks .* to stay quantized, got blocks of \[all, 1\]"
+    ):
+        jgg.models.load(folder, experts="as stored")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """GLM-4.5 with a dense layer, shared experts and a head in FP8, whose scales are in bfloat16."""
