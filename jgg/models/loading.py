@@ -197,7 +197,7 @@ class _Reader:
         found = [name for name in self.tensors if name not in own and not self._is_copy(name)]
         if self.quantized is not None:
             found = [part for name in found for part in self.quantized.stored_names(name)]
-        return LeftOut(os.path.abspath(self.checkpoint.path), tuple(found)) if found else None
+        return LeftOut(os.path.realpath(self.checkpoint.path), tuple(found)) if found else None
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields the parameters beside the layers."""
