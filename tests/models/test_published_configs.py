@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 import jgg.models
 
 YARN = {
@@ -192,6 +194,46 @@ LLAMA4_MAVERICK = LLAMA4_SCOUT | {
         "use_qk_norm": False,
     }
 }
+# ibm-granite/granite-4.0-h-small
+GRANITE_4_SMALL = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 768,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "logits_scaling": 16,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1536,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
 
 
 def billions(config):
@@ -235,3 +277,15 @@ def test_llama4_has_chunks_in_three_of_four_layers_and_maverick_experts_in_every
     assert not any(scout.is_dense) and maverick.is_dense == (True, False) * 24
     assert len(scout.schedule) == 1 and len(maverick.schedule) == 1
     assert (round(billions(scout), 1), round(billions(maverick), 1)) == (107.8, 400.7)
+
+
+def test_granite_4_is_refused_for_its_mamba_layers_and_has_no_positions_without_them():
+    with pytest.raises(ValueError, match=r"layer_types must be 'attention' for each of 40 layers, .* got \['mamba', "):
+        jgg.models.model_config(GRANITE_4_SMALL)
+    with pytest.raises(ValueError, match=r"layer_types must be 'attention' .* all if the key is absent, got None"):
+        jgg.models.model_config(GRANITE_4_SMALL | {"layer_types": None})
+    config = jgg.models.model_config(GRANITE_4_SMALL | {"layer_types": ["attention"] * 40})
+    assert not any(config.mixers[0].rotary.frequencies)
+    assert config.moe.shapes["w_shared_gate_up"] == (4096, 2 * 1536)
+    rotated = GRANITE_4_SMALL | {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+    assert all(jgg.models.model_config(rotated).mixers[0].rotary.frequencies)

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
-MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text", "llama4_text")
+MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text", "llama4_text", "granitemoeshared")
 WITHOUT_ROTARY = ("mellum",)  # has several embeddings
 # of the others, jgg has the experts alone
 CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None}

@@ -37,6 +37,12 @@ CASES = {
     "mellum": USUAL,
     "exaone_moe": USUAL,
     "qwen3_vl_moe": USUAL,
+    "granitemoeshared": {
+        "r": 2,
+        "target_modules": [*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"],
+        "target_parameters": ["block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"],
+    },
+    "granitemoehybrid": {"target_modules": ATTENTION, "target_parameters": ["router.weight"]},
     "llama4": {
         "r": 2,
         "target_modules": r"language_model\..*\.[qkvo]_proj",
