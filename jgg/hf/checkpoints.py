@@ -107,9 +107,9 @@ def read_params(
     tensors = tensors if quantized is None else quantized
     stored_as = {name: own.stored(name, layer, tensors, shape) for name, shape in shapes.items()}
     expected = (part for name, (of, stored) in stored_as.items() for part, _ in stored.shapes(of, shapes[name]))
-    blocks = own.block_name(layer), own.fused_block_name(layer)
-    present = {name for name in tensors if name.startswith(blocks)}
-    check_names(present, expected, f"in the MoE block {blocks[0]!r} of a {config['model_type']} checkpoint")
+    present = {name for name in tensors if own.is_in_block(name, layer)}
+    where = f"in the MoE block {own.block_name(layer)!r} of a {config['model_type']} checkpoint"
+    check_names(present, expected, where)
     for name, shape in shapes.items():
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))

@@ -17,7 +17,7 @@ class Family:
     """What the models of one architecture have in common: how config.json is read, and what tensors are called.
 
     Attributes:
-      block: name of the MoE block in a decoder layer.
+      block: name of the MoE block in a decoder layer; "" if its parts are modules of the layer itself.
       options: function from a config's settings to the arguments of `MoELayer`.
       tensors: the tensors of each parameter of the MoE block, with names relative to the block.
       defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. Of a family
@@ -67,15 +67,28 @@ class Family:
 
     def block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
-        return f"{self.layer_name(layer)}{self.block}."
+        return self._in_layer(layer, self.block)
 
     def fused_block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block in transformers 5."""
-        return f"{self.layer_name(layer)}{self.fused_block or self.block}."
+        return self._in_layer(layer, self.fused_block or self.block)
+
+    def _in_layer(self, layer: int, block: str) -> str:
+        return self.layer_name(layer) + (f"{block}." if block else "")
+
+    def is_in_block(self, name: str, layer: int) -> bool:
+        """Whether a tensor of this name is in the MoE block of a decoder layer, as published or in transformers 5."""
+        blocks = self.block_name(layer), self.fused_block_name(layer)
+        if self.block:
+            return name.startswith(blocks)
+        others = {blocks[0] + part for tensor in self.layer.values() for part in tensor.names}
+        modules = tuple({blocks[0] + tensor.names[0].partition(".")[0] + "." for tensor in self.tensors.values()})
+        return name.startswith(modules) and name not in others
 
     def fused_name(self, layer: int) -> str:
         """Returns the name of the module of all experts in transformers 5."""
-        return f"{self.fused_block_name(layer)}experts"
+        before, *_ = self.fused.get("w_gate_up", self.tensors["w_gate_up"]).names[0].partition("experts")
+        return f"{self.fused_block_name(layer)}{before}experts"
 
     def stored(
         self, name: str, layer: int, names: Container[str], shape: tuple[int, ...] | None = None

@@ -16,10 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
-MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text")
+MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text", "llama4_text", "granitemoeshared")
 WITHOUT_ROTARY = ("mellum",)  # has several embeddings
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS + MORE) | {"qwen3_next": None, "deepseek_v3": None}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -72,6 +72,7 @@ ROTARY = (
     {"rope_parameters": LLAMA3},
     {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 2, "factor": 3}, "head_dim": 24},
     {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
 )
 # of the family that rotates a part of the features
 PARTIAL = (

@@ -18,7 +18,14 @@ import jgg.models
 DATA = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 # tests/models/test_families.py has what is tested of them
-MORE_FAMILIES: tuple[str, ...] = ("mellum", "exaone_moe", "qwen3_vl_moe")
+MORE_FAMILIES: tuple[str, ...] = (
+    "mellum",
+    "exaone_moe",
+    "qwen3_vl_moe",
+    "llama4",
+    "granitemoeshared",
+    "granitemoehybrid",
+)
 # for tests of what hardly differs between families
 FEW_FAMILIES = tuple(
     family if family in ("gpt_oss", "glm4_moe") else pytest.param(family, marks=pytest.mark.sweep)

@@ -3,8 +3,8 @@
 from jgg.hf.families.deepseek import DEEPSEEK_V3, GLM4_MOE
 from jgg.hf.families.exaone import EXAONE_MOE
 from jgg.hf.families.gpt_oss import GPT_OSS
-from jgg.hf.families.granite import GRANITEMOE
-from jgg.hf.families.llama4 import LLAMA4
+from jgg.hf.families.granite import GRANITEMOE, GRANITEMOEHYBRID, GRANITEMOESHARED
+from jgg.hf.families.llama4 import LLAMA4, LLAMA4_TEXT
 from jgg.hf.families.mellum import MELLUM
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
@@ -17,8 +17,11 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "granitemoeshared": GRANITEMOESHARED,
     "kimi_k2": DEEPSEEK_V3,
     "llama4": LLAMA4,
+    "llama4_text": LLAMA4_TEXT,
     "mellum": MELLUM,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
