@@ -114,6 +114,7 @@ def read_params(
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))
         if name in keep_quantized and quantized is not None and first in quantized.names:
+            _scales_shape(own.tensors[name], name, shape, quantized.how)  # `to_hf` writes these
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
             values = stored.filled(block, of_values, quantized.read_values)
