@@ -10,7 +10,7 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import Header, as_weights, shape_of
+from jgg.hf.files import DTYPES, Header, as_weights, shape_of
 from jgg.hf.settings import language_model
 
 ALL = 2**31  # how many rows or columns a block has that has all of them
@@ -230,6 +230,8 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
             got = headers[part].shape
             if got != expected:
                 raise ValueError(f"{part} must have shape {list(expected)}, got {list(got)}.")
+        if headers[of_scales].dtype not in DTYPES:
+            raise ValueError(f"{of_scales} must have one of the dtypes {DTYPES}, got {headers[of_scales].dtype}.")
 
     def read_values(self, name: str) -> np.ndarray:
         """Reads the values of a quantized tensor, in float8_e4m3fn or packed."""

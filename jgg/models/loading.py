@@ -19,7 +19,7 @@ from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES
-from jgg.hf.files import Header, check_names, errors_with
+from jgg.hf.files import DTYPES, Header, check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.lora import adapter_init
@@ -31,8 +31,6 @@ from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
-
-_DTYPES = "F64", "F32", "F16", "BF16"  # of weights, as safetensors names them
 
 
 def load(
@@ -175,7 +173,7 @@ class _Reader:
                     continue
             what, got = f"{name} of {self.checkpoint.path_of(name)}", headers[name]
             check(got.shape == shape, f"{what} must have shape {list(shape)}, got {list(got.shape)}.")
-            check(got.dtype in _DTYPES, f"{what} must have one of the dtypes {_DTYPES}, got {got.dtype}.")
+            check(got.dtype in DTYPES, f"{what} must have one of the dtypes {DTYPES}, got {got.dtype}.")
         return set(shapes)
 
     def _is_ignored(self, name: str) -> bool:

@@ -164,6 +164,9 @@ def test_scales_that_are_missing_or_misshapen_are_named(folder, tmp_path):
     wrong = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match=rf"{re.escape(scales)} must have shape \[1, 1\], got \[2, 2\]"):
         load(changed(folder, tmp_path / "1", **{scales.replace(".", "__"): wrong}))
+    exponents = np.full((1, 1), 127, np.uint8)
+    with pytest.raises(ValueError, match=rf"{re.escape(scales)} must have one of the dtypes .*'BF16'\), got U8"):
+        load(changed(folder, tmp_path / "4", **{scales.replace(".", "__"): exponents}))
     values = np.ones((8, 8), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match=rf"{re.escape(Q)} must have shape \[48, 128\], got \[8, 8\]"):
         load(changed(folder, tmp_path / "2", **{Q.replace(".", "__"): values}))
