@@ -13,6 +13,15 @@ from .tiles import highest, row_pointers
 
 
 @triton.jit
+def first_of_token(position, is_local, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that the token at `position` attends to; WINDOW and CHUNK are 0 for none."""
+    if CHUNK:
+        return position // CHUNK * CHUNK
+    else:
+        return first_seen(position, load_window(is_local), WINDOW)
+
+
+@triton.jit
 def attend_one_kernel(
     q,
     k,
@@ -31,6 +40,7 @@ def attend_one_kernel(
     GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
@@ -38,7 +48,8 @@ def attend_one_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
 ):
-    """Puts k and v into the cache at the positions, and attends to all positions up to there, or to the last WINDOW.
+    """Puts k and v into the cache at the positions, and attends to all positions up to there, or to the last WINDOW, or
+    to those of the same CHUNK.
 
     Arrays: q and attended [B, KV_HEADS, GROUP, FEATURES]; k, v [B, KV_HEADS, FEATURES]; k_cache, v_cache [layers, B,
     capacity, KV_HEADS, FEATURES]; layer int32 [], positions int32 [B], is_local bool [] or None, sinks [KV_HEADS *
@@ -48,7 +59,7 @@ def attend_one_kernel(
     STRIDE: tl.constexpr = KV_HEADS * FEATURES
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + sequence)
-    first = first_seen(position, load_window(is_local), WINDOW)
+    first = first_of_token(position, is_local, WINDOW, CHUNK)
     number = sequence * KV_HEADS + kv_head
     rows = tl.arange(0, BLOCK_GROUP)
     features = tl.arange(0, BLOCK_FEATURES)
@@ -79,7 +90,7 @@ def attend_one_kernel(
         at = row_pointers(offset, keys, features, STRIDE)
         k_block = tl.load(k_cache + at, mask=is_feature[None, :], other=0.0)
         logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
-        if WINDOW:
+        if WINDOW + CHUNK:
             logits = tl.where((keys >= first)[None, :], logits, float("-inf"))
         v_block = tl.load(v_cache + at, mask=is_feature[None, :], other=0.0)
         highest_logit, total, acc = add_step(highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION)
@@ -117,6 +128,7 @@ def add_parts_kernel(
     HEADS: tl.constexpr,
     FEATURES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     PART: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
@@ -128,7 +140,7 @@ def add_parts_kernel(
     features = tl.arange(0, BLOCK_FEATURES)
     query = sequence * HEADS + head
     highest_logit, total, acc = no_keys(1, BLOCK_FEATURES)
-    first_part = first_seen(position, load_window(is_local), WINDOW) // PART
+    first_part = first_of_token(position, is_local, WINDOW, CHUNK) // PART
     for step in tl.range(first_part, last_part + 1, UNROLL):
         loaded = ()  # of several parts, before any of them is waited for
         for number in tl.static_range(UNROLL):

@@ -23,7 +23,7 @@ from jgg.hf.files import (
     read_tensor,
     read_weight_map,
 )
-from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
+from jgg.hf.quantized import ALL, Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
 
@@ -115,6 +115,7 @@ def read_params(
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))
         if name in keep_quantized and quantized is not None and first in quantized.names:
+            _scales_shape(own.tensors[name], name, shape, quantized.how)  # `to_hf` writes these
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
             values = stored.filled(block, of_values, quantized.read_values)
@@ -133,9 +134,10 @@ def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quanti
     block = (columns_of, rows_of) if stored.is_transposed else how.block
     columns = shape[-1] // len(stored.names)
     if not set(block) <= set(BLOCKS) or (len(stored.names) > 1 and columns % block[1]):
+        got = ", ".join("all" if size == ALL else str(size) for size in block)
         raise ValueError(
             f"{name} {list(shape)} of {len(stored.names)} tensors side by side must have whole blocks of {BLOCKS} rows "
-            f"and columns to stay quantized, got blocks of {list(block)}."
+            f"and columns to stay quantized, got blocks of [{got}]."
         )
     return scales_shape(shape, block)
 

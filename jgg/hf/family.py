@@ -94,7 +94,8 @@ class Family:
 
     def fused_name(self, layer: int) -> str:
         """Returns the name of the module of all experts in transformers 5."""
-        return f"{self.fused_block_name(layer)}experts"
+        before, *_ = self.fused.get("w_gate_up", self.tensors["w_gate_up"]).names[0].partition("experts")
+        return f"{self.fused_block_name(layer)}{before}experts"
 
     def stored(
         self, name: str, layer: int, names: Container[str], shape: tuple[int, ...] | None = None

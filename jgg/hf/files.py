@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.files import check_regular
 
+DTYPES = "F64", "F32", "F16", "BF16"  # of weights, and of scales in FP8 folders, as safetensors names them
 _FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar, Self
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class RotaryConfig:
@@ -53,6 +55,11 @@ class MixerConfig:
         """How many numbers the cache keeps of each token."""
         return 0
 
+    def pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """How many pairs of a token and one that it attends to there are in sequences of these lengths."""
+        near = lengths if self.window is None else np.minimum(lengths, self.window)
+        return near * (near + 1) // 2 + (lengths - near) * near
+
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's parameters by name, in a model of so many features between layers."""
         raise NotImplementedError
@@ -70,7 +77,8 @@ class AttentionConfig(MixerConfig):
       num_heads, num_kv_heads: heads of the queries, and of the keys and values, each of which several queries share.
       head_features: D, features of a head.
       scale: factor of the products of queries and keys.
-      qk_norm: "head" if each head of queries and keys is normalized, "all" if all heads together, or None.
+      qk_norm: "head" if each head of queries and keys is normalized, "unit" if so without weights, "all" if all heads
+        are together, or None.
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
       is_interleaved: whether features 2i and 2i + 1 of a head form a pair that is rotated, rather than i and D/2 + i.
@@ -80,6 +88,10 @@ class AttentionConfig(MixerConfig):
       are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
       use_gate: each head's result is scaled by the sigmoid of D more projections of x. They are columns of w_q, after
         the head's own D of its queries.
+      chunk: a sequence's first tokens, so many, attend to each other alone, and so do the next; None for all. Without
+        a window.
+      temperature_scale, temperature_floor: a query at position p is multiplied by 1 + temperature_scale * log(1 +
+        floor((p + 1) / temperature_floor)).
     """
 
     kind: ClassVar[str] = "attention"
@@ -97,6 +109,9 @@ class AttentionConfig(MixerConfig):
     norm_values: bool = False
     are_keys_values: bool = False
     use_gate: bool = False
+    chunk: int | None = None
+    temperature_scale: float = 0.0
+    temperature_floor: float = 1.0
 
     @property
     def flops_per_pair(self) -> int:
@@ -107,6 +122,13 @@ class AttentionConfig(MixerConfig):
     def cached_per_token(self) -> int:
         """How many numbers the cache keeps of each token."""
         return 2 * self.num_kv_heads * self.head_features
+
+    def pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """How many pairs of a token and one that it attends to there are in sequences of these lengths."""
+        if self.chunk is None:
+            return super().pairs(lengths)
+        chunks, rest = lengths // self.chunk, lengths % self.chunk
+        return chunks * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
 
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's parameters by name, in a model of so many features between layers."""
@@ -122,7 +144,7 @@ class AttentionConfig(MixerConfig):
             shapes |= {"b_q": (of_q,), "b_k": (keys,), "b_v": (keys,)}
         if self.use_out_bias:
             shapes["b_o"] = (features,)
-        if self.qk_norm is not None:
+        if self.qk_norm in ("head", "all"):
             is_whole = self.qk_norm == "all"
             shapes["q_norm"] = (queries if is_whole else self.head_features,)
             shapes["k_norm"] = (keys if is_whole else self.head_features,)

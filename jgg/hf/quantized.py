@@ -10,13 +10,13 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import Header, as_weights, shape_of
+from jgg.hf.files import DTYPES, Header, as_weights, shape_of
 from jgg.hf.settings import language_model
 
+ALL = 2**31  # how many rows or columns a block has that has all of them
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
 _MAGNITUDES = ", ".join(f"{number:g}" for number in _NUMBERS[:8].astype(np.float32)) + " and their negatives"
-_ALL = 2**31  # rows or columns of a block that has all
 _IS_NUMBER = np.isin(np.arange(256), _NUMBERS.view(np.uint8))  # indexed by the bits of a float8_e4m3fn
 
 
@@ -115,7 +115,7 @@ def _block_of_group(group: Any) -> tuple[int, int] | None:
     """The block of a group's weights; None if they are in a format that jgg does not read."""
     match group:
         case {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}:
-            return 1, _ALL
+            return 1, ALL
         case {"weights": {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": sizes}}:
             return _as_block(sizes)
     return None
@@ -230,6 +230,8 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
             got = headers[part].shape
             if got != expected:
                 raise ValueError(f"{part} must have shape {list(expected)}, got {list(got)}.")
+        if headers[of_scales].dtype not in DTYPES:
+            raise ValueError(f"{of_scales} must have one of the dtypes {DTYPES}, got {headers[of_scales].dtype}.")
 
     def read_values(self, name: str) -> np.ndarray:
         """Reads the values of a quantized tensor, in float8_e4m3fn or packed."""

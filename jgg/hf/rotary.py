@@ -145,9 +145,10 @@ def _llama3(frequencies: np.ndarray, context: float, given: dict[str, Any]) -> n
     """
     factor = _factor("llama3", given)
     low, high = (_as_positive(key, _required("llama3", given, key)) for key in ("low_freq_factor", "high_freq_factor"))
-    check(high > low, f"high_freq_factor must be more than low_freq_factor, {low}, got {high}.")
+    check(high >= low, f"high_freq_factor must be at least low_freq_factor, {low}, got {high}.")
     turns = context * frequencies / (2 * math.pi)
-    return _slowed(frequencies, factor, np.clip((high - turns) / (high - low), 0, 1))
+    slowed = turns < low if high == low else np.clip((high - turns) / (high - low), 0, 1)
+    return _slowed(frequencies, factor, slowed)
 
 
 def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) -> np.ndarray:

@@ -10,6 +10,7 @@ LARGEST = 2**31 - 1  # what an int of config.json may be at most, if nothing sma
 _LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 # what null says in these keys; other keys may be null where transformers' default is null or an object
 _NULLS = {
+    "attention_chunk_size": None,
     "eos_token_id": None,
     "head_dim": None,
     "n_group": 1,

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jgg.core.arguments import check
 from jgg.core.gpu_target import current_target
 from jgg.hf.mixers import AttentionConfig
 from jgg.launching.choice import How
@@ -17,7 +18,8 @@ from jgg.models.config import ModelConfig
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, halves_first, rotated
-from jgg.products.attend import ATTEND, Attend
+from jgg.primitives.barrier import barrier
+from jgg.products.attend import ATTEND, PART, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -77,6 +79,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, own: AttentionConfig, options: Options, rngs: nnx.Rngs) -> None:
         self.config, self.own, self.options = config, own, options
+        has_parts = own.chunk is None or own.chunk % PART == 0
+        needed = f"batch_invariant needs chunks of attention whose size is a multiple of {PART}, got {own.chunk}."
+        check(has_parts or not options.batch_invariant, needed)
         set_params(self, own.shapes(config.features), config.init_scale, options, rngs, norm=config.norm_init)
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
@@ -125,12 +130,22 @@ class Attention(nnx.Module):
             q, gate = (both[:, :, :, part].reshape(*x.shape[:2], q.shape[2] // 2) for part in range(2))
         scale_of = self.config.norm_scale
         scales = (scale_of(self.q_norm[...]), scale_of(self.k_norm[...])) if own.qk_norm == "head" else None
+        if own.qk_norm == "unit":  # a rotation changes no norm
+            scales = (jnp.ones(own.head_features, jnp.float32),) * 2
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
+        if own.temperature_scale:
+            q = self._tempered(q, place.positions)
         v = v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
         if own.norm_values:
             v = norm(v, jnp.ones(own.head_features, jnp.float32), self.config.norm_epsilon, implementation)
         return q, k, v, gate
+
+    def _tempered(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+        """Queries [B, S, heads, D] of late tokens, with larger logits. Source: Nakanishi, Scalable-Softmax, 2025."""
+        steps = barrier(jnp.floor((positions.astype(jnp.float32) + 1) / self.own.temperature_floor))
+        factors = 1 + self.own.temperature_scale * jnp.log1p(steps)  # behind a barrier, as the angles of `rotations`
+        return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""
@@ -145,28 +160,38 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if self.own.use_sinks else None
         how = how_of_rows(self.options.dense_implementation) if self.options.batch_invariant else None
         scale, window, is_local, segments = self.own.scale, place.window, place.is_local, place.segments
+        positions = jnp.broadcast_to(place.positions, q.shape[:2])
+        if self.own.chunk is not None and q.shape[1] > self.own.chunk:  # each chunk is a segment
+            positions %= self.own.chunk
+            segments = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32)
         if how is None:
             return attend(q, k, v, scale=scale, window=window, is_local=is_local, segments=segments, sinks=sinks)
-        starts = None
-        if segments is not None:
-            starts = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - jnp.broadcast_to(place.positions, q.shape[:2])
+        starts = None if segments is None else jnp.arange(q.shape[1], dtype=jnp.int32)[None] - positions
         tokens = Tokens(q, k, v, is_local, segments, starts, sinks)
         return attend_in_steps(how, tokens, scale=scale, window=window)
 
     def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
         """The result for tokens that are in the cache, at place.start and after it, [B, S, heads, D]."""
         sinks = self.sinks[...] if self.own.use_sinks else None
+        chunk = self._chunk_of(cache)
+        starts = None if chunk is None else jnp.broadcast_to(place.positions // chunk * chunk, q.shape[:2])
         operands = Attend(
             q,
             cache.k,
             cache.v,
             layer=place.layer,
             offset=jnp.asarray(place.start, jnp.int32),
+            starts=starts,
             is_local=None if place.window is None else place.is_local,
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         scale, window = self.own.scale, place.window
         return ATTEND(self._how_of_cache, operands, scale=scale, window=window).attended
+
+    def _chunk_of(self, cache: Cache) -> int | None:
+        """The size of chunks; None if the cache has room for one."""
+        chunk = self.own.chunk
+        return None if chunk is None or cache.k.shape[2] <= chunk else chunk
 
     @property
     def _how_of_cache(self) -> How | None:
@@ -190,5 +215,6 @@ class Attention(nnx.Module):
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         scale, window = self.own.scale, place.window
-        attended, *of_cache = ATTEND_ONE(self._how_of_cache, operands, scale=scale, window=window)
+        chunk = self._chunk_of(cache)
+        attended, *of_cache = ATTEND_ONE(self._how_of_cache, operands, scale=scale, window=window, chunk=chunk)
         return attended[:, None], Cache(*of_cache)

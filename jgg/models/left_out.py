@@ -19,7 +19,7 @@ class LeftOut:
     """The tensors of a folder that `load` left out, though other programs may use them.
 
     Attributes:
-      folder: the absolute path of the folder.
+      folder: the absolute path of the folder, without symbolic links, which may lead elsewhere later.
       names: the names of the tensors there.
     """
 

@@ -19,7 +19,7 @@ from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES, Family
-from jgg.hf.files import Header, check_names, errors_with
+from jgg.hf.files import DTYPES, Header, check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.lora import adapter_init
@@ -31,8 +31,6 @@ from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
-
-_DTYPES = "F64", "F32", "F16", "BF16"  # of weights, as safetensors names them
 
 
 def load(
@@ -57,7 +55,8 @@ def load(
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
     in transformers, model.safetensors counts where an index is beside it, and the frequencies of rotary embeddings, a
-    copy of a tied head and layers that predict further tokens are not read.
+    copy of a tied head, layers that predict further tokens and towers that see or hear are not read; `save` copies the
+    last two. Matrices in FP8 that are not of experts are dequantized to bfloat16.
 
     All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
     With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
@@ -184,7 +183,7 @@ class _Reader:
                     continue
             what, got = f"{name} of {self.checkpoint.path_of(name)}", headers[name]
             check(got.shape == shape, f"{what} must have shape {list(shape)}, got {list(got.shape)}.")
-            check(got.dtype in _DTYPES, f"{what} must have one of the dtypes {_DTYPES}, got {got.dtype}.")
+            check(got.dtype in DTYPES, f"{what} must have one of the dtypes {DTYPES}, got {got.dtype}.")
         return set(shapes)
 
     def _is_ignored(self, name: str) -> bool:
@@ -206,7 +205,7 @@ class _Reader:
         found = [name for name in self.tensors if name not in own and not self._is_copy(name)]
         if self.quantized is not None:
             found = [part for name in found for part in self.quantized.stored_names(name)]
-        return LeftOut(os.path.abspath(self.checkpoint.path), tuple(found)) if found else None
+        return LeftOut(os.path.realpath(self.checkpoint.path), tuple(found)) if found else None
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields the parameters beside the layers."""

@@ -74,7 +74,9 @@ def plan_of(mixers: Sequence[MixerConfig], is_dense: Sequence[bool]) -> tuple[St
     have the number of their first layer in their names, such as "layers_3".
     """
     kinds = list(zip((mixer.without_place() for mixer in mixers), is_dense, strict=True))
-    variants = {kind: {own for own, other in zip(mixers, kinds, strict=True) if other == kind} for kind in kinds}
+    variants: dict[object, set[MixerConfig]] = {}
+    for own, kind in zip(mixers, kinds, strict=True):
+        variants.setdefault(kind, set()).add(own)
     layers: dict[object, list[int]] = {}
     for number, kind in enumerate(kinds):
         key = kind if _share_a_stack(variants[kind]) else (mixers[number], is_dense[number])
@@ -84,8 +86,8 @@ def plan_of(mixers: Sequence[MixerConfig], is_dense: Sequence[bool]) -> tuple[St
         first = numbers[0]
         name = "dense_layers" if is_dense[first] else "layers"
         name = f"{name}_{first}" if name in stacks else name
-        own = tuple(mixers[number] for number in numbers)
-        stacks[name] = StackPlan(name, tuple(numbers), own, is_dense[first])
+        of_stack = tuple(mixers[number] for number in numbers)
+        stacks[name] = StackPlan(name, tuple(numbers), of_stack, is_dense[first])
     return tuple(stacks.values())
 
 

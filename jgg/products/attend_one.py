@@ -61,11 +61,11 @@ def written(cache: jax.Array, layer: jax.Array, positions: jax.Array, own: jax.A
     return cache.at[layer, jnp.arange(own.shape[0])[:, None], positions].set(own)
 
 
-def _result_types(operands: AttendOne, scale: float, window: int | None) -> Attended:
+def _result_types(operands: AttendOne, scale: float, window: int | None, chunk: int | None = None) -> Attended:
     return Attended(*(array_type(array.shape, array.dtype) for array in (operands.q, *operands[3:5])))
 
 
-def _plain(operands: AttendOne, scale: float, window: int | None) -> Attended:
+def _plain(operands: AttendOne, scale: float, window: int | None, chunk: int | None = None) -> Attended:
     q, layer, positions = operands.q, operands.layer, operands.positions[:, None]
     k_cache = written(operands.k_cache, layer, positions, operands.k[:, None])
     v_cache = written(operands.v_cache, layer, positions, operands.v[:, None])
@@ -77,6 +77,8 @@ def _plain(operands: AttendOne, scale: float, window: int | None) -> Attended:
     if window is not None:
         is_near = distance < window
         mask &= is_near if operands.is_local is None else is_near | ~operands.is_local
+    if chunk is not None:
+        mask &= distance <= positions % chunk
     q = q.reshape(q.shape[0], k.shape[2], q.shape[1] // k.shape[2], q.shape[2])
     logits = jnp.einsum("bghd,bcgd->bghc", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
     logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
@@ -88,7 +90,9 @@ def _plain(operands: AttendOne, scale: float, window: int | None) -> Attended:
     return Attended(attended.reshape(operands.q.shape), k_cache, v_cache)
 
 
-def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int | None) -> Attended:
+def _launch(
+    launcher: Launcher, operands: AttendOne, scale: float, window: int | None, chunk: int | None = None
+) -> Attended:
     from jgg.kernels.attend_one import attend_one_kernel
 
     batch, heads, features = operands.q.shape
@@ -97,11 +101,12 @@ def _launch(launcher: Launcher, operands: AttendOne, scale: float, window: int |
     block_keys, block_group = keys_of_step(features, operands.k.dtype), max(16, power_of_2(heads // kv_heads))
     room, bytes_of_step = launcher.target.shared_memory - block_group * row_bytes, 2 * block_keys * row_bytes
     if not takes_heads_of(features) or scale <= 0 or bytes_of_step > room:
-        return _plain(operands, scale, window)
+        return _plain(operands, scale, window, chunk)
     parts = math.ceil(capacity / attend.PART)
     sizes = {
         "FEATURES": features,
         "WINDOW": window or 0,
+        "CHUNK": chunk or 0,
         "PART": attend.PART,
         "BLOCK_FEATURES": block_features(features),
     }
@@ -157,8 +162,8 @@ def _sum_of_parts(
     return launcher.run(add_parts_kernel, launch)["attended"]
 
 
-def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, scale: float, window: int | None) -> Attended:
-    return vmap.each_by_xla(_plain, operands, batched, scale=scale, window=window)
+def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, **parameters: Any) -> Attended:
+    return vmap.each_by_xla(_plain, operands, batched, **parameters)
 
 
 ATTEND_ONE: Product[Attended] = Product(
@@ -170,4 +175,5 @@ ATTEND_ONE: Product[Attended] = Product(
     several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
-"""Attended; the parameters are the factor of the logits, and how many of the last tokens are seen, None for all."""
+"""Attended; the parameters are the factor of the logits, how many of the last tokens are seen, None for all, and the
+size of the chunks of which a token sees its own, None for one. A layer has either."""

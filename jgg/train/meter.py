@@ -68,9 +68,8 @@ class Meter:
         self.tokens += tokens
         self.flops += tokens * self.flops_per_token
         for mixer in self.mixers:
-            full = lengths if mixer.window is None else np.minimum(lengths, mixer.window)
-            pairs = np.sum(full * (full + 1) / 2 + (lengths - full) * full)
-            self.flops += 3.0 * mixer.flops_per_pair * pairs  # the backward pass has twice as many
+            # the backward pass has twice as many
+            self.flops += 3.0 * mixer.flops_per_pair * float(np.sum(mixer.pairs(lengths)))
 
     def read(self) -> Speed:
         """The speed since the last restart."""

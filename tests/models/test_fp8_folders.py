@@ -1,5 +1,7 @@
 """Folders in FP8, as publishers make them: all that is not of the routed experts is dequantized as it is loaded."""
 
+import itertools
+import json
 import re
 
 import jax
@@ -13,7 +15,8 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.core.quantized import QuantizedArray
-from tests.support.fp8_folders import HOW, dense_folder, with_fp8
+from tests.support.fp8_folders import HOW, dense_folder, quantized, with_fp8
+from tests.support.hf import fused
 from tests.support.models import DATA, logits_of, reference
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -67,6 +70,15 @@ def test_all_matrices_in_fp8_are_dequantized(publisher, tmp_path):
     assert jgg.hf.read_config(tmp_path / "dense") == jgg.hf.read_config(source)
 
 
+def test_experts_with_a_scale_for_each_channel_do_not_stay_as_they_are(tmp_path):
+    how, block, suffix, dtype = PUBLISHED["glm"]
+    folder = with_fp8(DATA / "glm4_moe", tmp_path / "fp8", how=how, block=block, suffix=suffix, dtype=dtype)
+    with pytest.raises(
+        ValueError, match=r"w_gate_up .* must have whole blocks .* to stay quantized, got blocks of \[all, 1\]"
+    ):
+        jgg.models.load(folder, experts="as stored")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """GLM-4.5 with a dense layer, shared experts and a head in FP8, whose scales are in bfloat16."""
@@ -77,8 +89,8 @@ def folder(tmp_path_factory):
 def test_experts_alone_stay_as_they_are_stored(folder, tmp_path):
     model, dense = jgg.models.load(folder, experts="as stored"), jgg.models.load(folder)
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
-    quantized = {path for path, value in flat.items() if isinstance(value, QuantizedArray)}
-    assert quantized == {("layers", "moe", "w_gate_up"), ("layers", "moe", "w_down")}
+    in_fp8 = {path for path, value in flat.items() if isinstance(value, QuantizedArray)}
+    assert in_fp8 == {("layers", "moe", "w_gate_up"), ("layers", "moe", "w_down")}
     tokens = reference("glm4_moe")["tokens"]
     np.testing.assert_allclose(logits_of(model, tokens), logits_of(dense, tokens), rtol=0, atol=0.02)
     jgg.models.save(model, tmp_path / "saved")
@@ -105,13 +117,44 @@ def test_adapters_beside_weights_in_fp8_are_merged(folder):
     assert model.layers.moe.w_shared_gate_up.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("size", [128, 64])
+def test_experts_in_fp8_and_the_format_of_transformers_5_are_read(size, tmp_path):
+    """With 64 features, rows of gates and ups share a scale, which no folder of single experts can have."""
+    source = dense_folder("qwen3_moe", tmp_path / "dense", moe_intermediate_size=size)
+    config, tensors = jgg.hf.read_config(source), jgg.hf.Checkpoint(source)
+    parts = {}
+    for name, array in fused(config, tensors).items():
+        parts[name] = array
+        if ".experts." in name:
+            values, scales = zip(*(quantized(expert, (128, 128)) for expert in array), strict=True)
+            parts |= {name: np.stack(values), name + "_scale_inv": np.stack(scales)}
+    folder = written(tmp_path / "fused", json.dumps(config | {"quantization_config": HOW}), parts)
+    assert jgg.models.load(folder).layers.moe.w_down.shape == (2, 4, size, 128)
+    if size == 64:
+        with pytest.raises(ValueError, match=r"w_gate_up .* of 2 tensors side by side must have whole blocks"):
+            jgg.models.load(folder, experts="as stored")
+        return
+    jgg.models.save(jgg.models.load(folder, experts="as stored"), tmp_path / "saved")
+    new = jgg.hf.Checkpoint(tmp_path / "saved")
+    for layer, expert, (row, name) in itertools.product(range(2), range(4), enumerate(("gate", "up"))):
+        block = f"model.layers.{layer}.mlp.experts"
+        for suffix, own in ((".weight", ""), (".weight_scale_inv", "_scale_inv")):
+            want = np.split(parts[f"{block}.gate_up_proj{own}"][expert], 2)[row]
+            assert new[f"{block}.{expert}.{name}_proj{suffix}"].tobytes() == want.tobytes()
+
+
+def written(folder, config, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def changed(folder, new, drop=(), **tensors):
     """A copy of a folder in FP8 with other tensors."""
-    new.mkdir()
-    (new / "config.json").write_text((folder / "config.json").read_text())
     all_tensors = dict(jgg.hf.Checkpoint(folder)) | {name.replace("__", "."): array for name, array in tensors.items()}
-    save_file({name: array for name, array in all_tensors.items() if name not in drop}, new / "model.safetensors")
-    return new
+    kept = {name: array for name, array in all_tensors.items() if name not in drop}
+    return written(new, (folder / "config.json").read_text(), kept)
 
 
 def test_scales_that_are_missing_or_misshapen_are_named(folder, tmp_path):
@@ -121,6 +164,9 @@ def test_scales_that_are_missing_or_misshapen_are_named(folder, tmp_path):
     wrong = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match=rf"{re.escape(scales)} must have shape \[1, 1\], got \[2, 2\]"):
         load(changed(folder, tmp_path / "1", **{scales.replace(".", "__"): wrong}))
+    exponents = np.full((1, 1), 127, np.uint8)
+    with pytest.raises(ValueError, match=rf"{re.escape(scales)} must have one of the dtypes .*'BF16'\), got U8"):
+        load(changed(folder, tmp_path / "4", **{scales.replace(".", "__"): exponents}))
     values = np.ones((8, 8), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match=rf"{re.escape(Q)} must have shape \[48, 128\], got \[8, 8\]"):
         load(changed(folder, tmp_path / "2", **{Q.replace(".", "__"): values}))

@@ -36,6 +36,7 @@ ONE_LAYER = NEEDED | {
     "exaone_moe": {"first_k_dense_replace": 0},
     "glm4_moe": {"first_k_dense_replace": 0},
     "hy_v3": {"mlp_layer_types": ["sparse"]},
+    "llama4_text": {"use_qk_norm": False},
     "mixtral": {"head_dim": 16},
 }
 
@@ -67,7 +68,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family):
             assert default == defaults[name], key
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "llama4"])
+@pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
     defaults = OF_TRANSFORMERS[family]["defaults"] | {"model_type": family}
     assert jgg.hf.moe_layer({"model_type": family}) == jgg.hf.moe_layer(defaults)
@@ -111,6 +112,18 @@ def test_windows_are_those_of_each_layer():
     assert windows("qwen3_moe", sliding_window=8, use_sliding_window=True) == (8, 8)
 
 
+def test_llama4_has_chunks_where_it_rotates_unless_layer_types_say_otherwise():
+    def chunks(**changes):
+        config = jgg.models.model_config(config_of("llama4")["text_config"] | changes)
+        return [own.chunk for own in config.mixers]
+
+    assert chunks() == [4, None, 4]
+    assert chunks(layer_types=None, no_rope_layers=[]) == [4, None, 4]
+    assert chunks(layer_types=None, no_rope_layers=[1, 1, 0]) == [4, 4, None]
+    assert chunks(layer_types=None, attention_chunk_size=None) == [None, None, None]
+    assert chunks(layer_types=["full_attention", "chunked_attention", "full_attention"]) == [None, 4, None]
+
+
 def test_layers_without_a_window_have_no_positions_in_k_exaone():
     def rotates(**changes):
         config = jgg.models.model_config(config_of("exaone_moe") | changes)
@@ -140,7 +153,6 @@ def test_qwen3_moe_may_begin_with_dense_layers():
 
 WRONG = {
     "], got 'llama'.": ({"model_type": "llama"}, ValueError),
-    "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0},
         ValueError,
@@ -162,8 +174,8 @@ WRONG = {
         {"rope_parameters": {"rope_type": "linear"}},
         ValueError,
     ),
-    "high_freq_factor must be more than low_freq_factor, 4.0, got 4.0": (
-        {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+    "high_freq_factor must be at least low_freq_factor, 4.0, got 3.0": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 3}},
         ValueError,
     ),
     "must have only keys that jgg.models knows, got {'mscale': 1.0}": (
@@ -286,6 +298,22 @@ def test_wrong_settings_of_one_family_are_named():
             "exaone_moe",
             {"is_moe_layer": [True]},
         ),
+        "rope_parameters must not scale rotated features where use_qk_norm is true, got 1.13": (
+            "llama4_text",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        ),
+        "no_rope_layers must have 0 or 1 for each of 3 layers, or be empty, got [1]": (
+            "llama4_text",
+            {"no_rope_layers": [1]},
+        ),
+        "moe_layers must be null or numbers of layers, got 1": ("llama4_text", {"moe_layers": 1}),
+        "must have experts, got 3 dense layers of 3 by moe_layers": ("llama4_text", {"moe_layers": []}),
+        "floor_scale must be more than 0, got 0.0": ("llama4_text", {"floor_scale": 0}),
+        "layer_types must be one of ['chunked_attention', 'full_attention'] for each of 3": (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 3},
+        ),
+        "must have no null in 'no_rope_layer_interval', got null": ("llama4_text", {"no_rope_layer_interval": None}),
         "sliding_window_pattern must be a positive int, got 'LLLG'": (
             "exaone_moe",
             {"layer_types": None, "sliding_window_pattern": "LLLG"},
@@ -293,7 +321,9 @@ def test_wrong_settings_of_one_family_are_named():
     }
     for message, (family, changes) in cases.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-            jgg.models.model_config(config_of(family) | changes)
+            jgg.models.model_config(
+                config_of("llama4")["text_config"] | changes if family == "llama4_text" else config_of(family) | changes
+            )
 
 
 def test_settings_of_other_things_than_the_model_are_taken():

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 import jgg.models
 
 YARN = {
@@ -91,6 +93,147 @@ K_EXAONE = {
     "use_cache": True,
     "vocab_size": 153600,
 }
+# Qwen/Qwen3-VL-30B-A3B-Instruct
+QWEN3_VL = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "use_cache": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False,
+    "video_token_id": 151656,
+    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "model_type": "qwen3_vl_moe"},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+# meta-llama/Llama-4-Scout-17B-16E
+LLAMA4_SCOUT = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "text_config": {
+        "_attn_implementation_autoset": True,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attention_dropout": 0.0,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"_attn_implementation_autoset": True, "hidden_size": 1408, "image_size": 336},
+}
+# meta-llama/Llama-4-Maverick-17B-128E
+LLAMA4_MAVERICK = LLAMA4_SCOUT | {
+    "text_config": LLAMA4_SCOUT["text_config"]
+    | {
+        "interleave_moe_layer_step": 2,
+        "max_position_embeddings": 1048576,
+        "num_local_experts": 128,
+        "rope_scaling": None,
+        "use_qk_norm": False,
+    }
+}
+# ibm-granite/granite-4.0-h-small
+GRANITE_4_SMALL = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 768,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "logits_scaling": 16,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1536,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
 
 
 def billions(config):
@@ -116,3 +259,33 @@ def test_k_exaone_has_no_positions_in_every_fourth_layer():
     assert [any(own.rotary.frequencies) for own in config.mixers] == [True, True, True, False] * 12
     assert config.is_dense == (True,) + (False,) * 47
     assert round(billions(config), 1) == 236.6
+
+
+def test_qwen3_vl_has_the_language_model_of_qwen3():
+    config = jgg.models.model_config(QWEN3_VL)
+    assert (config.mixers[0].qk_norm, config.moe.normalize, config.is_tied) == ("head", True, False)
+    assert round(billions(config), 1) == 30.5
+
+
+def test_llama4_has_chunks_in_three_of_four_layers_and_maverick_experts_in_every_second():
+    scout, maverick = (jgg.models.model_config(config) for config in (LLAMA4_SCOUT, LLAMA4_MAVERICK))
+    for config in (scout, maverick):
+        assert [own.chunk for own in config.mixers] == [8192, 8192, 8192, None] * 12
+        assert [bool(own.temperature_scale) for own in config.mixers] == [False, False, False, True] * 12
+        assert [any(own.rotary.frequencies) for own in config.mixers] == [True, True, True, False] * 12
+    assert [own.qk_norm for own in scout.mixers] == ["unit", "unit", "unit", None] * 12
+    assert not any(scout.is_dense) and maverick.is_dense == (True, False) * 24
+    assert len(scout.schedule) == 1 and len(maverick.schedule) == 1
+    assert (round(billions(scout), 1), round(billions(maverick), 1)) == (107.8, 400.7)
+
+
+def test_granite_4_is_refused_for_its_mamba_layers_and_has_no_positions_without_them():
+    with pytest.raises(ValueError, match=r"layer_types must be 'attention' for each of 40 layers, .* got \['mamba', "):
+        jgg.models.model_config(GRANITE_4_SMALL)
+    with pytest.raises(ValueError, match=r"layer_types must be 'attention' .* all if the key is absent, got None"):
+        jgg.models.model_config(GRANITE_4_SMALL | {"layer_types": None})
+    config = jgg.models.model_config(GRANITE_4_SMALL | {"layer_types": ["attention"] * 40})
+    assert not any(config.mixers[0].rotary.frequencies)
+    assert config.moe.shapes["w_shared_gate_up"] == (4096, 2 * 1536)
+    rotated = GRANITE_4_SMALL | {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+    assert all(jgg.models.model_config(rotated).mixers[0].rotary.frequencies)

@@ -50,13 +50,14 @@ def operands_of(case, positions, capacity, layers=2, dtype=jnp.float32):
     )
 
 
-def reference(operands, scale, window):
+def reference(operands, scale, window, chunk=None):
     q, k, v, k_cache, v_cache = (np.asarray(array, np.float64) for array in operands[:5])
     layer, group, result = int(operands.layer), q.shape[1] // k.shape[1], np.empty_like(q)
     for b, position in enumerate(np.asarray(operands.positions)):
         k_cache[layer, b, position], v_cache[layer, b, position] = k[b], v[b]
         has_window = window is not None and (operands.is_local is None or bool(operands.is_local))
-        seen = slice(max(0, position + 1 - window) if has_window else 0, position + 1)
+        first = max(0, position + 1 - window) if has_window else 0
+        seen = slice(first if chunk is None else position // chunk * chunk, position + 1)
         for head in range(q.shape[1]):
             logits = k_cache[layer, b, seen, head // group] @ q[b, head] * scale
             if operands.sinks is not None:
@@ -67,9 +68,9 @@ def reference(operands, scale, window):
     return result, k_cache, v_cache
 
 
-def compute(operands, implementation, window, scale=0.2):
+def compute(operands, implementation, window, scale=0.2, chunk=None):
     how = How(implementation, current_target())
-    return jax.jit(functools.partial(ATTEND_ONE, how, scale=scale, window=window))(operands)
+    return jax.jit(functools.partial(ATTEND_ONE, how, scale=scale, window=window, chunk=chunk))(operands)
 
 
 def cleaned(operands):
@@ -89,6 +90,23 @@ def test_attends_as_float64_does(case, implementation):
     np.testing.assert_allclose(attended, expected, rtol=2e-5, atol=2e-5)
     for cache, wanted in zip(caches, expected_caches, strict=True):
         np.testing.assert_array_equal(cache, wanted.astype(np.float32))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("chunk", [1, 7, 64, 80])
+def test_a_token_attends_to_its_own_chunk(chunk, implementation):
+    operands = operands_of("grouped", [0, 6, 7, 63, 64, 70], 71)
+    operands = cleaned(operands) if implementation in (None, "xla") else operands
+    attended, *_ = compute(operands, implementation, None, chunk=chunk)
+    np.testing.assert_allclose(attended, reference(operands, 0.2, None, chunk)[0], rtol=2e-5, atol=2e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("chunk", [512, 700])
+def test_a_long_cache_has_several_chunks(chunk, implementation):
+    operands = operands_of("grouped", [3, 511, 512, 699, 700, 1099], 1100, layers=1)
+    attended, *_ = compute(operands, implementation, None, chunk=chunk)
+    np.testing.assert_allclose(attended, reference(operands, 0.2, None, chunk)[0], rtol=2e-5, atol=2e-5)
 
 
 @KERNELS

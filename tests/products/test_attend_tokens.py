@@ -109,7 +109,7 @@ def test_float16_is_attended_in_float32(implementation):
     check(operands_of("grouped", dtype=jnp.float16), implementation, None, 4e-3)
 
 
-def decoded(operands, position, implementation, window):
+def decoded(operands, position, implementation, window, chunk=None):
     """The result of one token, whose key and value the cache does not have yet, nor any that come later."""
     q, k, v = operands.q[:, position], *(array[0, :, position] for array in operands[1:3])
     cached = of_cache(operands, slice(0, 1))
@@ -117,7 +117,7 @@ def decoded(operands, position, implementation, window):
     positions = jnp.full(q.shape[:1], position, jnp.int32)
     one = AttendOne(q, k, v, k_cache, v_cache, cached.layer, positions, operands.is_local, operands.sinks)
     how = How(implementation, current_target())
-    return jax.jit(functools.partial(ATTEND_ONE, how, scale=SCALE, window=window))(one).attended
+    return jax.jit(functools.partial(ATTEND_ONE, how, scale=SCALE, window=window, chunk=chunk))(one).attended
 
 
 def check_bits(case, dtype, implementation, length, positions, chunk, starts):
@@ -146,6 +146,31 @@ def check_bits(case, dtype, implementation, length, positions, chunk, starts):
 @pytest.mark.parametrize("case", FEW)
 def test_bits_are_those_of_the_sequence(case, parts):
     check_bits(case, jnp.float32, "interpret", 75, (31, 64), slice(37, 60), (0, 30, 70))
+
+
+def check_bits_of_chunks(dtype, implementation, chunk, length):
+    """A token, and some tokens, that attend to a cache have the bits that they have where each chunk is a sequence."""
+    places = np.broadcast_to(np.arange(length), (2, length))
+    operands = operands_of("grouped", length, dtype, starts=places // chunk * chunk)
+    whole, _ = compute(operands, implementation, None)
+    for position in (0, chunk - 1, chunk, length - 1):
+        got = decoded(operands, position, implementation, None, chunk)
+        tolerance = 1e-6 if implementation == "interpret" else 0
+        np.testing.assert_allclose(got, whole[:, position], tolerance, tolerance)
+    some = slice(chunk - 5, length - 2)
+    cached = of_cache(operands, some)._replace(starts=operands.starts[:, some])
+    np.testing.assert_array_equal(compute(cached, implementation, None).attended, whole[:, some])
+
+
+@pytest.mark.interpret
+def test_bits_of_chunks_are_those_of_sequences(parts):
+    check_bits_of_chunks(jnp.float32, "interpret", 64, 75)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_of_chunks_are_those_of_sequences_on_a_gpu(dtype):
+    check_bits_of_chunks(dtype, "triton", 512, 1300)
 
 
 @pytest.mark.gpu

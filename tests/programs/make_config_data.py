@@ -21,7 +21,9 @@ MORE = (
     "dots1",
     "ernie4_5_moe",
     "exaone_moe",
+    "granitemoeshared",
     "hy_v3",
+    "llama4_text",
     "mellum",
     "minimax_m2",
     "qwen2_moe",
@@ -32,7 +34,7 @@ MORE = (
 )
 WITHOUT_ROTARY = ("mellum", "qwen3_next", "qwen3_5_moe_text")  # have several embeddings, or layers without one
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -93,6 +95,7 @@ ROTARY = (
     {"rope_parameters": LLAMA3},
     {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 2, "factor": 3}, "head_dim": 24},
     {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
 )
 FEW = ({}, {"rope_theta": 500.0}, {"rope_scaling": V4})
 # of families that rotate a part of the features

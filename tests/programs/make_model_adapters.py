@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from tests.programs.make_model_data import auto_class
+from tests.programs.make_model_data import auto_class, logits_of
 
 DATA = Path(__file__).parents[1] / "data"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -48,6 +48,17 @@ CASES = {
     "qwen3_next": USUAL | {"target_modules": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "qwen3_5_moe_text": USUAL
     | {"target_modules": [*ATTENTION, *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "out_proj"]},
+    "granitemoeshared": {
+        "r": 2,
+        "target_modules": [*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"],
+        "target_parameters": ["block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"],
+    },
+    "granitemoehybrid": {"target_modules": ATTENTION, "target_parameters": ["router.weight"]},
+    "llama4": {
+        "r": 2,
+        "target_modules": r"language_model\..*\.[qkvo]_proj",
+        "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+    },
     "qwen3_moe-seven-rslora": {"target_modules": SEVEN, "use_rslora": True, "r": 2},
     "olmoe-seven-patterns": {
         "target_modules": SEVEN,
@@ -83,10 +94,10 @@ def base(case):
     )
 
 
-def logits_of(case, adapted):
+def reference_logits(case, adapted):
     family = case.partition("-")[0]
     with np.load(DATA / "models" / family / "reference.npz") as file, torch.no_grad():
-        return adapted(torch.from_numpy(file["tokens"]).long()).logits.numpy()
+        return logits_of(adapted.base_model.model, torch.from_numpy(file["tokens"]).long()).numpy()
 
 
 def make(case):
@@ -102,7 +113,7 @@ def make(case):
     (folder / "README.md").unlink()
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
-    np.save(folder / "logits.npy", logits_of(case, adapted))
+    np.save(folder / "logits.npy", reference_logits(case, adapted))
 
 
 def check_opens(case, folder):
@@ -110,7 +121,9 @@ def check_opens(case, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that are missing
         adapted = PeftModel.from_pretrained(base(case), str(folder / case))
-    np.testing.assert_allclose(logits_of(case, adapted), np.load(folder / case / "logits.npy"), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        reference_logits(case, adapted), np.load(folder / case / "logits.npy"), rtol=0, atol=1e-4
+    )
     print(f"{case}: PEFT opens it, and gives the same logits")
 
 

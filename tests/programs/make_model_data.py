@@ -169,6 +169,24 @@ FAMILIES = {
             "mrope_interleaved": True,
         },
     },
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "intermediate_size": 8,
+        "shared_intermediate_size": 12,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.7,
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 4,
+        "intermediate_size": 8,
+        "shared_intermediate_size": 12,
+        "tie_word_embeddings": True,
+        "attention_multiplier": 0.3,
+        "layer_types": ["full_attention"] * 2,
+        "mamba_n_heads": 2,
+    },
     "llama4": HEADS
     | {
         "num_local_experts": 4,
@@ -364,8 +382,8 @@ def continued(model, prompt):
 
 def gradients(family, model):
     """The gradients of all parameters by the names of the folder's tensors, which transformers gives them."""
-    grads = {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
-    state = {name: grads.get(name, tensor) for name, tensor in model.state_dict().items()}
+    grads = {own.data_ptr(): own.grad for own in model.parameters() if own.grad is not None}  # two names if tied
+    state = {name: grads.get(tensor.data_ptr(), tensor) for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=state)
         as_published(family, Path(folder))

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.models
+from jgg.models.tensors import expected_shapes
 from tests.support.models import config_of
 
 HOW = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -32,11 +33,15 @@ def quantized(array, block):
 
 
 def dense_folder(family, folder, **changes):
-    """A folder of a new model whose experts have whole blocks."""
+    """A folder with random weights in bfloat16 whose experts have whole blocks."""
     config = config_of(family)
-    config |= {key: size for key, size in SIZES.items() if key in config} | changes
-    model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    jgg.models.save(model, folder)
+    config = jgg.models.model_config(config | {key: size for key, size in SIZES.items() if key in config} | changes)
+    model, rng = nnx.eval_shape(lambda: jgg.models.Decoder(config, rngs=nnx.Rngs(0))), np.random.default_rng(0)
+    folder.mkdir()
+    (folder / "config.json").write_text(config.source)
+    tensors = {name: 0.05 * rng.normal(size=shape) + ("norm" in name) for name, shape in expected_shapes(model)}
+    arrays = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
+    save_file(arrays, folder / "model.safetensors")
     return folder
 
 

@@ -6,14 +6,14 @@ from jgg.hf.families.ernie import ERNIE4_5_MOE
 from jgg.hf.families.exaone import EXAONE_MOE
 from jgg.hf.families.gemma import GEMMA4, GEMMA4_TEXT
 from jgg.hf.families.gpt_oss import GPT_OSS
-from jgg.hf.families.granite import GRANITEMOE
+from jgg.hf.families.granite import GRANITEMOE, GRANITEMOEHYBRID, GRANITEMOESHARED
 from jgg.hf.families.hunyuan import HY_V3
-from jgg.hf.families.llama4 import LLAMA4
+from jgg.hf.families.llama4 import LLAMA4, LLAMA4_TEXT
 from jgg.hf.families.mellum import MELLUM
 from jgg.hf.families.minimax import MINIMAX_M2
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
-from jgg.hf.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
+from jgg.hf.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
 from jgg.hf.families.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from jgg.hf.families.solar import SOLAR_OPEN
 from jgg.hf.family import Family
@@ -29,9 +29,12 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "granitemoeshared": GRANITEMOESHARED,
     "hy_v3": HY_V3,
     "kimi_k2": DEEPSEEK_V3,
     "llama4": LLAMA4,
+    "llama4_text": LLAMA4_TEXT,
     "mellum": MELLUM,
     "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,

@@ -1,5 +1,6 @@
 """The Granite models."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,10 @@ from jgg.hf.settings import Settings
 from jgg.hf.tensors import FUSED, matrix
 
 
+def _experts_with_shared(settings: Settings) -> dict[str, Any]:
+    return experts_of_mixtral(settings, shared_features=settings.int("shared_intermediate_size", 0))
+
+
 def _granitemoe(settings: Settings) -> dict[str, Any]:
     logits_scaling = settings.number("logits_scaling")
     is_invertible = logits_scaling and math.isfinite(1 / logits_scaling)
@@ -22,6 +27,24 @@ def _granitemoe(settings: Settings) -> dict[str, Any]:
         "residual_scale": settings.number("residual_multiplier"),
         "logits_scale": 1 / logits_scaling,
     }
+
+
+def _granitemoehybrid(settings: Settings) -> dict[str, Any]:
+    settings.int("shared_intermediate_size")
+    settings.only("normalization_function", "rmsnorm")
+    known, num_layers = ("attention", "full_attention"), settings.int("num_hidden_layers")
+    given = settings.get("layer_types")
+    is_known = isinstance(given, list) and len(given) == num_layers and all(kind in known for kind in given)
+    check(
+        is_known,
+        f"{settings.name('layer_types')} must be 'attention' for each of {num_layers} layers, as jgg.models has no "
+        f"Mamba layers, which are those of other kinds and all if the key is absent, got {given!r}.",
+    )
+    read = _granitemoe(settings)
+    if settings.get("position_embedding_type") == "rope":
+        return read
+    mixers = (dataclasses.replace(own, rotary=own.rotary and own.rotary.unrotated) for own in read["mixers"])
+    return read | {"mixers": tuple(mixers)}
 
 
 GRANITEMOE = Family(
@@ -41,4 +64,37 @@ GRANITEMOE = Family(
     | {"num_experts_per_tok": 2, "num_local_experts": 8},
     model=_granitemoe,
     fused={"w_router": matrix("router.weight")} | FUSED,
+)
+# whose shared expert is a module beside the block of the others
+GRANITEMOESHARED = dataclasses.replace(
+    GRANITEMOE,
+    block="",
+    options=_experts_with_shared,
+    tensors={
+        "w_router": matrix("block_sparse_moe.router.layer.weight"),
+        "w_gate_up": matrix("block_sparse_moe.input_linear.weight"),
+        "w_down": matrix("block_sparse_moe.output_linear.weight"),
+        "w_shared_gate_up": matrix("shared_mlp.input_linear.weight"),
+        "w_shared_down": matrix("shared_mlp.output_linear.weight"),
+    },
+    defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
+    fused={
+        "w_router": matrix("block_sparse_moe.router.weight"),
+        "w_gate_up": matrix("block_sparse_moe.experts.gate_up_proj"),
+        "w_down": matrix("block_sparse_moe.experts.down_proj"),
+    },
+)
+_OF_MAMBA = """
+    mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
+    mamba_proj_bias time_step_limit
+"""
+GRANITEMOEHYBRID = dataclasses.replace(
+    GRANITEMOESHARED,
+    defaults={**GRANITEMOESHARED.defaults, "shared_intermediate_size": 1024}
+    | {"position_embedding_type": None, "layer_types": None}
+    | dict.fromkeys(_OF_MAMBA.split())
+    # of published configs, not of transformers
+    | {"init_method": None, "normalization_function": "rmsnorm"},
+    model=_granitemoehybrid,
+    aliases={"layer_types": "layers_block_type"},
 )
