@@ -13,7 +13,7 @@ from jgg.hf.families.mellum import MELLUM
 from jgg.hf.families.minimax import MINIMAX_M2
 from jgg.hf.families.mixtral import MIXTRAL
 from jgg.hf.families.olmoe import OLMOE
-from jgg.hf.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
+from jgg.hf.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE, QWEN3_VL_MOE_TEXT
 from jgg.hf.families.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from jgg.hf.families.solar import SOLAR_OPEN
 from jgg.hf.family import Family
