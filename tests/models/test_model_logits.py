@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, logits_of, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, MORE_FAMILIES, loaded, logits_of, reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,7 +53,7 @@ def test_no_tokens_give_no_logits(shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_a_gpu_gives_the_logits_of_transformers(family):
     expected = reference(family)
     with jax.default_matmul_precision("highest"):
