@@ -15,9 +15,9 @@ from jgg.hf.settings import LARGEST, Settings, language_model
 # wrote into config.json
 _NAMES = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
-    attn_implementation auto_map
-    bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token for_llm_compressor id2label
-    initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
+    attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token
+    for_llm_compressor id2label initial_context_length is_encoder_decoder label2id max_position_embeddings
+    max_window_layers model_type
     name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
     quantization_config return_dict router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
     transformers_version use_cache
@@ -80,7 +80,7 @@ def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
     return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
 
 
-def in_layers(settings: Settings, by_type: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
+def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> dict[str, Any]:
     """Returns the mixer of each layer, as "layer_types" names it, by default `types`.
 
     Args:
@@ -88,11 +88,16 @@ def in_layers(settings: Settings, by_type: Mapping[str, Any], types: Sequence[st
       by_type: the mixers by the names in "layer_types".
       types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
     """
-    num_layers, kinds = settings.int("num_hidden_layers"), list(by_type)
-    given = types if settings.get("layer_types") is None else settings.get("layer_types")
+    return {"mixers": tuple(by_type[kind] for kind in read_layer_types(settings, list(by_type), types))}
+
+
+def read_layer_types(settings: Settings, kinds: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, one of `kinds`, as "layer_types" names it, by default `usual`."""
+    num_layers = settings.int("num_hidden_layers")
+    given = usual if settings.get("layer_types") is None else settings.get("layer_types")
     is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
     check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
-    return {"mixers": tuple(by_type[kind] for kind in given)}
+    return list(given)
 
 
 def _head_features(settings: Settings) -> int:
