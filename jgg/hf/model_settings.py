@@ -16,12 +16,11 @@ from jgg.hf.settings import LARGEST, Settings, language_model
 _NAMES = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
     attn_implementation auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype ep_size
-    experts_implementation experts_per_token for_llm_compressor id2label
-    initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
-    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
-    problem_type quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class
-    torch_dtype
-    transformers_version use_cache
+    experts_implementation experts_per_token for_llm_compressor id2label initial_context_length is_encoder_decoder
+    label2id max_position_embeddings max_window_layers model_type name_or_path num_labels output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config
+    return_dict router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class torch_dtype transformers_version
+    use_cache
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
     do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
@@ -108,7 +107,7 @@ def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
     return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
 
 
-def in_layers(settings: Settings, by_type: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
+def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> dict[str, Any]:
     """Returns the mixer of each layer, as "layer_types" names it, by default `types`.
 
     Args:

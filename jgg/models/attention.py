@@ -131,7 +131,8 @@ class Attention(nnx.Module):
         scale_of = self.config.norm_scale
         scales = (scale_of(self.q_norm[...]), scale_of(self.k_norm[...])) if own.qk_norm == "head" else None
         if own.qk_norm == "unit":  # a rotation changes no norm
-            scales = (jnp.ones(own.head_features, jnp.float32),) * 2
+            ones = jnp.ones(own.head_features, jnp.float32)
+            scales = ones, ones
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
         if own.temperature_scale:

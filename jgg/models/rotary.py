@@ -26,7 +26,7 @@ def rotations(rotary: RotaryConfig, positions: jax.Array) -> Rotation:
 
 
 def halves_first(x: jax.Array, head_features: int) -> jax.Array:
-    """Puts the first features of all pairs of each head before the second ones, in x [B, S, heads * D]."""
+    """Puts the first features of a head's pairs before the second ones; x is [B, S, heads * D], pairs side by side."""
     pairs = x.reshape(*x.shape[:2], -1, head_features // 2, 2)
     return pairs.swapaxes(-1, -2).reshape(x.shape)
 

@@ -308,6 +308,10 @@ def test_wrong_settings_of_one_family_are_named():
         ),
         "moe_layers must be null or numbers of layers, got 1": ("llama4_text", {"moe_layers": 1}),
         "must have experts, got 3 dense layers of 3 by moe_layers": ("llama4_text", {"moe_layers": []}),
+        "attention_chunk_size must be a number for 'chunked_attention', got null": (
+            "llama4_text",
+            {"attention_chunk_size": None},
+        ),
         "floor_scale must be more than 0, got 0.0": ("llama4_text", {"floor_scale": 0}),
         "layer_types must be one of ['chunked_attention', 'full_attention'] for each of 3": (
             "llama4_text",

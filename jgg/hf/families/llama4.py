@@ -8,12 +8,12 @@ from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.mixers import AttentionConfig
-from jgg.hf.model_settings import in_layers, read_attention, read_biases, read_mlps
+from jgg.hf.model_settings import read_attention, read_biases, read_layer_types, read_mlps
 from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import IN_OUT, LAYER, matrix, shared
 
-_KINDS = "chunked_attention", "full_attention"
+_CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
@@ -32,11 +32,13 @@ def _llama4(settings: Settings) -> dict[str, Any]:
     with_rotary, without = _rotated(settings), _unrotated(settings)
     chunk = None if settings.get("attention_chunk_size") is None else settings.int("attention_chunk_size")
     num_layers, uses_rotary = settings.int("num_hidden_layers"), _uses_rotary(settings)
-    usual = [_KINDS[not (uses and chunk)] for uses in uses_rotary]
-    sizes = in_layers(settings, dict(zip(_KINDS, (chunk, None), strict=True)), usual)["mixers"]
+    kinds = read_layer_types(
+        settings, [_CHUNKED, _FULL], [_CHUNKED if uses and chunk else _FULL for uses in uses_rotary]
+    )
+    check(chunk or _CHUNKED not in kinds, f"attention_chunk_size must be a number for {_CHUNKED!r}, got null.")
     mixers = tuple(
-        dataclasses.replace(with_rotary if uses else without, chunk=size)
-        for uses, size in zip(uses_rotary, sizes, strict=True)
+        dataclasses.replace(with_rotary if uses else without, chunk=chunk if kind == _CHUNKED else None)
+        for uses, kind in zip(uses_rotary, kinds, strict=True)
     )
     read = {"mixers": mixers} | read_mlps(settings, "moe_layers", _are_dense(settings, num_layers))
     return read | ({"dense_features": settings.int("intermediate_size_mlp")} if "dense_features" in read else {})
