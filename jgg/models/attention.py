@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jgg.core.arguments import check
 from jgg.core.gpu_target import current_target
 from jgg.hf.mixers import AttentionConfig
 from jgg.launching.choice import How
@@ -17,7 +18,7 @@ from jgg.models.config import ModelConfig
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, rotated
-from jgg.products.attend import ATTEND, Attend
+from jgg.products.attend import ATTEND, Attend, takes_heads_of
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -76,6 +77,11 @@ class Attention(nnx.Module):
     sinks: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, own: AttentionConfig, options: Options, rngs: nnx.Rngs) -> None:
+        check(
+            not options.batch_invariant or takes_heads_of(own.head_features, options.dtype),
+            f"batch_invariant must be False with heads that no kernel takes, of {own.head_features} features in "
+            f"{jnp.dtype(options.dtype).name}, got True.",
+        )
         self.config, self.own, self.options = config, own, options
         set_params(self, own.shapes(config.features), config.init_scale, options, rngs)
 

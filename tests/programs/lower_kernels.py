@@ -431,6 +431,7 @@ def layer_kernels(compute_capability, takes_all):
     for case in ((2048, "bfloat16"), (17, "float32")) if takes_all else ((2880, "bfloat16"),):
         yield ["add_gated", *case], functools.partial(lower_add_gated, compute_capability, *case)
     attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
+    attention.append((16, 2, 512, True, "bfloat16"))
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
         yield ["attend", *case], functools.partial(lower_attend, compute_capability, *case)
