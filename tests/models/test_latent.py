@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 import jgg.hf
 import jgg.models
 from jgg.core.quantized import E4M3, scaled, scales_shape
+from jgg.hf.families import FAMILIES as HF_FAMILIES
+from tests.models.test_model_config import OF_TRANSFORMERS, SIZES, same
 from tests.models.test_model_replay import with_adapters
 from tests.support.models import config_of, copied, loaded, logits_of, reference
 
@@ -158,6 +160,20 @@ def test_published_configs_are_taken():
     assert own.rotary.scale == 1 and len(own.rotary.frequencies) == 32
     assert (config.is_dense.count(True), config.is_dense[0], config.dense_features) == (1, True, 18432)
     assert (own.cached_per_token, own.flops_per_pair) == (576, 2 * 64 * 320)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_absent_keys_and_rotary_settings_mean_what_they_do_in_transformers(family):
+    known = OF_TRANSFORMERS[family]
+    config = jgg.models.model_config({"model_type": family})
+    assert same(config, jgg.models.model_config(known["defaults"]))
+    assert config.mixers[0].rotated_features == known["heads"]
+    sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
+    one = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {"mlp_layer_types": ["sparse"]}
+    for case in known["rotary"]:
+        got = jgg.models.model_config({"model_type": family} | sizes | one | case["changes"]).mixers[0].rotary
+        np.testing.assert_allclose(got.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(got.scale, case["scale"], rtol=1e-6, err_msg=str(case))
 
 
 def test_keys_of_transformers_4_and_5_mean_the_same():

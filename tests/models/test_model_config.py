@@ -92,8 +92,7 @@ def test_qwen3_moe_may_begin_with_dense_layers():
 
 
 WRONG = {
-    "model_type must be one of ['glm4_moe', ": ({"model_type": "llama"}, ValueError),
-    "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
+    "model_type must be one of ['deepseek_v3', ": ({"model_type": "llama"}, ValueError),
     "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0},

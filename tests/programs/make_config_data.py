@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
-MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
+MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 # of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "deepseek_v3": None, "llama4": "llama4_text"}
+CLASSES = dict.fromkeys(MODELS) | {"qwen3_next": None, "llama4": "llama4_text"}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -26,6 +26,11 @@ SIZES = {
     "intermediate_size": 8,
     "num_key_value_heads": 2,
     "moe_intermediate_size": 8,
+}
+# small experts in the one layer
+OF_LATENT = {
+    "deepseek_v3": {"first_k_dense_replace": 0, "n_routed_experts": 8},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"], "n_routed_experts": 8},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -90,7 +95,7 @@ def configured(family, changes):
 def rotary(family, changes):
     """The frequencies and the factor of a model's rotary embedding."""
     # transformers has no YaRN for Mixtral without head_dim
-    own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, {})
+    own = {"mixtral": {"head_dim": 16}, "glm4_moe": {"first_k_dense_replace": 0}}.get(family, OF_LATENT.get(family, {}))
     config = configured(family, SIZES | own | changes)
     embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
     frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
