@@ -18,16 +18,16 @@ from jgg.hf.families import FAMILIES
 from jgg.hf.quantized import quantization
 from jgg.hf.tensors import SELECTION_BIAS
 from tests.support.closeness import assert_close
-from tests.support.hf import assert_same_tensors, fused, load
+from tests.support.hf import BLOCKS, assert_same_tensors, fused, load
 from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
-EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+EVERY_FAMILY = pytest.mark.parametrize("name", BLOCKS)
 # what these compute, a family that is tested at every change does too: Qwen3-Next, or DeepSeek-V3
 ALIKE = {"qwen3_moe", "kimi_k2", "glm4_moe"}
 
 
-@pytest.mark.parametrize("name", thorough_but(FAMILIES.keys() - ALIKE, FAMILIES.keys()))
+@pytest.mark.parametrize("name", thorough_but({*BLOCKS} - ALIKE, BLOCKS))
 def test_outputs_and_gradients_are_those_of_the_original(name):
     config, weights, gradients, data = load(name)
     params = jgg.hf.from_hf(config, weights, 0)

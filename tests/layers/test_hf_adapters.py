@@ -15,9 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jgg.hf
-from jgg.hf.families import FAMILIES
 from tests.support.closeness import assert_close
-from tests.support.hf import assert_same_tensors, load
+from tests.support.hf import BLOCKS, assert_same_tensors, load
 from tests.support.peft import DATA, DIFFERENTIATED, FUSED, OF_MODULES, load_passes, load_weights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -128,7 +127,7 @@ RANKS = {3: {"w_gate_up": (2, 1.5), "w_down": (2, 1.5)}, 12: {"w_down": (3, 0.3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_new_adapters_of_every_family(name, dtype, tmp_path):
     config, adapter = make_adapter(name, RANKS, dtype)
     jgg.hf.save_adapter(tmp_path, config, adapter)

@@ -9,6 +9,8 @@ import numpy as np
 from jgg.hf.families import FAMILIES
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
+# of the others, tests/models compares whole models
+BLOCKS = tuple(family for family in FAMILIES if (DATA / f"{family}.json").exists())
 
 
 def load(name):
