@@ -202,8 +202,9 @@ WRONG = {
     "num_key_value_heads must be num_attention_heads, 4, with a latent, got 2": {"num_key_value_heads": 2},
     "qk_rope_head_dim must be even, as pairs of features are rotated, got 3": {
         "qk_rope_head_dim": 3,
-        "qk_head_dim": None,
+        "head_dim": None,
     },
+    "qk_rope_head_dim and head_dim must be equal, as they are names of one setting, got [4, 12]": {"head_dim": 12},
     "qk_head_dim must be the sum of qk_nope_head_dim and qk_rope_head_dim, got 12": {"qk_head_dim": 12},
     "moe_layer_freq must be 1, got 2": {"moe_layer_freq": 2},
     "topk_method must be 'noaux_tc', got 'greedy'": {"topk_method": "greedy"},
