@@ -40,6 +40,13 @@ def test_absorbed_products_give_what_keys_and_values_by_heads_give(family):
     np.testing.assert_allclose(model.logits(jnp.concatenate(parts, axis=1)), wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.interpret
+def test_the_kernel_decodes_as_transformers_does():
+    expected, model = reference("deepseek_v3"), loaded("deepseek_v3", implementation="interpret")
+    got = jgg.models.generate(model, expected["prompts"][1:2, :5], 3)
+    np.testing.assert_array_equal(got, expected["greedy"][1:2, :3])
+
+
 def test_prompts_in_chunks_with_several_samples_go_on_as_by_transformers():
     expected, model = reference("deepseek_v3"), loaded("deepseek_v3")
     got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, prefill_chunk=4, num_samples=2)

@@ -36,6 +36,7 @@ from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.attend import ATTEND, Attend
+from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.losses import LOSSES, Scored
@@ -74,6 +75,7 @@ LAYER_KERNELS = (
     "rotary_kernel",
     "rotary_backward_kernel",
     "attend_kernel",
+    "attend_latents_kernel",
     "attend_one_kernel",
     "add_parts_kernel",
     "unpack_kernel",
@@ -374,6 +376,16 @@ def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, 
         jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
 
 
+def lower_attend_latents(compute_capability, heads, rank, rest, dtype):
+    """Attention of one token to a cache of latents."""
+    query, cache = (3, heads, rank + rest), (2, 3, 1000, 1, rank + rest)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, cache)]
+    arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (3,))]
+    with jgg.target(compute_capability):
+        attend = functools.partial(ATTEND_LATENTS, How("triton", current_target()), scale=0.1, rank=rank)
+        jax.jit(attend).trace(AttendLatents(*arrays)).lower(lowering_platforms=("cuda",))
+
+
 def lower_project_few(compute_capability, rows, features, dtype):
     """Queries, keys and values of few tokens, with biases and without."""
     columns = 4096, 512, 512
@@ -435,6 +447,9 @@ def layer_kernels(compute_capability, takes_all):
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
         yield ["attend", *case], functools.partial(lower_attend, compute_capability, *case)
+    latents = [(20, 512, 64, "bfloat16"), (128, 512, 64, "bfloat16"), (16, 256, 32, "float32")]
+    for case in latents if takes_all else latents[:1]:
+        yield ["attend_latents", *case], functools.partial(lower_attend_latents, compute_capability, *case)
     projections = [(1, 2048, "bfloat16"), (64, 2880, "bfloat16"), (3, 96, "float32"), (17, 100, "float16")]
     for case in projections if takes_all else projections[:1]:
         yield ["project_few", *case], functools.partial(lower_project_few, compute_capability, *case)
