@@ -140,6 +140,25 @@ def test_bfloat16_on_a_gpu(name):
     check(name, jnp.bfloat16, 0.02)
 
 
+def of_features(features, of_values):
+    """q, k, v and dy in bfloat16 for heads of many features, with logits as those of few."""
+    shapes = (B, S, HEADS, features), (B, S, KV_HEADS, features), (B, S, KV_HEADS, of_values), (B, S, HEADS, of_values)
+    keys = jax.random.split(jax.random.key(2), 4)
+    q, *others = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    return q * jnp.bfloat16((D / features) ** 0.5), *others
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("features", "of_values"), [(192, 128), (256, 256), (512, 512)])
+def test_heads_of_many_features_on_a_gpu(features, of_values):
+    *arrays, dy = of_features(features, of_values)
+    got = jax.jit(functools.partial(with_gradients, functools.partial(attend, scale=SCALE)))(arrays, dy)
+    of_definition = functools.partial(by_definition, sinks=None)
+    want = with_gradients(of_definition, [array.astype(jnp.float32) for array in arrays], dy)
+    for got_one, want_one in zip(got, want, strict=True):
+        assert largest_error(got_one, want_one) <= 0.02
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_gpu_runs_flash_attention(name):

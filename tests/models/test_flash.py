@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 
+import jgg
 import jgg.models
 from jgg.models import attend, cudnn, flash
 from tests.models.test_attend import OPTIONS, check, inputs
@@ -153,6 +154,15 @@ def test_what_remat_keeps_decides_whether_a_gpu_attends_again(remat, count, as_o
 
     text = lowered_for_cuda(jax.grad(loss), state, tokens)
     assert (calls_in(text, CALLS), calls_in(text, BACKWARD_CALLS)) == (count, 1)
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "features", "fits"), [(90, 256, True), (90, 264, False), (80, 136, False)]
+)
+def test_cudnn_takes_larger_heads_on_hopper(compute_capability, features, fits, as_on_a_gpu):
+    q = jax.ShapeDtypeStruct((1, 8, 2, features), jnp.bfloat16)
+    with jgg.target(compute_capability):
+        assert attend.takes_flash(q, q, None, None) == fits
 
 
 def test_this_jax_has_the_primitives_as_they_were_tested():
