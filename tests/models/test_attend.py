@@ -94,7 +94,7 @@ def test_a_long_sequence_has_no_matrix_of_all_pairs():
     shapes = [jax.ShapeDtypeStruct((1, 4096, heads, 512), jnp.bfloat16) for heads in (16, 2, 2)]
     run = jax.grad(lambda q, k, v: attend(q, k, v, scale=0.1).astype(jnp.float32).sum(), (0, 1, 2))
     memory = jax.jit(run).lower(*shapes).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 2**30 < 16 * 4096**2 * 4
+    assert memory.temp_size_in_bytes < 0.75 * 16 * 4096**2 * 4  # of the logits in float32
 
 
 @pytest.mark.parametrize("features", [6, 20])
