@@ -51,7 +51,9 @@ def attend(
       sinks: [heads], a logit that takes part in the softmax and adds nothing to the result.
     """
     features = v.shape[3]
-    arrays = *_with_equal_heads(q, k, v), sinks, segments
+    if not (window is None and segments is None and _takes_fewer_values(q, k, v)):
+        q, k, v = _with_equal_heads(q, k, v)
+    arrays = q, k, v, sinks, segments
     of_all = functools.partial(_attend_to_all, scale=scale)
     of_window = functools.partial(_attend, scale=scale, window=window)
     if window is None or window >= q.shape[1]:
@@ -61,6 +63,13 @@ def attend(
     else:
         y = jax.lax.cond(is_local, of_window, of_all, *arrays)
     return y[..., :features]
+
+
+def _takes_fewer_values(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Whether causal flash attention takes values of fewer features than queries have, without zeros after them."""
+    target = known_target()
+    is_fit = target is not None and target.compute_capability == 90 and v.shape[3] < q.shape[3] and v.shape[3] % 8 == 0
+    return is_fit and takes_flash(q, k, None, None) and cudnn.takes_unequal_heads()
 
 
 def _with_equal_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, halves_first, rotated
 from jgg.primitives.barrier import barrier
-from jgg.products.attend import ATTEND, PART, Attend
+from jgg.products.attend import ATTEND, PART, Attend, takes_heads_of
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -78,6 +78,11 @@ class Attention(nnx.Module):
     sinks: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, own: AttentionConfig, options: Options, rngs: nnx.Rngs) -> None:
+        check(
+            not options.batch_invariant or takes_heads_of(own.head_features, options.dtype),
+            f"batch_invariant must be False with heads that no kernel takes, of {own.head_features} features in "
+            f"{jnp.dtype(options.dtype).name}, got True.",
+        )
         self.config, self.own, self.options = config, own, options
         has_parts = own.chunk is None or own.chunk % PART == 0
         needed = f"batch_invariant needs chunks of attention whose size is a multiple of {PART}, got {own.chunk}."

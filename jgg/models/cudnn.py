@@ -46,16 +46,22 @@ def is_available() -> bool:
     )
 
 
+@functools.cache
+def takes_unequal_heads() -> bool:
+    """Whether this cuDNN takes values of fewer features than queries and keys have, on Hopper: from 9.10 on."""
+    return is_available() and hasattr(_jax, "check_cudnn_version") and _jax.check_cudnn_version() >= 91000
+
+
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Attends causally, or by a bias without causality.
 
     Args:
-      q, k, v: [B, S, heads or kv heads, D], bfloat16 or float16.
+      q, k, v: [B, S, heads or kv heads, D], bfloat16 or float16; v may have fewer features if `takes_unequal_heads`.
       bias: [B, 1, queries, keys], what is added to the scaled products, in their dtype; None for causal attention.
       scale: factor of the products of queries and keys.
-    Returns: the result [B, S, heads, D], and the logarithm of the sum in each softmax, float32 [B, heads, S].
+    Returns: the result [B, S, heads, D of v], and the logarithm of the sum in each softmax, float32 [B, heads, S].
     """
     arrays, options = _arguments(q, bias, scale)
     return tuple(_jax._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *arrays, is_training=True, **options))

@@ -63,10 +63,10 @@ class Decoder(nnx.Module):
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
-        "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent layers, the experts' "w_gate_up" and "w_down", and
-        "w_dense_gate_up" and "w_dense_down" of dense layers, which is the default; and "w_ba", "w_b" and "w_a" of
-        recurrent layers, "w_shared_gate_up" and "w_shared_down" of shared experts, and "w_router".
-        Matrices with adapters in layers with experts get no gradient.
+        "w_q_a", "w_q_b", "w_kv_a" and "w_kv_b" of latent attention, "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent
+        layers, the experts' "w_gate_up" and "w_down", and "w_dense_gate_up" and "w_dense_down" of dense layers, which
+        is the default; and "w_ba", "w_b" and "w_a" of recurrent layers, "w_shared_gate_up" and "w_shared_down" of
+        shared experts, and "w_router". Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
         the experts' products, and those of other matrices where a table of measurements says that they are faster than

@@ -17,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import check
+from jgg.core.gpu_target import current_target
 from jgg.hf.mixers import LatentConfig
+from jgg.launching.choice import How
 from jgg.models.attend import attend
 from jgg.models.attend_plain import attend_plain
 from jgg.models.attention import PROJECTIONS, Place
@@ -25,6 +27,7 @@ from jgg.models.config import ModelConfig
 from jgg.models.norms import norm
 from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.rotary import rotated
+from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.products.attend_one import written
 
 
@@ -122,10 +125,15 @@ class Latent(nnx.Module):
         own = self.own
         q, q_rotated = jnp.split(q, [own.plain_features], axis=-1)
         q = jnp.concatenate([self._times_w_k(q, place), q_rotated], axis=-1)
-        latents = cache.latents[place.layer]  # [B, C, 1, kv_rank + rotated]
-        # the rotated keys' sums are not used: latents without them would be copied
-        summed = attend_plain(q, latents, latents, positions=place.positions, scale=own.scale)
-        return self._times_w_v(summed[..., : own.kv_rank], place)
+        if q.shape[1] == 1:
+            positions = jnp.broadcast_to(place.positions[:, 0], q.shape[:1])
+            operands = AttendLatents(q[:, 0], cache.latents, place.layer, positions)
+            how = None if self.options.is_split_by_xla else How(self.options.implementation, current_target())
+            summed = ATTEND_LATENTS(how, operands, scale=own.scale, rank=own.kv_rank)[:, None]
+        else:
+            latents = cache.latents[place.layer]  # [B, C, 1, kv_rank + rotated]
+            summed = attend_plain(q, latents, latents, positions=place.positions, scale=own.scale)[..., : own.kv_rank]
+        return self._times_w_v(summed, place)
 
     def _times_w_k(self, q: jax.Array, place: Place) -> jax.Array:
         """Queries [B, S, heads, plain features] as what latents are multiplied by, [B, S, heads, kv_rank]."""

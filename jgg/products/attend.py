@@ -14,7 +14,7 @@ from jgg.primitives import vmap
 from jgg.primitives.product import Product, array_type, split_by_xla
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
-_LARGEST_HEAD = 256  # features of a head that kernels take
+_LARGEST_HEAD = 1024  # bytes of a head that kernels take: more features spill registers
 
 
 class Attend(NamedTuple):
@@ -48,9 +48,9 @@ class AttendedTokens(NamedTuple):
     log_sums: jax.Array
 
 
-def takes_heads_of(features: int) -> bool:
+def takes_heads_of(features: int, dtype: Any) -> bool:
     """Whether kernels take heads of so many features; plain JAX takes others."""
-    return features <= _LARGEST_HEAD
+    return block_features(features) * jnp.dtype(dtype).itemsize <= _LARGEST_HEAD
 
 
 def block_features(features: int) -> int:
@@ -114,7 +114,8 @@ def _tiles(target: Target, block: int, dtype: Any, block_keys: int, by_tma: bool
     """Tiles for heads of `block` features, by what was measured on Hopper; larger ones spill more registers."""
     is_hopper = target.compute_capability == 90
     share = by_tma and is_hopper and block <= 128  # two programs of 4 warps are faster than one of 8
-    queries = 32 if dtype == jnp.float32 or (block > 128 and not is_hopper) else 64
+    queries = 32 if dtype == jnp.float32 or block > (256 if is_hopper else 128) else 64
+    queries = 16 if block > 256 and not is_hopper else queries
     row_bytes = block * dtype.itemsize
     room = target.shared_memory // (2 if share else 1) - queries * row_bytes
     num_stages = max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes)))
@@ -126,7 +127,7 @@ def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | No
 
     batch, length, heads, features = operands.q.shape
     capacity, kv_heads = operands.k.shape[2:4]
-    if not takes_heads_of(features) or scale <= 0:
+    if not takes_heads_of(features, operands.q.dtype) or scale <= 0:
         return _plain(operands, scale, window)
     block, dtype = block_features(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)

@@ -100,7 +100,7 @@ def _launch(
     row_bytes = block_features(features) * operands.k.dtype.itemsize
     block_keys, block_group = keys_of_step(features, operands.k.dtype), max(16, power_of_2(heads // kv_heads))
     room, bytes_of_step = launcher.target.shared_memory - block_group * row_bytes, 2 * block_keys * row_bytes
-    if not takes_heads_of(features) or scale <= 0 or bytes_of_step > room:
+    if not takes_heads_of(features, operands.q.dtype) or scale <= 0 or bytes_of_step > room:
         return _plain(operands, scale, window, chunk)
     parts = math.ceil(capacity / attend.PART)
     sizes = {
@@ -130,7 +130,7 @@ def _launch(
             "BLOCK_KEYS": block_keys,
         },
         grid=(batch, kv_heads, parts),
-        num_warps=8 if operands.q.dtype == jnp.float32 else 4,
+        num_warps=8 if operands.q.dtype == jnp.float32 or row_bytes > 512 else 4,
         num_stages=max(1, min(_MOST_STAGES, room * 7 // 8 // bytes_of_step)),
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )

@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 
+import jgg
 import jgg.models
 from jgg.models import attend, cudnn, flash
-from tests.models.test_attend import OPTIONS, check, inputs
+from tests.models.test_attend import OPTIONS, by_definition, check, inputs, with_gradients
+from tests.support.closeness import largest_error
 from tests.support.models import config_of
 
 
@@ -33,7 +35,7 @@ def backward(q, k, v, bias, scale, y, log_sums, dy):
     """The gradients by flash attention's formula, for a result and statistics that are given."""
 
     def of_kv(array):
-        return array.reshape(*k.shape[:3], -1, k.shape[3]).sum(axis=3)
+        return array.reshape(*k.shape[:3], -1, array.shape[3]).sum(axis=3)
 
     k_all, v_all = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
     p = jnp.exp(_logits(q, k, bias, scale) - log_sums[..., None])
@@ -59,6 +61,19 @@ def test_values_and_gradients_are_those_of_the_definition(name, stand_in):
 def test_blocks_of_queries_within_segments(stand_in, monkeypatch):
     monkeypatch.setattr(attend, "_QUERIES", 20)
     check("segments with sinks", jnp.float32, 1e-5)
+
+
+def test_on_hopper_values_of_fewer_features_are_not_padded(stand_in, monkeypatch):
+    monkeypatch.setattr(cudnn, "takes_unequal_heads", lambda: True)
+    monkeypatch.setattr(attend, "_with_equal_heads", None)
+    (q, k, v, sinks), dy = inputs(has_sinks=True)
+    arrays, dy = (q, k, v[..., :8]), dy[..., :8]
+    want = with_gradients(functools.partial(by_definition, sinks=sinks), arrays, dy)
+    with jgg.target(90):
+        run = functools.partial(attend.attend, scale=0.25, sinks=sinks)
+        got = jax.jit(functools.partial(with_gradients, run))(arrays, dy)
+    for got_one, want_one in zip(got, want, strict=True):
+        assert largest_error(got_one, want_one) <= 1e-5
 
 
 def test_infinite_sinks_take_nothing_or_all(stand_in):
@@ -153,6 +168,15 @@ def test_what_remat_keeps_decides_whether_a_gpu_attends_again(remat, count, as_o
 
     text = lowered_for_cuda(jax.grad(loss), state, tokens)
     assert (calls_in(text, CALLS), calls_in(text, BACKWARD_CALLS)) == (count, 1)
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "features", "fits"), [(90, 256, True), (90, 264, False), (80, 136, False)]
+)
+def test_cudnn_takes_larger_heads_on_hopper(compute_capability, features, fits, as_on_a_gpu):
+    q = jax.ShapeDtypeStruct((1, 8, 2, features), jnp.bfloat16)
+    with jgg.target(compute_capability):
+        assert attend.takes_flash(q, q, None, None) == fits
 
 
 def test_this_jax_has_the_primitives_as_they_were_tested():

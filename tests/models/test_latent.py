@@ -12,8 +12,10 @@ from safetensors.numpy import save_file
 import jgg.hf
 import jgg.models
 from jgg.core.quantized import E4M3, scaled, scales_shape
+from jgg.hf.families import FAMILIES as HF_FAMILIES
+from tests.models.test_model_config import OF_TRANSFORMERS, SIZES, same
 from tests.models.test_model_replay import with_adapters
-from tests.support.models import config_of, copied, loaded, logits_of, reference
+from tests.support.models import DATA, config_of, copied, loaded, logits_of, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 
@@ -29,13 +31,21 @@ def test_absorbed_products_give_what_keys_and_values_by_heads_give(family):
         lambda model, tokens, positions, caches, start: model.run_layers(tokens, positions, caches, start=start)
     )
     parts = []
-    for start, end in ((0, 4), (4, 9), (9, 12), (12, 13)):
+    for start, end in ((0, 4), (4, 8), (8, 12), (12, 13)):
         positions = jnp.arange(start, end, dtype=jnp.int32)[None]
         x, caches = run(model, tokens[:, start:end], positions, caches, start=jnp.int32(start))
         parts.append(x)
     wanted = logits_of(model, tokens)
     assert np.abs(wanted - reference(family)["logits"]).max() > 1e-2
     np.testing.assert_allclose(model.logits(jnp.concatenate(parts, axis=1)), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.interpret
+@pytest.mark.sweep
+def test_the_kernel_decodes_as_transformers_does():
+    expected, model = reference("deepseek_v3"), loaded("deepseek_v3", implementation="interpret")
+    got = jgg.models.generate(model, expected["prompts"][1:2, :5], 3)
+    np.testing.assert_array_equal(got, expected["greedy"][1:2, :3])
 
 
 def test_prompts_in_chunks_with_several_samples_go_on_as_by_transformers():
@@ -71,7 +81,8 @@ def test_adapters_of_all_projections_learn_beside_what_is_frozen():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_merged_adapter_computes_the_same(tmp_path):
+@pytest.mark.sweep
+def test_a_merged_adapter_computes_the_same():
     model, tokens = with_adapters("deepseek_v3"), reference("deepseek_v3")["tokens"]
     before = logits_of(model, tokens)
     model.merge_adapters()
@@ -82,11 +93,8 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
     folder = copied("deepseek_v3", tmp_path / "model", num_nextn_predict_layers=1)
     further = {"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}
     save_file(dict(jgg.hf.Checkpoint(folder)) | further, folder / "model.safetensors")
-    model = jgg.models.load(folder, dtype=jnp.float32)
-    np.testing.assert_array_equal(
-        logits_of(model, reference("deepseek_v3")["tokens"]),
-        logits_of(loaded("deepseek_v3"), reference("deepseek_v3")["tokens"]),
-    )
+    states = (nnx.to_pure_dict(nnx.state(jgg.models.load(each))) for each in (folder, DATA / "deepseek_v3"))
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_projections_in_fp8_have_scales_of_blocks_that_are_not_full(tmp_path):
@@ -160,6 +168,20 @@ def test_published_configs_are_taken():
     assert (own.cached_per_token, own.flops_per_pair) == (576, 2 * 64 * 320)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_absent_keys_and_rotary_settings_mean_what_they_do_in_transformers(family):
+    known = OF_TRANSFORMERS[family]
+    config = jgg.models.model_config({"model_type": family})
+    assert same(config, jgg.models.model_config(known["defaults"]))
+    assert config.mixers[0].rotated_features == known["heads"]
+    sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
+    one = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {"mlp_layer_types": ["sparse"]}
+    for case in known["rotary"]:
+        got = jgg.models.model_config({"model_type": family} | sizes | one | case["changes"]).mixers[0].rotary
+        np.testing.assert_allclose(got.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(got.scale, case["scale"], rtol=1e-6, err_msg=str(case))
+
+
 def test_keys_of_transformers_4_and_5_mean_the_same():
     new = config_of("deepseek_v3")
     rope = dict(new["rope_parameters"])
@@ -186,8 +208,9 @@ WRONG = {
     "num_key_value_heads must be num_attention_heads, 4, with a latent, got 2": {"num_key_value_heads": 2},
     "qk_rope_head_dim must be even, as pairs of features are rotated, got 3": {
         "qk_rope_head_dim": 3,
-        "qk_head_dim": None,
+        "head_dim": None,
     },
+    "qk_rope_head_dim and head_dim must be equal, as they are names of one setting, got [4, 12]": {"head_dim": 12},
     "qk_head_dim must be the sum of qk_nope_head_dim and qk_rope_head_dim, got 12": {"qk_head_dim": 12},
     "moe_layer_freq must be 1, got 2": {"moe_layer_freq": 2},
     "topk_method must be 'noaux_tc', got 'greedy'": {"topk_method": "greedy"},

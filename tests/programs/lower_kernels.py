@@ -36,6 +36,7 @@ from jgg.measuring.workloads import operands
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.attend import ATTEND, Attend
+from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.delta_rule import DELTA_RULE, DeltaRule
 from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
@@ -85,6 +86,7 @@ LAYER_KERNELS = (
     "rotary_kernel",
     "rotary_backward_kernel",
     "attend_kernel",
+    "attend_latents_kernel",
     "attend_one_kernel",
     "add_parts_kernel",
     "unpack_kernel",
@@ -407,6 +409,16 @@ def lower_delta_rule(compute_capability, features, dtype):
         jax.jit(step).trace(one).lower(lowering_platforms=("cuda",))
 
 
+def lower_attend_latents(compute_capability, heads, rank, rest, dtype):
+    """Attention of one token to a cache of latents."""
+    query, cache = (3, heads, rank + rest), (2, 3, 1000, 1, rank + rest)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, cache)]
+    arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (3,))]
+    with jgg.target(compute_capability):
+        attend = functools.partial(ATTEND_LATENTS, How("triton", current_target()), scale=0.1, rank=rank)
+        jax.jit(attend).trace(AttendLatents(*arrays)).lower(lowering_platforms=("cuda",))
+
+
 def lower_project_few(compute_capability, rows, features, dtype):
     """Queries, keys and values of few tokens, with biases and without."""
     columns = 4096, 512, 512
@@ -464,11 +476,15 @@ def layer_kernels(compute_capability, takes_all):
     for case in ((2048, "bfloat16"), (17, "float32")) if takes_all else ((2880, "bfloat16"),):
         yield ["add_gated", *case], functools.partial(lower_add_gated, compute_capability, *case)
     attention = [(64, 8, 64, True, "bfloat16"), (32, 4, 128, False, "float32"), (16, 16, 256, False, "bfloat16")]
+    attention.append((16, 2, 512, True, "bfloat16"))
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
         yield ["attend", *case], functools.partial(lower_attend, compute_capability, *case)
     for case in ((128, "bfloat16"), (40, "float16")) if takes_all else ((128, "bfloat16"),):
         yield ["delta_rule", *case], functools.partial(lower_delta_rule, compute_capability, *case)
+    latents = [(20, 512, 64, "bfloat16"), (128, 512, 64, "bfloat16"), (16, 256, 32, "float32")]
+    for case in latents if takes_all else latents[:1]:
+        yield ["attend_latents", *case], functools.partial(lower_attend_latents, compute_capability, *case)
     projections = [(1, 2048, "bfloat16"), (64, 2880, "bfloat16"), (3, 96, "float32"), (17, 100, "float16")]
     for case in projections if takes_all else projections[:1]:
         yield ["project_few", *case], functools.partial(lower_project_few, compute_capability, *case)

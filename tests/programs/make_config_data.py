@@ -3,9 +3,9 @@
     pip install torch transformers
     python -m tests.programs.make_config_data [FAMILY ...]
 
-Of each family that jgg has: "defaults", the attributes of its class without arguments. Of those that `jgg.models` has
-also "heads", the features of a head without head_dim, and of most "rotary", the frequencies and the factor for the
-settings of ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
+Of each family that `jgg.models` has: "defaults", the attributes of its class without arguments, "heads", the features of
+a head without head_dim, and of most "rotary", the frequencies and the factor for the settings of ROTARY beside SIZES.
+Made with torch 2.13.0 and transformers 5.24.0.
 """
 
 import argparse
@@ -18,9 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 MORE = (
+    "deepseek_v3",
     "dots1",
     "ernie4_5_moe",
     "exaone_moe",
+    "glm4_moe_lite",
     "granitemoeshared",
     "hy_v3",
     "llama4_text",
@@ -33,8 +35,6 @@ MORE = (
     "solar_open",
 )
 WITHOUT_ROTARY = ("mellum", "qwen3_next", "qwen3_5_moe_text")  # have several embeddings, or layers without one
-# of the others, jgg has the experts alone
-CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None}
 SIZES = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -51,6 +51,9 @@ OWN = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hy_v3": {"mlp_layer_types": ["sparse"]},
     "ernie4_5_moe": {"moe_layer_start_index": 0},
+    # small experts in the one layer
+    "deepseek_v3": {"first_k_dense_replace": 0, "n_routed_experts": 8},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"], "n_routed_experts": 8},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -118,7 +121,7 @@ PARTIAL = {
 
 def configured(family, changes):
     """A config of a family with changes, which it may change."""
-    return CONFIG_MAPPING[CLASSES[family] or family](**json.loads(json.dumps(changes)))
+    return CONFIG_MAPPING[family](**json.loads(json.dumps(changes)))
 
 
 def rotary(family, changes):
@@ -132,16 +135,13 @@ def rotary(family, changes):
 def main():
     logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(CLASSES), metavar="FAMILY")
+    parser.add_argument("families", nargs="*", default=list(MODELS + MORE), metavar="FAMILY")
     data = json.loads(OUT.read_text())
     for family in parser.parse_args().families:
         config = configured(family, {})
         data[family] = {"defaults": config.to_dict()}
-        if family in MODELS + MORE:
-            data[family]["heads"] = (
-                getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            )
-        if family in MODELS + MORE and family not in WITHOUT_ROTARY:
+        data[family]["heads"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if family not in WITHOUT_ROTARY:
             cases = (ROTARY if family in MODELS else FEW) + PARTIAL.get(family, ())
             data[family]["rotary"] = [rotary(family, changes) for changes in cases]
     OUT.write_text(json.dumps(data) + "\n")

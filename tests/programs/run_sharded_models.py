@@ -41,6 +41,11 @@ CASES = {
         {"remat": "names"},
     ),
     "fsdp, expert, tensor, tied": ("gpt_oss", {"fsdp": "a", "expert": "b", "tensor": "c"}, {}),
+    "latent attention, fsdp, data, expert, rematerialized": (
+        "deepseek_v3",
+        {"fsdp": "a", "data": "c", "expert": "b"},
+        {"remat": "attention"},
+    ),
     "each device its own sequences, fsdp, expert, data": (
         "glm4_moe",
         {"fsdp": "a", "expert": "b", "data": "c"},

@@ -56,7 +56,8 @@ DEEPSEEK_V3 = Family(
     | {"norm_topk_prob": True, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "topk_group": 4}
     | {"moe_layer_freq": 1},
     model=_deepseek_v3,
-    aliases={"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    aliases={"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+    | {"qk_rope_head_dim": "head_dim"},
     fused=FUSED,
     layer=LATENT,
     # the layer after the 61 of published checkpoints, which predicts further tokens

@@ -1,0 +1,129 @@
+"""Attention of one new token of each sequence to a cache of latents, which are the keys and the values of all heads."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import power_of_2
+from jgg.launching.choice import How, Launcher
+from jgg.launching.launch import Launch
+from jgg.primitives import vmap
+from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.products.attend import block_features, precision_of
+
+_PART = 256  # latents of a program
+_UNROLL = 8  # parts that are loaded side by side
+_BLOCK_KEYS, _MOST_HEADS = 32, 32  # of a step, and of a tile: more spill registers
+_LARGEST = 1024  # bytes of the latents that a kernel sums: more spill registers
+
+
+class AttendLatents(NamedTuple):
+    """One token of each of B sequences, and the cache of a stack of layers, which has the token's own latent.
+
+    Attributes:
+      q: [B, heads, rank + rest], what latents are multiplied by.
+      latents: [layers, B, C, 1, rank + rest], in the dtype of q.
+      layer: int32 [], the layer of the cache.
+      positions: int32 [B], the positions of the tokens, from 0 to C - 1.
+    """
+
+    q: jax.Array
+    latents: jax.Array
+    layer: jax.Array
+    positions: jax.Array
+
+
+def _result_types(operands: AttendLatents, scale: float, rank: int) -> Any:
+    return array_type((*operands.q.shape[:2], rank), operands.q.dtype)
+
+
+def _plain(operands: AttendLatents, scale: float, rank: int) -> jax.Array:
+    q, latents = operands.q, operands.latents[operands.layer, :, :, 0]
+    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
+        q, latents = (array.astype(jnp.float32) for array in (q, latents))
+    logits = jnp.einsum("bhd,bcd->bhc", q, latents, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    is_seen = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] <= operands.positions[:, None]
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None], logits, -jnp.inf), axis=-1).astype(latents.dtype)
+    # the other features' sums are not used: latents without them would be copied
+    return jnp.einsum("bhc,bcd->bhd", weights, latents)[..., :rank].astype(operands.q.dtype)
+
+
+def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int) -> jax.Array:
+    from jgg.kernels.attend_latents import attend_latents_kernel
+    from jgg.kernels.attend_one import add_parts_kernel
+
+    (batch, heads, features), capacity, dtype = operands.q.shape, operands.latents.shape[2], operands.q.dtype
+    block_rank, block_rest = block_features(rank), block_features(features - rank)
+    row_bytes = (block_rank + block_rest) * dtype.itemsize
+    room = launcher.target.shared_memory // row_bytes - 2 * _BLOCK_KEYS  # heads of a tile beside two steps of keys
+    if block_rank * dtype.itemsize > _LARGEST or room < 16 or scale <= 0:
+        return _plain(operands, scale, rank)
+    block_heads = max(16, min(_MOST_HEADS, power_of_2(heads), power_of_2(room + 1) // 2))
+    parts = math.ceil(capacity / _PART)
+    of_parts = jax.ShapeDtypeStruct((parts, batch, heads), jnp.float32)
+    launch = Launch(
+        operands={**operands._asdict(), "capacity": capacity},
+        outputs={
+            "attended": jax.ShapeDtypeStruct((*of_parts.shape, rank), jnp.float32),
+            "highest_logits": of_parts,
+            "totals": of_parts,
+        },
+        constants={
+            "HEADS": heads,
+            "RANK": rank,
+            "REST": features - rank,
+            "SCALE": scale,
+            "PRECISION": precision_of(dtype),
+            "PART": _PART,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_KEYS": _BLOCK_KEYS,
+            "BLOCK_RANK": block_rank,
+            "BLOCK_REST": block_rest,
+        },
+        grid=(math.ceil(heads / block_heads), batch, parts),
+        num_warps=8,
+        num_stages=2,
+        bytes_accessed=batch * capacity * features * dtype.itemsize,
+    )
+    of_part = launcher.run(attend_latents_kernel, launch)
+    launch = Launch(
+        operands={
+            "parts": of_part["attended"],
+            "highest_logits": of_part["highest_logits"],
+            "totals": of_part["totals"],
+            "positions": operands.positions,
+            "is_local": None,
+            "sinks": None,
+        },
+        outputs={"attended": jax.ShapeDtypeStruct((batch, heads, rank), dtype)},
+        constants={
+            "HEADS": heads,
+            "FEATURES": rank,
+            "WINDOW": 0,
+            "PART": _PART,
+            "UNROLL": _UNROLL,
+            "BLOCK_FEATURES": block_rank,
+        },
+        grid=(batch, heads),
+        bytes_accessed=4 * of_part["attended"].size,
+    )
+    return launcher.run(add_parts_kernel, launch)["attended"]
+
+
+def _merge_batch(how: How, operands: AttendLatents, batched: AttendLatents, scale: float, rank: int) -> jax.Array:
+    return vmap.each_by_xla(_plain, operands, batched, scale=scale, rank=rank)
+
+
+ATTEND_LATENTS: Product[jax.Array] = Product(
+    "attend_latents",
+    AttendLatents,
+    result_types=_result_types,
+    plain=_plain,
+    launch=_launch,
+    several=split_by_xla(_plain),
+    merge_batch=_merge_batch,
+)
+"""The sums of the first `rank` features of latents, [B, heads, rank]; the other parameter is the factor of the logits,
+more than 0."""
