@@ -72,6 +72,7 @@ def route(
         OLMoE                           normalize=False
         DeepSeek-V2                     normalize=False, scale, num_groups, topk_groups
         DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
+        Gemma 4                         (the defaults); with MoELayer(use_router_scale=True) and another router_x
         Llama-4                         score="sigmoid", normalize=False; with MoELayer(scale_input=True),
                                         because the weights scale x before the first GEMM
 
