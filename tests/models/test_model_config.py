@@ -122,7 +122,7 @@ WRONG = {
         ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
-    "rope_type must be 'default', 'linear', 'llama3' or 'yarn', got 'dynamic'": (
+    "rope_type must be 'default', 'linear', 'llama3', 'proportional' or 'yarn', got 'dynamic'": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         ValueError,
     ),
