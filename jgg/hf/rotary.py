@@ -41,11 +41,8 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
     kind, other = given.pop("rope_type", None), given.pop("type", "default")
     kind = other if kind is None else kind
     partial = given.pop("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    if kind == "proportional":
-        frequencies, scale = _proportional(theta, partial, head_features, given), 1.0
-    else:
-        rotated = _rotated(settings, partial, head_features)
-        frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
+    rotated = head_features if kind == "proportional" else _rotated(settings, partial, head_features)
+    frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
     if kind == "yarn":
         context, longest = _context(settings, given), settings.int("max_position_embeddings")
         if "factor" in part:
@@ -55,9 +52,11 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
         frequencies = _llama3(frequencies, _context(settings, given), given)
     elif kind == "linear":
         frequencies = _slowed(frequencies, _factor(kind, given), 1.0)
+    elif kind == "proportional":
+        frequencies = _proportional(frequencies, partial, given)
     else:
         known = "'default', 'linear', 'llama3', 'proportional' or 'yarn'"
-        check(kind in ("default", "proportional"), f"rope_type must be {known}, got {kind!r}.")
+        check(kind == "default", f"rope_type must be {known}, got {kind!r}.")
     check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
     is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
     check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
@@ -100,19 +99,17 @@ def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
     return rotated
 
 
-def _proportional(theta: float, part: Any, head_features: int, given: dict[str, Any]) -> np.ndarray:
-    """The frequencies of all pairs of a head, of which the last are 0: only a part of the pairs is rotated.
+def _proportional(frequencies: np.ndarray, part: Any, given: dict[str, Any]) -> np.ndarray:
+    """The frequencies of all pairs of a head, of which the last are 0, so that only a part of the pairs is rotated.
 
-    Unlike of a partial embedding, the exponents are relative to all features, and the halves of a pair are half a head
-    apart. Takes its keys out of `given`. Source: `_compute_proportional_rope_parameters` of transformers.
+    Unlike those of a partial embedding, the two features of a pair are half a head apart. Takes its keys out of
+    `given`. Source: `_compute_proportional_rope_parameters` of transformers.
     """
     part = 1.0 if part is None else as_finite("partial_rotary_factor", part)
     check(0 <= part <= 1, f"partial_rotary_factor must be from 0 to 1, got {part}.")
-    check(head_features % 2 == 0, f"head_dim must be even for rope_type 'proportional', got {head_features}.")
-    pairs = np.arange(head_features // 2)
-    is_rotated = pairs < int(part * head_features // 2)
     factor = _as_positive("factor", given.pop("factor", 1.0))
-    return np.where(is_rotated, theta ** -(2 * pairs / head_features) / factor, 0.0)
+    is_rotated = np.arange(len(frequencies)) < int(part * (2 * len(frequencies)) // 2)
+    return np.where(is_rotated, frequencies / factor, 0.0)
 
 
 def _yarn(

@@ -43,6 +43,7 @@ class Decoder(nnx.Module):
       layers: the layers with experts, which have `attention_norm`, `attention` or another mixer, `mlp_norm` and `moe`,
         a `jgg.nnx.MoE`. Where their shapes differ, as where every fourth has another mixer, those that are alike are
         stacked, and further stacks have the number of their first layer in their name, such as `layers_3`.
+        Gemma 4's have `mlp` beside `moe`, and more norms.
       dense_layers: the layers without experts, which have `mlp` in the place of `moe`, or None.
       norm: nnx.Param [H], of the last RMS norm.
       w_head: nnx.Param [H, V]; there is none if the embedding takes its place.
@@ -64,7 +65,7 @@ class Decoder(nnx.Module):
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
         "w_q_a", "w_q_b", "w_kv_a" and "w_kv_b" of latent attention, "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent
-        layers, the experts' "w_gate_up" and "w_down", and "w_dense_gate_up" and "w_dense_down" of dense layers, which
+        layers, the experts' "w_gate_up" and "w_down", and "w_dense_gate_up" and "w_dense_down" of dense MLPs, which
         is the default; and "w_ba", "w_b" and "w_a" of recurrent layers, "w_shared_gate_up" and "w_shared_down" of
         shared experts, and "w_router". Matrices with adapters in layers with experts get no gradient.
       lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.

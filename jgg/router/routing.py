@@ -75,6 +75,7 @@ def route(
         ERNIE 4.5                       selection_bias
         DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
         MiniMax-M2, Hunyuan V3          score="sigmoid", scale, selection_bias
+        Gemma 4                         (the defaults); with MoELayer(use_router_scale=True) and another router_x
         Llama-4                         score="sigmoid", normalize=False; with MoELayer(scale_input=True),
                                         because the weights scale x before the first GEMM
 

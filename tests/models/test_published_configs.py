@@ -234,13 +234,75 @@ GRANITE_4_SMALL = {
     "torch_dtype": "bfloat16",
     "vocab_size": 100352,
 }
+# google/gemma-4-26B-A4B-it; of the vision tower's keys there are two
+GEMMA4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "audio_token_id": 258881,
+    "boa_token_id": 256000,
+    "boi_token_id": 255999,
+    "dtype": "bfloat16",
+    "eoa_token_id": 258883,
+    "eoa_token_index": 258883,
+    "eoi_token_id": 258882,
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "dtype": "bfloat16",
+        "enable_moe_block": True,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": 2112,
+        "layer_types": [*[LOCAL] * 5, FULL] * 5,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            LOCAL: {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "top_k_experts": 8,
+        "use_bidirectional_attention": "vision",
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True,
+    "video_token_id": 258884,
+    "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+    "vision_soft_tokens_per_image": 280,
+}
 
 
 def billions(config):
     """How many parameters the model has."""
     of_mixers = sum(math.prod(shape) for own in config.mixers for shape in own.shapes(config.features).values())
     of_experts = config.num_moe_layers * sum(map(math.prod, config.moe.shapes.values()))
-    of_mlps = sum(config.is_dense) * 3 * config.features * config.dense_features
+    num_mlps = config.num_layers if config.layout == "sandwich" else sum(config.is_dense)
+    of_mlps = num_mlps * 3 * config.features * config.dense_features
     of_ends = (2 - config.is_tied) * config.vocabulary * config.features
     return (of_mixers + of_experts + of_mlps + of_ends) / 1e9
 
@@ -289,3 +351,12 @@ def test_granite_4_is_refused_for_its_mamba_layers_and_has_no_positions_without_
     assert config.moe.shapes["w_shared_gate_up"] == (4096, 2 * 1536)
     rotated = GRANITE_4_SMALL | {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
     assert all(jgg.models.model_config(rotated).mixers[0].rotary.frequencies)
+
+
+def test_gemma4_has_other_heads_in_every_sixth_layer():
+    config = jgg.models.model_config(GEMMA4)
+    sizes = [(own.window, own.head_features, own.num_kv_heads, own.are_keys_values) for own in config.mixers]
+    assert sizes == [*[(1024, 256, 8, False)] * 5, (None, 512, 2, True)] * 5
+    assert sum(frequency > 0 for frequency in config.mixers[5].rotary.frequencies) == 64
+    assert (config.is_tied, config.logits_softcap, config.embedding_scale) == (True, 30, 2816**0.5)
+    assert round(billions(config), 1) == 25.2

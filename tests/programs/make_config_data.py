@@ -3,7 +3,7 @@
     pip install torch transformers
     python -m tests.programs.make_config_data [FAMILY ...]
 
-Of each family that `jgg.models` has: "defaults", the attributes of its class without arguments, "heads", the features of
+Of each family that `jgg.models` has: "defaults", attributes of its class without arguments, "heads", the features of
 a head without head_dim, and of most "rotary", the frequencies and the factor for the settings of ROTARY beside SIZES.
 Made with torch 2.13.0 and transformers 5.24.0.
 """
