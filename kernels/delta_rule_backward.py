@@ -95,17 +95,47 @@ def delta_rule_backward_kernel(
 
 
 @triton.jit
-def dot_rows(acc, at, mask):
-    """The product of each row of acc and the row at `at`. It loads them again: registers are few."""
-    return tl.reduce(acc * tl.load(at, mask=mask, other=0.0).to(tl.float32), 1, add)
-
-
-@triton.jit
 def normalization_gradient(d_normalized, x, root):
     """The gradient of x [rows, features] from that of x * root, where root is 1 / sqrt(sum of squares + epsilon)."""
     x = x.to(tl.float32)
     product = tl.reduce(d_normalized * x, 1, add) * root * root
     return (d_normalized - x * product[:, None]) * root[:, None]
+
+
+@triton.jit
+def add_by_matrices(
+    dq_acc,
+    d_recalling,
+    d_writing,
+    d_weights,
+    d_a,
+    decays,
+    betas,
+    q_block,
+    k_block,
+    q_root,
+    k_root,
+    tokens,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the gradients of q and k by way of P = scale q k^T decays and A = beta k k^T decays, of the normalized ones.
+
+    Also returns the elements of P and of A, which is zero from its diagonal on, times their gradients.
+    """
+    d_weights = d_weights * decays * SCALE
+    qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+    of_weights = d_weights * qk * (q_root[:, None] * k_root[None, :])
+    d_weights_k = (d_weights * k_root[None, :]).to(k_block.dtype)
+    dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
+    d_weights_q = (d_weights * q_root[:, None]).to(k_block.dtype)
+    d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
+    d_a = tl.where(tokens[None, :] < tokens[:, None], d_a * decays, 0.0) * -betas[:, None]
+    kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
+    of_a = d_a * kk * (k_root[:, None] * k_root[None, :])
+    d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(k_block.dtype)
+    d_recalling = tl.dot(d_a_k, k_block, d_recalling, input_precision=PRECISION)
+    return dq_acc, d_recalling, d_writing, of_weights, of_a
 
 
 @triton.jit
@@ -154,7 +184,6 @@ def delta_rule_gradients_kernel(
     q_block = tl.load(q + at_keys, mask=is_key, other=0.0)
     dtype: tl.constexpr = k_block.dtype
     k_root, q_root = root_of(k_block, tokens, EPSILON, PRECISION), root_of(q_block, tokens, EPSILON, PRECISION)
-    is_strictly_before = tokens[None, :] < tokens[:, None]
     # of normalized queries, and of normalized keys: where they recall, and where they write
     dq_acc = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
     d_recalling = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
@@ -200,33 +229,38 @@ def delta_rule_gradients_kernel(
             d_writing = tl.dot(written, after.T, d_writing, input_precision=PRECISION)
 
         # of the sums of log decays, by way of the state: what a decay is multiplied by times that product's gradient
-        d_sums = dot_rows(dq_acc, q + at_keys, is_key) * q_root - of_q
-        d_sums += dot_rows(d_recalling, k + at_keys, is_key) * k_root - of_recalling
-        d_until_end = dot_rows(d_writing, k + at_keys, is_key) * k_root - of_writing
-        d_sums -= d_until_end
+        q_again = tl.load(q + at_keys, mask=is_key, other=0.0).to(tl.float32)
+        k_again = tl.load(k + at_keys, mask=is_key, other=0.0).to(tl.float32)
+        new_of_q = tl.reduce(dq_acc * q_again, 1, add) * q_root
+        new_of_recalling = tl.reduce(d_recalling * k_again, 1, add) * k_root
+        new_of_writing = tl.reduce(d_writing * k_again, 1, add) * k_root
+        d_until_end = new_of_writing - of_writing
+        d_sums = new_of_q - of_q + new_of_recalling - of_recalling - d_until_end
         d_last_sum = tl.reduce(d_until_end, 0, add) + tl.reduce(d_total, 0, add) * total
 
-        # P = scale q k^T decays, and A = beta k k^T decays below the diagonal, of the normalized ones
-        decays = decays_of(sums, count, tokens)
-        qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
-        d_weights = d_weights * decays * SCALE
-        of_decays = d_weights * qk * (q_root[:, None] * k_root[None, :])
-        d_weights_k = (d_weights * k_root[None, :]).to(dtype)
-        dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
-        d_weights_q = (d_weights * q_root[:, None]).to(dtype)
-        d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
-        kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
-        d_a = tl.where(is_strictly_before, d_a * decays, 0.0) * -betas[:, None]
-        of_decays += d_a * kk * (k_root[:, None] * k_root[None, :])
-        d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(dtype)
-        d_recalling = tl.dot(d_a_k, k_block, d_recalling, input_precision=PRECISION)
-        of_q = dot_rows(dq_acc, q + at_keys, is_key) * q_root
-        of_recalling = dot_rows(d_recalling, k + at_keys, is_key) * k_root
-        of_writing = dot_rows(d_writing, k + at_keys, is_key) * k_root
+        dq_acc, d_recalling, d_writing, of_weights, of_a = add_by_matrices(
+            dq_acc,
+            d_recalling,
+            d_writing,
+            d_weights,
+            d_a,
+            decays_of(sums, count, tokens),
+            betas,
+            q_block,
+            k_block,
+            q_root,
+            k_root,
+            tokens,
+            SCALE,
+            PRECISION,
+        )
+        rows_of_weights, columns_of_weights = tl.reduce(of_weights, 1, add), tl.reduce(of_weights, 0, add)
+        rows_of_a, columns_of_a = tl.reduce(of_a, 1, add), tl.reduce(of_a, 0, add)
+        d_sums += rows_of_weights - columns_of_weights + rows_of_a - columns_of_a
+        of_q, of_recalling = new_of_q + rows_of_weights, new_of_recalling + rows_of_a + columns_of_a
+        of_writing = new_of_writing + columns_of_weights
 
         # a token's log decay is in the sums from it on
-        d_sums += tl.reduce(of_decays, 1, add)
-        d_sums -= tl.reduce(of_decays, 0, add)
         d_log = tl.reduce(d_sums, 0, add) - tl.associative_scan(d_sums, 0, add) + d_sums
         tl.store(d_log_decay + at, d_log + d_last_sum, mask=exists)
         tl.store(d_beta + at, d_betas, mask=exists)

@@ -17,7 +17,8 @@ from jgg.products.plain.delta_rule import CHUNK, delta_rule
 _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
 _LEVELS = CHUNK.bit_length() - 1
-_REGISTERS = 128  # of a thread that computes a chunk's matrices
+_BYTES_OF_THREE_STAGES = 200_000  # of shared memory
+_REGISTERS = 168  # of a thread that computes a chunk's matrices
 
 
 class DeltaRule(NamedTuple):
@@ -142,8 +143,9 @@ def chunk_matrices(
     return launcher.run(chunk_matrices_kernel, launch)
 
 
-def over_chunks(sizes: Sizes, dtype: Any) -> dict[str, Any]:
+def over_chunks(launcher: Launcher, sizes: Sizes, dtype: Any) -> dict[str, Any]:
     """The fields of a Launch whose programs take a head's chunks one after the other, for some columns of its state."""
+    has_room = launcher.target.shared_memory > _BYTES_OF_THREE_STAGES
     columns = min(64, max(16, power_of_2(sizes.value_features)))
     return {
         "constants": sizes.constants
@@ -154,8 +156,8 @@ def over_chunks(sizes: Sizes, dtype: Any) -> dict[str, Any]:
             "BLOCK_COLUMNS": columns,
         },
         "grid": (math.ceil(sizes.value_features / columns), sizes.heads, sizes.batch),
-        "num_warps": 4,
-        "num_stages": 3,
+        "num_warps": 4 if has_room else 8,
+        "num_stages": 3 if has_room else 2,
     }
 
 
@@ -174,7 +176,7 @@ def _launch(launcher: Launcher, operands: DeltaRule, keeps: bool, scale: float, 
         outputs=types,
         flops=2 * operands.v.size * (3 * sizes.features + 2 * CHUNK),
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in (operands.q, *operands[:3], types["y"])),
-        **over_chunks(sizes, dtype),
+        **over_chunks(launcher, sizes, dtype),
     )
     results = launcher.run(delta_rule_kernel, launch)
     return Written(results["y"], results["last_state"], results.get("states"), results.get("corrections"))

@@ -90,7 +90,7 @@ def _of_states(launcher: Launcher, operands: DeltaRuleBackward, matrices: dict[s
         outputs=outputs,
         flops=2 * operands.v.size * (3 * sizes.features + 2 * CHUNK),
         bytes_accessed=(2 * operands.q.size + 2 * operands.v.size + operands.states.size) * dtype.itemsize,
-        **over_chunks(sizes, dtype),
+        **over_chunks(launcher, sizes, dtype),
     )
     return launcher.run(delta_rule_backward_kernel, launch)
 

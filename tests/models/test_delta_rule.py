@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgg.models.delta_rule import delta_rule, delta_rule_one
-from tests.support.closeness import assert_close
+from tests.support.closeness import assert_close, distance
 from tests.support.marks import INTERPRET, TRITON, on
 
 SCALE, EPSILON = 0.37, 1e-3
@@ -21,6 +21,8 @@ SIZES = {
     "one token": (3, 1, 2, 4, 8, 8),
     "none": (2, 0, 1, 2, 4, 4),
 }
+QUICK = "chunks with", "odd with", "short without", "one token with", "none without"
+CASES = {f"{name} {'with' if resets else 'without'}": (name, resets) for name in SIZES for resets in (True, False)}
 
 
 class Rule64:
@@ -95,6 +97,7 @@ def random(size, seed=0, dtype="float32"):
     )
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
 def run(arrays, resets, implementation):
     *others, state = arrays
     return delta_rule(*others, state=state, resets=resets, scale=SCALE, epsilon=EPSILON, implementation=implementation)
@@ -107,12 +110,32 @@ def run_and_gradients(arrays, resets, dy, d_state, implementation):
 
 
 @on("xla", INTERPRET, TRITON)
-@pytest.mark.parametrize("has_resets", [False, True])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_delta_rule(size, has_resets, implementation):
+@pytest.mark.parametrize(
+    ("name", "has_resets"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name, case in CASES.items()],
+)
+def test_delta_rule(name, has_resets, implementation):
+    size = SIZES[name]
     arrays, resets, dy, d_state = random(size)
     got = run_and_gradients(arrays, resets if has_resets else None, dy, d_state, implementation)
     assert_close(got, rule64(arrays, resets & has_resets, dy, d_state), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [
+        pytest.param("interpret", "float16", 1.5e-3, marks=[pytest.mark.interpret, pytest.mark.thorough]),
+        pytest.param("triton", "float16", 1.5e-3, marks=pytest.mark.gpu),
+        pytest.param("triton", "bfloat16", 1e-2, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("size", [SIZES["chunks"], (2, 300, 2, 4, 128, 128), SIZES["odd"]], ids=["few", "many", "odd"])
+def test_in_16_bits(size, implementation, dtype, tolerance):
+    arrays, resets, dy, d_state = random(size, dtype=dtype)
+    got = run_and_gradients(arrays, resets, dy, d_state, implementation)
+    want = rule64(arrays, resets, np.asarray(dy, np.float64), d_state)
+    errors = jax.tree.map(distance, got, want)
+    assert max(jax.tree.leaves(errors)) < tolerance, errors
 
 
 def test_without_a_state_it_is_zero():

@@ -37,6 +37,9 @@ from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, Activat
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne
+from jgg.products.delta_rule import DELTA_RULE, DeltaRule
+from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
+from jgg.products.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.losses import LOSSES, Scored
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
@@ -56,7 +59,15 @@ KERNELS = ("forward_kernel", "dx_kernel", "dw_kernel")
 HOPPER_KERNELS = ("hopper_kernel", "hopper_fp8_kernel")
 SMALL_KERNELS = ("combine_kernel", "group_sums_kernel")
 SIZES = ("REDUCED", "COLUMNS", "W_COLUMNS", "Y_COLUMNS", "LEFT", "RIGHT", "TOPK", "BAND")
+DELTA_RULE_KERNELS = (
+    "chunk_matrices_kernel",
+    "delta_rule_kernel",
+    "delta_rule_backward_kernel",
+    "delta_rule_gradients_kernel",
+)
 LAYER_KERNELS = (
+    *DELTA_RULE_KERNELS,
+    "delta_rule_one_kernel",
     "activate_kernel",
     "activate_backward_kernel",
     "top_k_kernel",
@@ -374,6 +385,28 @@ def lower_attend_one(compute_capability, heads, kv_heads, features, has_window, 
         jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",))
 
 
+def lower_delta_rule(compute_capability, features, dtype):
+    """The gated delta rule of packed sequences and its gradients, and of one token."""
+    batch, length, key_heads, heads, layers = 2, 1000, 2, 4, 3
+    arrays = [((key_heads, features), dtype)] * 2 + [((heads, features), dtype)] + [((heads,), "float32")] * 2
+    of_tokens = [jax.ShapeDtypeStruct((batch, length, *shape), kind) for shape, kind in arrays]
+    of_one = [jax.ShapeDtypeStruct((batch, *shape), kind) for shape, kind in arrays]
+    state = jax.ShapeDtypeStruct((batch, heads, features, features), "float32")
+    operands = DeltaRule(*of_tokens, state, jax.ShapeDtypeStruct((batch, length), "bool"))
+    states = jax.ShapeDtypeStruct((layers, *state.shape), "float32")
+    one = DeltaRuleOne(*of_one, states, jax.ShapeDtypeStruct((), "int32"))
+    with jgg.target(compute_capability):
+        how = How("triton", current_target())
+        forward = functools.partial(DELTA_RULE, how, keeps=True, scale=0.1, epsilon=1e-6)
+        y, last_state, *kept = jax.eval_shape(forward, operands)
+        backward = functools.partial(DELTA_RULE_BACKWARD, how, scale=0.1, epsilon=1e-6)
+        jax.jit(forward).trace(operands).lower(lowering_platforms=("cuda",))
+        gradients = DeltaRuleBackward(*operands, *kept, y, last_state)
+        jax.jit(backward).trace(gradients).lower(lowering_platforms=("cuda",))
+        step = functools.partial(DELTA_RULE_ONE, how, scale=0.1, epsilon=1e-6)
+        jax.jit(step).trace(one).lower(lowering_platforms=("cuda",))
+
+
 def lower_project_few(compute_capability, rows, features, dtype):
     """Queries, keys and values of few tokens, with biases and without."""
     columns = 4096, 512, 512
@@ -434,6 +467,8 @@ def layer_kernels(compute_capability, takes_all):
     for case in attention if takes_all else attention[:1]:
         yield ["attend_one", *case], functools.partial(lower_attend_one, compute_capability, *case)
         yield ["attend", *case], functools.partial(lower_attend, compute_capability, *case)
+    for case in ((128, "bfloat16"), (40, "float16")) if takes_all else ((128, "bfloat16"),):
+        yield ["delta_rule", *case], functools.partial(lower_delta_rule, compute_capability, *case)
     projections = [(1, 2048, "bfloat16"), (64, 2880, "bfloat16"), (3, 96, "float32"), (17, 100, "float16")]
     for case in projections if takes_all else projections[:1]:
         yield ["project_few", *case], functools.partial(lower_project_few, compute_capability, *case)

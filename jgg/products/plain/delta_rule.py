@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jgg.core.manual_axes import alike
 
 CHUNK = 64  # tokens
+_PRECISION = jax.lax.Precision.HIGHEST
 
 
 class _Chunks(NamedTuple):
@@ -136,15 +137,14 @@ def _chunks(
         total = jnp.where(count[..., -1:] == 0, total, 0)
     # masked first: above the diagonal the exponents have no bound
     decays = jnp.exp(jnp.where(mask, sums[..., :, None] - sums[..., None, :], -jnp.inf))
-    precision = _precision(v)
-    kk = jnp.einsum("nbchk,nbshk->nbhcs", k, k, precision=precision)[:, :, :, None]
-    qk = jnp.einsum("nbchk,nbshk->nbhcs", q, k, precision=precision)[:, :, :, None]
+    kk = jnp.einsum("nbchk,nbshk->nbhcs", k, k, precision=_PRECISION)[:, :, :, None]
+    qk = jnp.einsum("nbchk,nbshk->nbhcs", q, k, precision=_PRECISION)[:, :, :, None]
     inverse = _inverse(kk * decays * beta[..., None, :])
     return _Chunks(
         q=q,
         k=k,
-        own=jnp.einsum("nbhgcs,nbshgv->nbhgcv", inverse, v, precision=precision),
-        recalled=jnp.einsum("nbhgcs,nbshk->nbhgck", inverse * since_start[..., None, :], k, precision=precision),
+        own=jnp.einsum("nbhgcs,nbshgv->nbhgcv", inverse, v, precision=_PRECISION),
+        recalled=jnp.einsum("nbhgcs,nbshk->nbhgck", inverse * since_start[..., None, :], k, precision=_PRECISION),
         weights=qk * decays * beta[..., None, :],
         read=since_start,
         write=until_end * beta,
@@ -157,35 +157,31 @@ def _of_heads(array: jax.Array, key_heads: int) -> jax.Array:
     return jnp.moveaxis(array.reshape(*array.shape[:3], key_heads, -1), 2, -1)
 
 
-def _precision(array: jax.Array) -> jax.lax.Precision:
-    return jax.lax.Precision.HIGHEST if array.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
 def _inverse(a: jax.Array) -> jax.Array:
     """(I + A)^-1 [..., C, C], where A is what `a` has below its diagonal.
 
     The inverses of blocks of 1, 2, 4, ... tokens on the diagonal: two of them and what lies below the first give that
     of a block of twice the size. Unlike a triangular solve it is made of products, which XLA can split over devices.
     """
-    size, precision = a.shape[-1], _precision(a)
+    size = a.shape[-1]
     tokens = jnp.arange(size, dtype=jnp.int32)
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=a.dtype), a.shape)
     block = 1
     while block < size:
         row, column = tokens[:, None] // block, tokens[None] // block
         below = jnp.broadcast_to((row % 2 == 1) & (column == row - 1), a.shape)
-        product = jnp.matmul(jnp.where(below, a, 0), inverse, precision=precision)
-        inverse -= jnp.matmul(inverse, product, precision=precision)
+        product = jnp.matmul(jnp.where(below, a, 0), inverse, precision=_PRECISION)
+        inverse -= jnp.matmul(inverse, product, precision=_PRECISION)
         block *= 2
     return inverse
 
 
 def _next(state: jax.Array, chunk: _Chunks, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The state after a chunk; and the state before it in a dtype, the chunk's results and its corrections."""
-    before, precision = state.astype(dtype), _precision(state)
-    corrections = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=precision)
-    y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=precision) * chunk.read[..., None]
-    y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, corrections, precision=precision)
+    before = state.astype(dtype)
+    corrections = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=_PRECISION)
+    y = jnp.einsum("bchk,bhgkv->bhgcv", chunk.q, state, precision=_PRECISION) * chunk.read[..., None]
+    y += jnp.einsum("bhgcs,bhgsv->bhgcv", chunk.weights, corrections, precision=_PRECISION)
     state *= chunk.total
-    state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, corrections * chunk.write[..., None], precision=precision)
+    state += jnp.einsum("bchk,bhgcv->bhgkv", chunk.k, corrections * chunk.write[..., None], precision=_PRECISION)
     return state, (before, y, corrections)
