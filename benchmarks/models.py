@@ -6,6 +6,7 @@
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 4 --params masters
     python -m benchmarks.models --model qwen3-30b-a3b --run train,generate --layers 8 --batch-invariant
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
+    python -m benchmarks.models --model qwen3.5-35b-a3b --run lora,generate --experts fp8
 
 Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
 that the device had in use so far. Times are given beside the least that a step takes (% of roofline, see
@@ -89,6 +90,75 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "qwen3.5-35b-a3b": _SHARED
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "attn_output_gate": True,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "glm-4.7-flash": _SHARED
+    | {
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "gemma-4-26b-a4b": _SHARED
+    | {
+        "model_type": "gemma4_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "vocab_size": 262144,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 704,
+        "final_logit_softcapping": 30.0,
+    },
 }
 _SMALL = {
     "vocab_size": 256,
@@ -96,12 +166,26 @@ _SMALL = {
     "intermediate_size": 32,
     "moe_intermediate_size": 32,
     "head_dim": 16,
+    "global_head_dim": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 8,
     "num_local_experts": 8,
+    "n_routed_experts": 8,
     "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
+# layers of small models: as many as have each kind
+_SMALL_LAYERS = {"qwen3.5-35b-a3b": 4, "gemma-4-26b-a4b": 6}
 RUNS = "lora", "train", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored"
 PARAMS = "bfloat16", "float32", "masters"
@@ -112,7 +196,8 @@ def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.M
     """A model's config, with fewer layers if that is asked for; small, it has the same keys with small sizes."""
     config = dict(CONFIGS[name])
     if is_small:
-        config |= {key: size for key, size in _SMALL.items() if key in config} | {"num_hidden_layers": 2}
+        config |= {key: size for key, size in _SMALL.items() if key in config}
+        config["num_hidden_layers"] = _SMALL_LAYERS.get(name, 2)
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     if "layer_types" in config:
@@ -125,10 +210,11 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
     options = {"param_dtype": jnp.bfloat16, "quantization": jgg.Fp8() if experts == "fp8" else None} | options
     create = functools.partial(jgg.models.Decoder, config)
     model = nnx.eval_shape(lambda: create(**options, rngs=nnx.Rngs(0)))
+    stacks = [stack.name for stack in config.plan]
     state = nnx.to_flat_state(nnx.state(model))
     for key, (path, variable) in zip(jax.random.split(jax.random.key(0), len(state)), state, strict=True):
         *modules, own = map(str, path)
-        shape, is_stacked = variable.shape, modules[:1] in (["layers"], ["dense_layers"])
+        shape, is_stacked = variable.shape, bool(modules) and modules[0] in stacks
         is_of_experts = own in ("w_gate_up", "w_down") and "moe" in modules
         make = functools.partial(
             _random,
@@ -149,7 +235,7 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
 
 def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts: str, key: jax.Array) -> Any:
     """A parameter of a layer, by its name."""
-    if name.endswith("norm"):
+    if name.endswith("norm") or name.startswith("scale"):
         return jnp.ones(shape, dtype)
     w = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
     if experts == "fp8":

@@ -38,6 +38,7 @@ from jgg.router.routing import (
     check_counts,
     check_scores,
     compute_routing,
+    with_factors,
     without_masked,
 )
 from jgg.sharding import MoESharding
@@ -125,6 +126,8 @@ class MoELayer(LayerOptions, InFeatures):
         shapes: dict[str, tuple[int, ...]] = {"w_router": (hidden, experts)}
         if self.use_router_bias:
             shapes["b_router"] = (experts,)
+        if self.use_router_scale:
+            shapes["scale_router"] = (experts,)
         shapes["w_gate_up"], shapes["w_down"] = (experts, hidden, halves * inner), (experts, inner, hidden)
         if self.use_bias:
             shapes["b_gate_up"], shapes["b_down"] = (experts, halves * inner), (experts, hidden)
@@ -173,6 +176,7 @@ class MoELayer(LayerOptions, InFeatures):
         x: ArrayLike,
         selection_bias: ArrayLike | None = None,
         *,
+        router_x: ArrayLike | None = None,
         topk_indices: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         sharding: MoESharding | None = None,
@@ -189,6 +193,7 @@ class MoELayer(LayerOptions, InFeatures):
             quantized, and may also be the result of `Fp8.weights`. Matrices with adapters get no gradient either.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
+          router_x: [..., H], what the router multiplies for each token of x, of any float dtype; None for x itself.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
             a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
           mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
@@ -209,7 +214,7 @@ class MoELayer(LayerOptions, InFeatures):
             implementation=implementation,
         )
         x = as_array("x", x)
-        arrays = self._checked(params, x, selection_bias, topk_indices, mask, sharding, options)
+        arrays = self._checked(params, x, selection_bias, router_x, topk_indices, mask, sharding, options)
         if sharding is None:
             y, metrics = self._apply_to_tokens(arrays, None, options)
         else:
@@ -230,6 +235,7 @@ class MoELayer(LayerOptions, InFeatures):
         params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights],
         x: jax.Array,
         selection_bias: ArrayLike | None,
+        router_x: ArrayLike | None,
         topk_indices: ArrayLike | None,
         mask: ArrayLike | None,
         sharding: MoESharding | None,
@@ -253,6 +259,8 @@ class MoELayer(LayerOptions, InFeatures):
             )
         if selection_bias is not None:
             selection_bias = as_selection_bias(selection_bias, self.num_experts)
+        if router_x is not None:
+            router_x = _as_router_x(router_x, x.shape)
         if topk_indices is not None:
             topk_indices = as_given_choices(topk_indices, "[..., k]", (*x.shape[:-1], self.topk))
             topk_indices = topk_indices.reshape(math.prod(x.shape[:-1]), self.topk)
@@ -262,7 +270,7 @@ class MoELayer(LayerOptions, InFeatures):
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         check_floats("x", x)
         check_shapes(tokens, _expert_weights(named), options)
-        optional = {"selection_bias": selection_bias, "topk_indices": topk_indices, "mask": mask}
+        optional = {"selection_bias": selection_bias, "router_x": router_x, "topk_indices": topk_indices, "mask": mask}
         return {"x": tokens} | named | {name: array for name, array in optional.items() if array is not None}
 
     def _checked_params(
@@ -278,7 +286,7 @@ class MoELayer(LayerOptions, InFeatures):
             if name not in params or named[name].shape != expected:
                 came = list(named[name].shape) if name in params else "none"
                 raise ValueError(f"{name} must be among params, with the shape {list(expected)}, got {came}.")
-        for name in {"w_router", "b_router", *self.adapter_shapes} & named.keys():
+        for name in {"w_router", "b_router", "scale_router", *self.adapter_shapes} & named.keys():
             check_floats(name, named[name])
         matrices = {
             name: named[name] if isinstance(named[name], Matrix) else Matrix(dense=named[name])
@@ -296,7 +304,11 @@ class MoELayer(LayerOptions, InFeatures):
         normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
         x, mask = arrays["x"], arrays.get("mask")
         logits = compute_matrix_logits(
-            x, arrays["w_router"], arrays.get("b_router"), options.precision, options.implementation
+            arrays.get("router_x", x),
+            arrays["w_router"],
+            arrays.get("b_router"),
+            options.precision,
+            options.implementation,
         )
         routing = compute_routing(
             logits,
@@ -310,6 +322,8 @@ class MoELayer(LayerOptions, InFeatures):
             num_groups=self.num_groups,
             topk_groups=self.topk_groups,
         )
+        if self.use_router_scale:
+            routing = with_factors(routing, arrays["scale_router"])
         if mask is not None:
             routing = without_masked(routing, mask, self.num_experts, how)
         y, overflow = self._experts(arrays, routing, sharding, options)
@@ -346,6 +360,15 @@ class MoELayer(LayerOptions, InFeatures):
         if self.use_shared_gate:
             gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
         return ADD_GATED(how, alike(AddGated(y, shared, gate)))
+
+
+def _as_router_x(router_x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """What the router multiplies, [T, H]; raises unless it is float in the shape of x."""
+    router_x = as_array("router_x", router_x)
+    if router_x.shape != shape:
+        raise ValueError(f"router_x must have the shape of x, {list(shape)}, got {list(router_x.shape)}.")
+    check_floats("router_x", router_x)
+    return router_x.reshape(math.prod(shape[:-1]), shape[-1])
 
 
 def _expert_weights(arrays: Mapping[str, Any]) -> ExpertWeights:

@@ -81,6 +81,7 @@ class MoE(nn.Module, LayerOptions):
         topk_indices: jax.Array | None = None,
         mask: jax.Array | None = None,
         *,
+        router_x: jax.Array | None = None,
         adapters: bool = True,
     ) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
@@ -95,13 +96,14 @@ class MoE(nn.Module, LayerOptions):
         - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
-          topk_indices, mask, adapters: as in `jgg.nnx.MoE`.
+          topk_indices, mask, router_x, adapters: as in `jgg.nnx.MoE`.
         """
         uses_adapters, layer = as_flag("adapters", adapters), MoELayer.of(self, x.shape[-1])
         params: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.shapes.items():
             init = self.kernel_init if len(shape) == 3 else self.router_init
             init = self.bias_init if name.startswith("b_") else init
+            init = nn.initializers.ones if name == "scale_router" else init
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             packed = self._packed(name, shape)
             params[name] = self.param(name, init, shape, self.param_dtype) if packed is None else packed
@@ -120,6 +122,7 @@ class MoE(nn.Module, LayerOptions):
             params | of_adapters,
             x,
             selection_bias,
+            router_x=router_x,
             topk_indices=topk_indices,
             mask=mask,
             sharding=self.sharding,

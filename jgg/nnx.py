@@ -143,6 +143,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             setattr(self, name, option)
         for name, shape in layer.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
+            init = nnx.initializers.ones if name == "scale_router" else init
             init = init if self.sharding is None else self.sharding.split_init(init, name)
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
@@ -166,6 +167,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         topk_indices: jax.Array | None = None,
         mask: jax.Array | None = None,
         *,
+        router_x: jax.Array | None = None,
         adapters: bool = True,
     ) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
@@ -185,13 +187,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
           mask: bool or number [...], False or 0 for the tokens of x that do not count, such as padding; by default all
             count. Tokens that do not count go to no expert and cost no expert's time: their result is that of the
             shared experts, or zero. They are not in "group_sizes", nor in the losses, and their "topk_indices" are -1.
+          router_x: [..., H], what the router multiplies for each token of x, where that is not x itself.
           adapters: whether the layer has its LoRA adapters; False computes the layer without them.
         """
-        return self._compute(x, topk_indices, mask, as_flag("adapters", adapters), self.quantization)
+        adapters = as_flag("adapters", adapters)
+        return self._compute(x, router_x, topk_indices, mask, adapters, self.quantization)
 
     def _compute(
         self,
         x: jax.Array,
+        router_x: jax.Array | None,
         topk_indices: jax.Array | None,
         mask: jax.Array | None,
         adapters: bool,
@@ -208,6 +213,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             params,
             x,
             selection_bias,
+            router_x=router_x,
             topk_indices=topk_indices,
             mask=mask,
             sharding=self.sharding,

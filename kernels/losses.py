@@ -10,10 +10,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def scaled(logits, SCALE: tl.constexpr):
-    """Logits times SCALE, rounded: what uses them is not contracted with the product, which `max` keeps apart."""
+def final(logits, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits times SCALE, and between -SOFTCAP and SOFTCAP, if that is not None, by tanh.
+
+    They are rounded: what uses them is not contracted with a product, which `max` keeps apart.
+    """
     if SCALE != 1:
         logits = tl.maximum(logits * SCALE, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    if SOFTCAP is not None:
+        tanh = 2.0 / (1.0 + tl.exp2(logits * (-2.0 * LOG2_E / SOFTCAP))) - 1.0
+        logits = tl.maximum(tanh * SOFTCAP, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     return logits
 
 
@@ -25,9 +31,10 @@ def losses_kernel(
     log_sums,
     COLUMNS: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """log_sums = log(sum(exp(SCALE * logits))) along the columns, and losses = log_sums - SCALE * logits[target].
+    """log_sums = log(sum(exp(final(logits)))) along the columns, and losses = log_sums - final(logits[target]).
 
     Arrays: logits float32 [rows, COLUMNS]; targets int32, losses and log_sums float32 [rows]. The loss is NaN for a
     target outside the columns. The grid is (rows,).
@@ -42,7 +49,9 @@ def losses_kernel(
     sums = tl.full([BLOCK_COLUMNS], 0.0, tl.float32)
     for start in tl.range(0, COLUMNS, BLOCK_COLUMNS):
         columns = start + places
-        x = scaled(tl.load(logits + first + columns, mask=columns < COLUMNS, other=float("-inf")), SCALE)
+        x = final(tl.load(logits + first + columns, mask=columns < COLUMNS, other=float("-inf")), SCALE, SOFTCAP)
+        if SOFTCAP is not None:
+            x = tl.where(columns < COLUMNS, x, float("-inf"))
         above = x - greatest
         factor = tl.exp2(-tl.abs(above) * LOG2_E)  # of the smaller of the two
         sums = tl.where(above > 0, sums * factor + 1.0, sums + factor)
@@ -52,6 +61,6 @@ def losses_kernel(
     log_sum = highest_of_row + tl.log(total)
     target = tl.load(targets + row)
     is_known = (target >= 0) & (target < COLUMNS)
-    of_target = scaled(tl.load(logits + first + target, mask=is_known, other=float("nan")), SCALE)
+    of_target = final(tl.load(logits + first + target, mask=is_known, other=float("nan")), SCALE, SOFTCAP)
     tl.store(log_sums + row, log_sum)
     tl.store(losses + row, log_sum - of_target)

@@ -105,7 +105,7 @@ def placed(arguments, devices, sharding: MoESharding | None):
             names = tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
             where = sharding.named(jax.P())
             if names and array.shape:
-                stacked = names[0] in ("layers", "dense_layers")
+                stacked = names[0].startswith(("layers", "dense_layers"))
                 where = place(names, array.shape, sharding, is_stacked=stacked)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 

@@ -117,7 +117,7 @@ class QuantizedArray:
         product = scaled(values, scales, block, jnp)
         limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
         # quantization rounds by at most an eighth, in float8_e5m2
-        is_near = jnp.abs(scaled(values, scales * np.float32(7 / 8), block, jnp)) <= limit
+        is_near = jnp.abs(scaled(values, scales.astype(jnp.float32) * np.float32(7 / 8), block, jnp)) <= limit
         return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
 
 

@@ -48,6 +48,7 @@ class LayerOptions:
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       use_bias: each expert's products have biases.
       use_router_bias: the router's logits have a bias.
+      use_router_scale: the router's weights have a factor for each expert, after they are normalized (Gemma 4).
       shared_features: hidden features of the shared experts, taken together; 0 for none.
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
       lora_rank: r, the rank of LoRA adapters beside matrices, which then get no gradient; None for none. Beside
@@ -74,6 +75,7 @@ class LayerOptions:
     interleaved: bool = False
     use_bias: bool = False
     use_router_bias: bool = False
+    use_router_scale: bool = False
     shared_features: int = 0
     use_shared_gate: bool = False
     lora_rank: int | tuple[int, ...] | None = None

@@ -34,10 +34,10 @@ def names_of_parameters(own: Family, layer: int) -> dict[str, str]:
 
 def pattern_of_experts(own: Family) -> re.Pattern[str]:
     """A pattern of the beginning of experts' tensors in PEFT's file, with the layer's index as its group."""
-    blocks = {own.block, own.fused_block or own.block}
+    blocks = {f"{block}." if block else "" for block in (own.block, own.fused_block or own.block)}
     roots = {"experts"} | {name.partition(".")[0] for param in FUSED for name in own.tensors[param].names}
     choices = (f"(?:{'|'.join(map(re.escape, sorted(names)))})" for names in (blocks, roots))
-    return re.compile(re.escape(f"{PREFIX}{own.prefix}layers.") + r"(\d+)\." + r"\.".join(choices) + r"\.")
+    return re.compile(re.escape(f"{PREFIX}{own.prefix}layers.") + r"(\d+)\." + "".join(choices) + r"\.")
 
 
 @dataclasses.dataclass(frozen=True)

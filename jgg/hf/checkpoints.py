@@ -3,9 +3,9 @@
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,7 +13,16 @@ from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
-from jgg.hf.files import as_weights, check_names, check_shape, opened, read_object, read_tensor, read_weight_map
+from jgg.hf.files import (
+    Header,
+    as_weights,
+    check_names,
+    check_shape,
+    opened,
+    read_object,
+    read_tensor,
+    read_weight_map,
+)
 from jgg.hf.quantized import Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
@@ -86,26 +95,26 @@ def from_hf(
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
         checkpoint is quantized, but neither in blocks of FP8 nor in MXFP4, or a QuantizedArray cannot hold a weight.
     """
-    return dict(read_params(config, tensors, layer, keep_quantized))
+    return dict(read_params(config, tensors, layer, param_shapes(config) if keep_quantized else ()))
 
 
 def read_params(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: bool
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the items of what `from_hf` returns, each as it is read."""
+    """Yields the items of what `from_hf` returns, each as it is read; `keep_quantized` has the names of parameters."""
     own, shapes = family(config), param_shapes(config)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
     tensors = tensors if quantized is None else quantized
     stored_as = {name: own.stored(name, layer, tensors, shape) for name, shape in shapes.items()}
     expected = (part for name, (of, stored) in stored_as.items() for part, _ in stored.shapes(of, shapes[name]))
-    blocks = own.block_name(layer), own.fused_block_name(layer)
-    present = {name for name in tensors if name.startswith(blocks)}
-    check_names(present, expected, f"in the MoE block {blocks[0]!r} of a {config['model_type']} checkpoint")
+    present = {name for name in tensors if own.is_in_block(name, layer)}
+    where = f"in the MoE block {own.block_name(layer)!r} of a {config['model_type']} checkpoint"
+    check_names(present, expected, where)
     for name, shape in shapes.items():
         block, stored = stored_as[name]
         first, _ = next(stored.shapes(block, shape))
-        if keep_quantized and quantized is not None and first in quantized.names:
+        if name in keep_quantized and quantized is not None and first in quantized.names:
             of_scales = _scales_shape(stored, name, shape, quantized.how)
             of_values = quantized.how.values_shape(shape, is_transposed=stored.is_transposed)
             values = stored.filled(block, of_values, quantized.read_values)
@@ -170,13 +179,6 @@ def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
-
-
-class Header(NamedTuple):
-    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Checkpoint(Mapping[str, np.ndarray]):

@@ -8,13 +8,16 @@ from jgg.hf.files import shape_of
 from jgg.hf.settings import Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
 
+# the names of rotary embeddings' frequencies, which old folders have and which follow from config.json
+FREQUENCIES = r"rotary_emb\.inv_freq"
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What the models of one architecture have in common: how config.json is read, and what tensors are called.
 
     Attributes:
-      block: name of the MoE block in a decoder layer.
+      block: name of the MoE block in a decoder layer; "" if its parts are modules of the layer itself.
       options: function from a config's settings to the arguments of `MoELayer`.
       tensors: the tensors of each parameter of the MoE block, with names relative to the block.
       defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. Of a family
@@ -23,6 +26,9 @@ class Family:
         jgg reads the MoE blocks alone.
       lacks: why there is no `model`, as the end of a sentence.
       aliases: other names that transformers has for some of these keys.
+      only: keys of published configs that say what all models of the family have, each with the value that says so. Any
+        other value is refused.
+      without_effect: keys of published configs that change neither the logits nor what is stored.
       fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
         with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
@@ -30,7 +36,8 @@ class Family:
       prefix: the beginning of tensor names, before "layers.N.".
       other_prefix: another beginning of tensor names, which `jgg.models` reads in the place of `prefix`; or None.
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
-      ignored: patterns of the names of tensors that a folder may have though the model does not use them.
+      ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
+        copies them from the folder that the model was loaded from.
       text_type: of a family whose config.json has its language model in "text_config", the model_type there.
       outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
@@ -44,13 +51,15 @@ class Family:
     model: Callable[[Settings], dict[str, Any]] | None = None
     lacks: str = ""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
     fused: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
     ends: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: ENDS)
     prefix: str = "model."
     other_prefix: str | None = None
     fused_block: str | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False
     text_type: str | None = None
     outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,11 +74,23 @@ class Family:
 
     def block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block of a decoder layer."""
-        return f"{self.layer_name(layer)}{self.block}."
+        return self._in_layer(layer, self.block)
 
     def fused_block_name(self, layer: int) -> str:
         """Returns the beginning of the names of all tensors in the MoE block in transformers 5."""
-        return f"{self.layer_name(layer)}{self.fused_block or self.block}."
+        return self._in_layer(layer, self.fused_block or self.block)
+
+    def _in_layer(self, layer: int, block: str) -> str:
+        return self.layer_name(layer) + (f"{block}." if block else "")
+
+    def is_in_block(self, name: str, layer: int) -> bool:
+        """Whether a tensor of this name is in the MoE block of a decoder layer, as published or in transformers 5."""
+        blocks = self.block_name(layer), self.fused_block_name(layer)
+        if self.block:
+            return name.startswith(blocks)
+        others = {blocks[0] + part for tensor in self.layer.values() for part in tensor.names}
+        modules = tuple({blocks[0] + tensor.names[0].partition(".")[0] + "." for tensor in self.tensors.values()})
+        return name.startswith(modules) and name not in others
 
     def fused_name(self, layer: int) -> str:
         """Returns the name of the module of all experts in transformers 5."""

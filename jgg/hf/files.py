@@ -5,12 +5,22 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgg.core.files import check_regular
+
+_FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -66,16 +76,17 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
     """Reads a tensor of the safetensors file that `opened` opened at `path`."""
     dtype = file.get_slice(name).get_dtype()
-    if dtype == "F8_E4M3":
-        return _read_float8(path, name)
+    if dtype in _FLOAT8:
+        return _read_float8(path, name, _FLOAT8[dtype])
     try:
         return file.get_tensor(name)
     except AttributeError as error:  # safetensors looks the dtype up in NumPy
-        raise ValueError(f"{name} of {path} must have a dtype that NumPy has, or F8_E4M3, got {dtype}.") from error
+        others = ", ".join(_FLOAT8)
+        raise ValueError(f"{name} of {path} must have a dtype that NumPy has, or {others}, got {dtype}.") from error
 
 
-def _read_float8(path: Path, name: str) -> np.ndarray:
-    """Reads a float8_e4m3fn tensor, which safetensors 0.8 cannot: it asks NumPy, which has no such dtype.
+def _read_float8(path: Path, name: str, dtype: DTypeLike) -> np.ndarray:
+    """Reads a tensor of numbers of 8 bits, which safetensors 0.8 cannot: it asks NumPy, which has no such dtype.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -84,7 +95,7 @@ def _read_float8(path: Path, name: str) -> np.ndarray:
         tensor = json.loads(file.read(length))[name]
         begin, end = tensor["data_offsets"]
         values = np.fromfile(file, np.uint8, end - begin, offset=begin)
-    return values.view(jnp.float8_e4m3fn).reshape(tensor["shape"])
+    return values.view(dtype).reshape(tensor["shape"])
 
 
 def check_names(

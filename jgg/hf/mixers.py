@@ -73,7 +73,11 @@ class AttentionConfig(MixerConfig):
       qk_norm: "head" if each head of queries and keys is normalized, "all" if all heads together, or None.
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
+      is_interleaved: whether features 2i and 2i + 1 of a head form a pair that is rotated, rather than i and D/2 + i.
+        Without partial rotation and norms of each head.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
+      norm_values: whether each head of values is normalized, without a weight.
+      are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
       use_gate: each head's result is scaled by the sigmoid of D more projections of x. They are columns of w_q, after
         the head's own D of its queries.
     """
@@ -88,7 +92,10 @@ class AttentionConfig(MixerConfig):
     clip_qkv: float | None = None
     use_qkv_bias: bool = False
     use_out_bias: bool = False
+    is_interleaved: bool = False
     use_sinks: bool = False
+    norm_values: bool = False
+    are_keys_values: bool = False
     use_gate: bool = False
 
     @property
@@ -121,6 +128,71 @@ class AttentionConfig(MixerConfig):
             shapes["k_norm"] = (keys if is_whole else self.head_features,)
         if self.use_sinks:
             shapes["sinks"] = (self.num_heads,)
+        return {name: shape for name, shape in shapes.items() if not (self.are_keys_values and name in ("w_v", "b_v"))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(MixerConfig):
+    """Multi-head latent attention: keys and values of all heads are products with one short vector of a token.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, 2.1. https://arxiv.org/abs/2405.04434
+
+    Attributes:
+      num_heads: heads of queries, keys and values.
+      q_rank: features of the vector that queries are products with; None if they are products with x.
+      kv_rank: features of the vector that keys and values are products with, the latent.
+      plain_features, rotated_features: features of a head of queries and keys that are not rotated, and those that are.
+        The rotated ones of a key follow from x, and all heads share them.
+      value_features: features of a head of values.
+      scale: factor of the products of queries and keys.
+      is_interleaved: whether the two features of a rotated pair are neighbours; otherwise the halves have one of each.
+      use_bias: whether the products of x for queries and for the latent, and the output, have biases. Queries without
+        a q_rank have none.
+    """
+
+    kind: ClassVar[str] = "latent"
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    plain_features: int
+    rotated_features: int
+    value_features: int
+    scale: float
+    is_interleaved: bool = True
+    use_bias: bool = False
+
+    @property
+    def head_features(self) -> int:
+        """Features of a head of queries and keys."""
+        return self.plain_features + self.rotated_features
+
+    @property
+    def flops_per_pair(self) -> int:
+        """FLOPs of the forward pass for each pair of a token and one that it attends to."""
+        return 2 * self.num_heads * (self.head_features + self.value_features)
+
+    @property
+    def cached_per_token(self) -> int:
+        """How many numbers the cache keeps of each token."""
+        return self.kv_rank + self.rotated_features
+
+    def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        heads, queries = self.num_heads, self.num_heads * self.head_features
+        of_queries: dict[str, tuple[int, ...]] = {"w_q": (features, queries)}
+        if self.q_rank is not None:
+            rank = self.q_rank
+            of_queries = {"w_q_a": (features, rank), "q_norm": (rank,), "w_q_b": (rank, queries)}
+        shapes = of_queries | {
+            "w_kv_a": (features, self.cached_per_token),
+            "kv_norm": (self.kv_rank,),
+            "w_kv_b": (self.kv_rank, heads * (self.plain_features + self.value_features)),
+            "w_o": (heads * self.value_features, features),
+        }
+        if self.use_bias:
+            shapes |= {} if self.q_rank is None else {"b_q_a": (self.q_rank,)}
+            shapes |= {"b_kv_a": (self.cached_per_token,), "b_o": (features,)}
         return shapes
 
 

@@ -6,19 +6,20 @@ from typing import Any
 from jgg.core.arguments import as_int, check
 from jgg.hf.expert_settings import ACTIVATIONS
 from jgg.hf.family import Family
-from jgg.hf.mixers import AttentionConfig, MixerConfig
+from jgg.hf.mixers import AttentionConfig, LatentConfig, MixerConfig
 from jgg.hf.multimodal import OF_TOWERS
-from jgg.hf.rotary import read_rotary
+from jgg.hf.rotary import read_logits_factor, read_rotary
 from jgg.hf.settings import LARGEST, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
 _NAMES = """
     _attn_implementation _commit_hash _name_or_path architectures attention_dropout attn_implementation auto_map
-    bos_token_id chunk_size_feed_forward dtype experts_implementation experts_per_token id2label
+    aux_loss_alpha bos_token_id chunk_size_feed_forward dtype ep_size experts_implementation experts_per_token id2label
     initial_context_length is_encoder_decoder label2id max_position_embeddings max_window_layers model_type
-    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type
-    quantization_config return_dict router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
+    name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class
+    torch_dtype
     transformers_version use_cache
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
@@ -74,6 +75,33 @@ def read_attention(settings: Settings, *, layer_type: str | None = None, **other
     return AttentionConfig(**read | others)
 
 
+def read_latent(settings: Settings) -> LatentConfig:
+    """Returns latent attention, in the keys of DeepSeek-V3."""
+    heads = settings.int("num_attention_heads")
+    if settings.given.get("num_key_value_heads") is not None:
+        got = settings.int("num_key_value_heads")
+        check(got == heads, f"num_key_value_heads must be num_attention_heads, {heads}, with a latent, got {got}.")
+    keys = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    plain, rotated, values = (settings.int(key, most=_MOST_HEAD_FEATURES) for key in keys)
+    rotary_key = settings.name("qk_rope_head_dim")
+    check(rotated % 2 == 0, f"{rotary_key} must be even, as pairs of features are rotated, got {rotated}.")
+    if settings.get("qk_head_dim") is not None:
+        got = settings.int("qk_head_dim")
+        check(got == plain + rotated, f"qk_head_dim must be the sum of {keys[0]} and {rotary_key}, got {got}.")
+    return LatentConfig(
+        num_heads=heads,
+        q_rank=None if settings.get("q_lora_rank") is None else settings.int("q_lora_rank"),
+        kv_rank=settings.int("kv_lora_rank"),
+        plain_features=plain,
+        rotated_features=rotated,
+        value_features=values,
+        rotary=read_rotary(settings, rotated),
+        scale=(plain + rotated) ** -0.5 * read_logits_factor(settings),
+        is_interleaved=settings.flag("rope_interleave"),
+        use_bias=settings.flag("attention_bias"),
+    )
+
+
 def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
     """Returns the mixer of each layer, the same in all."""
     return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
@@ -87,11 +115,16 @@ def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Seq
       by_type: the mixers by the names in "layer_types".
       types: what transformers takes for "layer_types" if the key is absent or null, a name for each layer.
     """
-    num_layers, kinds = settings.int("num_hidden_layers"), list(by_type)
-    given = types if settings.get("layer_types") is None else settings.get("layer_types")
+    return {"mixers": tuple(by_type[kind] for kind in read_layer_types(settings, list(by_type), types))}
+
+
+def read_layer_types(settings: Settings, kinds: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, one of `kinds`, as "layer_types" names it, by default `usual`."""
+    num_layers = settings.int("num_hidden_layers")
+    given = usual if settings.get("layer_types") is None else settings.get("layer_types")
     is_known = isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given)
     check(is_known, f"layer_types must be one of {kinds} for each of {num_layers} layers, got {given!r}.")
-    return {"mixers": tuple(by_type[kind] for kind in given)}
+    return list(given)
 
 
 def _head_features(settings: Settings) -> int:
@@ -109,7 +142,8 @@ def _head_features(settings: Settings) -> int:
 def _check_unused(settings: Settings) -> None:
     """Raises where a setting is wrong that not all models use, or that none does but its users read."""
     for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
-        if settings.defaults.get(key) is not None and settings.get(key) is not None:
+        value = settings.get(key) if settings.defaults.get(key) is not None else None
+        if value is not None and (key, value) != ("sliding_window", 0):  # transformers writes 0 where Qwen2 has none
             settings.int(key)
     for key in ("bos_token_id", "pad_token_id"):  # some published configs have -1
         if settings.given.get(key) is not None:
@@ -138,15 +172,26 @@ def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> di
     return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
 
 
-def read_mlp_types(settings: Settings, is_dense: Sequence[bool]) -> dict[str, Any]:
-    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes."""
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | None = None) -> dict[str, Any]:
+    """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes.
+
+    Args:
+      settings: the settings.
+      is_dense: what transformers takes if the key is absent.
+      also: a key for the number of the first layers that are dense, which transformers does not read, but which must
+        say the same if it is there.
+    """
     key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
-    given = settings.get(key)
-    if given is None:
-        return read_mlps(settings, key, is_dense)
-    is_known = isinstance(given, list) and len(given) == len(is_dense) and all(kind in list(kinds) for kind in given)
-    check(is_known, f"{key} must be one of {list(kinds)} for each of {len(is_dense)} layers, got {given!r}.")
-    return read_mlps(settings, key, [kinds[kind] for kind in given])
+    given, num_layers = settings.get(key), len(is_dense)
+    if given is not None:
+        is_known = isinstance(given, list) and len(given) == num_layers and all(kind in list(kinds) for kind in given)
+        check(is_known, f"{key} must be one of {list(kinds)} for each of {num_layers} layers, got {given!r}.")
+        is_dense = [kinds[kind] for kind in given]
+    if also is not None and settings.get(also) is not None:
+        first = settings.int(also, 0)
+        is_so = list(is_dense) == [number < first for number in range(num_layers)]
+        check(is_so, f"{also} must be the number of dense layers by {key}, {sum(is_dense)}, got {first}.")
+    return read_mlps(settings, key, is_dense)
 
 
 def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:
@@ -165,7 +210,9 @@ def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[st
 def check_keys(config: Mapping[str, Any], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
     text, settings = language_model(config), own.settings(config)
-    parts = [(text, _WITHOUT_EFFECT | settings.known)]
+    for key, value in own.only.items():
+        settings.only(key, value)
+    parts = [(text, _WITHOUT_EFFECT | settings.known | {*own.only, *own.without_effect})]
     if own.text_type is not None or text is not config:
         outer = _WITHOUT_EFFECT | {"text_config", *own.outer} | (set() if own.text_type is None else OF_TOWERS)
         parts = [*parts[text is config :], (config, outer)]

@@ -12,7 +12,7 @@ from jgg.hf.tensors import Tensor
 _NAMES = """
     audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id
     eoi_token_index image_token_id image_token_index video_token_id vision_config vision_end_token_id
-    vision_start_token_id
+    vision_soft_tokens_per_image vision_start_token_id
 """
 OF_TOWERS = set(_NAMES.split())
 

@@ -1,4 +1,4 @@
-"""Quantization formats of Hugging Face checkpoints: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss)."""
+"""Quantization formats of Hugging Face checkpoints: FP8 with a scale for each block or row, and MXFP4 (gpt-oss)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -10,12 +10,13 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import as_weights, shape_of
+from jgg.hf.files import Header, as_weights, shape_of
 from jgg.hf.settings import language_model
 
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
 _MAGNITUDES = ", ".join(f"{number:g}" for number in _NUMBERS[:8].astype(np.float32)) + " and their negatives"
+_ALL = 2**31  # rows or columns of a block that has all
 _IS_NUMBER = np.isin(np.arange(256), _NUMBERS.view(np.uint8))  # indexed by the bits of a float8_e4m3fn
 
 
@@ -62,24 +63,70 @@ class Quantization:
 def quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Returns the format that a config's "quantization_config" names; None if the checkpoint is not quantized.
 
-    Raises: ValueError: the format is neither FP8 in blocks nor MXFP4.
+    Which tensors are quantized, their scales say: the lists of modules that are not, which config.json may have under
+    several names, are not read.
+
+    Raises: ValueError: the format is none of those that jgg reads.
     """
     how = config.get("quantization_config") or language_model(config).get("quantization_config")
     if how is None:
         return None
     known = how if isinstance(how, Mapping) else {}
-    method, block = known.get("quant_method"), known.get("weight_block_size")
+    method = known.get("quant_method")
     if method == "mxfp4":
         return _MXFP4
-    if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
-        if not all(type(size) is int and size > 0 for size in block):
-            raise ValueError(f"weight_block_size of quantization_config must be two positive ints, got {block!r}.")
-        rows, columns = block
-        return dataclasses.replace(_FP8, block=(rows, columns))
+    if method == "fp8":
+        return dataclasses.replace(_FP8, block=_block_of_fp8(known))
+    if method == "compressed-tensors":
+        return dataclasses.replace(_FP8, suffixes=("", "_scale"), block=_block_of_groups(known))
     raise ValueError(
-        "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, or 'mxfp4', "
-        f"got {how!r}."
+        "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, "
+        f"'compressed-tensors' with weights in FP8, or 'mxfp4', got {how!r}."
     )
+
+
+def _block_of_fp8(how: Mapping[str, Any]) -> tuple[int, int]:
+    given, scheme = how.get("weight_block_size"), how.get("activation_scheme", "dynamic")
+    block = _as_block(given)
+    if block is None:
+        raise ValueError(
+            f"weight_block_size of quantization_config must be two positive ints, got {given!r}. They are the rows and "
+            "columns that share a scale; weights with one scale for each tensor are not read."
+        )
+    if scheme != "dynamic":
+        raise ValueError(f"activation_scheme of quantization_config must be 'dynamic', got {scheme!r}.")
+    return block
+
+
+def _block_of_groups(how: Mapping[str, Any]) -> tuple[int, int]:
+    """The block of weights that llm-compressor wrote, which must be the same in all groups of modules."""
+    groups = how.get("config_groups")
+    found = {_block_of_group(group) for group in groups.values()} if isinstance(groups, Mapping) else {None}
+    block = found.pop() if len(found) == 1 else None
+    if block is None:
+        raise ValueError(
+            "config_groups of quantization_config must have weights of type 'float', with 8 num_bits and one strategy: "
+            f"'channel', or 'block' with a block_structure. Got {groups!r}."
+        )
+    return block
+
+
+def _block_of_group(group: Any) -> tuple[int, int] | None:
+    """The block of a group's weights; None if they are in a format that jgg does not read."""
+    match group:
+        case {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}:
+            return 1, _ALL
+        case {"weights": {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": sizes}}:
+            return _as_block(sizes)
+    return None
+
+
+def _as_block(block: Any) -> tuple[int, int] | None:
+    """The rows and columns that share a scale, of a list of both; None if it is none."""
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        return None
+    rows, columns = block
+    return (rows, columns) if all(type(size) is int and size > 0 for size in block) else None
 
 
 def _check_dtype(name, array, dtype, expected):
@@ -160,12 +207,33 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         of_values, of_scales = how.suffixes
         scaled = [name.removesuffix(of_scales) for name in tensors if name.endswith(of_scales)]
         self.names = {name for name in scaled if name + of_values in tensors}
-        parts = {name + suffix for name in self.names for suffix in how.suffixes}
+        parts = {part for name in self.names for part in self.parts_of(name)}
         self._all = dict.fromkeys([name for name in tensors if name not in parts] + sorted(self.names))
+
+    def parts_of(self, name: str) -> tuple[str, str]:
+        """The names of the values and of the scales of a quantized tensor."""
+        of_values, of_scales = self.how.suffixes
+        return name + of_values, name + of_scales
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """The names that the checkpoint has for a tensor, which are two if it is quantized."""
+        return self.parts_of(name) if name in self.names else (name,)
+
+    def check(self, name: str, shape: tuple[int, ...], headers: Mapping[str, Header]) -> None:
+        """Raises ValueError unless headers say that a tensor in FP8 has this shape, and scales for each block."""
+        of_values, of_scales = self.parts_of(name)
+        if self.how.is_packed or headers[of_values].dtype != "F8_E4M3":
+            return
+        if of_scales not in headers:
+            raise ValueError(f"{of_scales} is missing, the scales of {of_values} in float8_e4m3fn.")
+        for part, expected in ((of_values, shape), (of_scales, scales_shape(shape, self.how.block))):
+            got = headers[part].shape
+            if got != expected:
+                raise ValueError(f"{part} must have shape {list(expected)}, got {list(got)}.")
 
     def read_values(self, name: str) -> np.ndarray:
         """Reads the values of a quantized tensor, in float8_e4m3fn or packed."""
-        stored = name + self.how.suffixes[0]
+        stored, _ = self.parts_of(name)
         return self.how.read_values(stored, np.asarray(self._tensors[stored]))
 
     def read_scales(self, name: str) -> np.ndarray:
@@ -173,7 +241,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
 
         Raises: ValueError: the checkpoint has no scales for it.
         """
-        scales = name + self.how.suffixes[1]
+        _, scales = self.parts_of(name)
         if scales not in self._tensors:
             raise ValueError(f"{scales} is missing, the scales of {name} in float8_e4m3fn.")
         return self.how.read_scales(scales, np.asarray(self._tensors[scales]))

@@ -41,8 +41,11 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
     kind, other = given.pop("rope_type", None), given.pop("type", "default")
     kind = other if kind is None else kind
     partial = given.pop("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    rotated = _rotated(settings, partial, head_features)
-    frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
+    if kind == "proportional":
+        frequencies, scale = _proportional(theta, partial, head_features, given), 1.0
+    else:
+        rotated = _rotated(settings, partial, head_features)
+        frequencies, scale = theta ** -(np.arange(0, rotated, 2) / rotated), 1.0
     if kind == "yarn":
         context, longest = _context(settings, given), settings.int("max_position_embeddings")
         if "factor" in part:
@@ -53,11 +56,22 @@ def read_rotary(settings: Settings, head_features: int, layer_type: str | None =
     elif kind == "linear":
         frequencies = _slowed(frequencies, _factor(kind, given), 1.0)
     else:
-        check(kind == "default", f"rope_type must be 'default', 'linear', 'llama3' or 'yarn', got {kind!r}.")
+        known = "'default', 'linear', 'llama3', 'proportional' or 'yarn'"
+        check(kind in ("default", "proportional"), f"rope_type must be {known}, got {kind!r}.")
     check(not given, f"{where} of rope_type {kind!r} must have only keys that jgg.models knows, got {given}.")
     is_finite = all(number <= _LARGEST for number in (*frequencies, scale))
     check(is_finite, f"{where} must give frequencies and a scale that float32 holds, got {dict(part)}.")
     return RotaryConfig(tuple(map(float, frequencies)), scale)
+
+
+def read_logits_factor(settings: Settings) -> float:
+    """The factor of latent attention's logits that follows from YaRN's "mscale_all_dim", else 1.
+
+    Source: `DeepseekV3Attention` of transformers, and the code of DeepSeek-V3. `read_rotary` checks the other settings.
+    """
+    part = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    of_all = part.get("mscale_all_dim")
+    return _mscale(_factor("yarn", dict(part)), as_finite("mscale_all_dim", of_all)) ** 2 if of_all else 1.0
 
 
 def _theta(value: Any) -> float:
@@ -84,6 +98,21 @@ def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
     fits = rotated > 0 and rotated + rotated % 2 <= head_features
     check(fits, f"partial_rotary_factor must leave pairs among the {head_features} features of head_dim, got {factor}.")
     return rotated
+
+
+def _proportional(theta: float, part: Any, head_features: int, given: dict[str, Any]) -> np.ndarray:
+    """The frequencies of all pairs of a head, of which the last are 0: only a part of the pairs is rotated.
+
+    Unlike of a partial embedding, the exponents are relative to all features, and the halves of a pair are half a head
+    apart. Takes its keys out of `given`. Source: `_compute_proportional_rope_parameters` of transformers.
+    """
+    part = 1.0 if part is None else as_finite("partial_rotary_factor", part)
+    check(0 <= part <= 1, f"partial_rotary_factor must be from 0 to 1, got {part}.")
+    check(head_features % 2 == 0, f"head_dim must be even for rope_type 'proportional', got {head_features}.")
+    pairs = np.arange(head_features // 2)
+    is_rotated = pairs < int(part * head_features // 2)
+    factor = _as_positive("factor", given.pop("factor", 1.0))
+    return np.where(is_rotated, theta ** -(2 * pairs / head_features) / factor, 0.0)
 
 
 def _yarn(
@@ -141,9 +170,13 @@ def _yarn_scale(factor: float, given: dict[str, Any]) -> float:
     """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
     mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
     check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
-    own, other = (0.1 * scale * math.log(max(factor, 1)) + 1 for scale in (mscale, of_all))
-    plain = 0.1 * math.log(max(factor, 1)) + 1
+    own, other, plain = (_mscale(factor, scale) for scale in (mscale, of_all, 1.0))
     return _as_positive("attention_factor", given.pop("attention_factor", own / other if mscale and of_all else plain))
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """What YaRN multiplies by, where a context is `factor` times as long as in training."""
+    return 0.1 * scale * math.log(max(factor, 1)) + 1
 
 
 def _as_positive(key: str, value: Any) -> float:

@@ -1,7 +1,8 @@
 """Reads the settings of a language model in config.json, each with a check of its type."""
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check
 
@@ -11,12 +12,15 @@ _LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 _NULLS = {
     "eos_token_id": None,
     "head_dim": None,
+    "n_group": 1,
     "n_shared_experts": 0,
     "num_key_value_heads": None,
     "num_nextn_predict_layers": 0,
     "partial_rotary_factor": None,
+    "q_lora_rank": None,
     "rope_theta": None,
     "sliding_window": None,
+    "topk_group": 1,
 }
 
 
@@ -53,6 +57,18 @@ class Settings:
         given = {key: default if config.get(key) is None else config[key] for key, default in outer.items()}
         self.given, self.defaults, self.aliases = {**language_model(config), **given}, defaults, aliases
         self.model_type = config["model_type"]
+
+    def with_defaults(self, **defaults: Any) -> Self:
+        """The settings with other defaults for some keys, as the settings of other keys say."""
+        settings = copy.copy(self)
+        settings.defaults = {**self.defaults, **defaults}
+        return settings
+
+    def updated(self, own: Mapping[str, Any]) -> Self:
+        """The same settings, with others in the place of some of them."""
+        new = copy.copy(self)
+        new.given = {**self.given, **own}
+        return new
 
     @property
     def known(self) -> set[str]:
@@ -104,6 +120,6 @@ class Settings:
         return as_flag(self.name(key), self.get(key))
 
     def only(self, key: str, value: object) -> None:
-        """Raises unless the setting has this value, the only one that `jgg.models` has."""
-        got = self.get(key)
-        check(got == value, f"{key} must be {value!r}, got {got!r}.")
+        """Raises unless a key is absent, is null or has this value, the only one that `jgg.models` has."""
+        got = self.given.get(key)
+        check(got is None or got == value, f"{key} must be {value!r}, got {got!r}.")

@@ -16,10 +16,12 @@ class Tensor:
       names: names of the parts, in their order along the out-features. A name with "{e}" stands for one tensor for
         each expert, with the expert's number in place of "{e}"; the parameter stacks the experts.
       is_transposed: True if the file stores [.., out, in]; jgg always has [.., in, out].
+      is_row: True if the file stores a vector [n] as [1, n].
     """
 
     names: tuple[str, ...]
     is_transposed: bool = True
+    is_row: bool = False
 
     def shapes(self, block: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the full name and the shape of each tensor of a parameter of this shape."""
@@ -28,12 +30,15 @@ class Tensor:
         own[-1] //= len(self.names)
         if self.is_transposed:
             own[-2:] = own[:-3:-1]
+        if self.is_row:
+            own.insert(0, 1)
         for expert in range(shape[0] if is_of_each else 1):
             for name in self.names:
                 yield block + name.replace("{e}", str(expert)), tuple(own)
 
     def parts(self, block: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yields each tensor's full name and the view of `array` that it fills, with axes in the tensor's order."""
+        array = array[None] if self.is_row else array
         for expert, own in enumerate(array) if "{e}" in self.names[0] else [(0, array)]:
             for name, part in zip(self.names, np.split(own, len(self.names), axis=-1), strict=True):
                 yield block + name.replace("{e}", str(expert)), part.swapaxes(-1, -2) if self.is_transposed else part
@@ -63,6 +68,11 @@ def matrix(*names: str) -> Tensor:
 def as_is(name: str) -> Tensor:
     """A vector, or a matrix that is stored [in, out]."""
     return Tensor((name,), is_transposed=False)
+
+
+def as_row(name: str) -> Tensor:
+    """A vector [n] that is stored as [1, n]."""
+    return Tensor((name,), is_transposed=False, is_row=True)
 
 
 def experts(gate: str, up: str, down: str) -> dict[str, Tensor]:
@@ -101,6 +111,20 @@ LAYER = {
     "mlp.w_down": matrix("mlp.down_proj.weight"),
     **{f"attention.w_{name}": matrix(f"self_attn.{name}_proj.weight") for name in "qkvo"},
     **{f"attention.b_{name}": as_is(f"self_attn.{name}_proj.bias") for name in "qkvo"},
+}
+# the same of a layer with latent attention
+LATENT = {name: tensor for name, tensor in LAYER.items() if not name.startswith("attention.")} | {
+    "latent.q_norm": as_is("self_attn.q_a_layernorm.weight"),
+    "latent.kv_norm": as_is("self_attn.kv_a_layernorm.weight"),
+    "latent.w_q": matrix("self_attn.q_proj.weight"),
+    "latent.w_q_a": matrix("self_attn.q_a_proj.weight"),
+    "latent.w_q_b": matrix("self_attn.q_b_proj.weight"),
+    "latent.w_kv_a": matrix("self_attn.kv_a_proj_with_mqa.weight"),
+    "latent.w_kv_b": matrix("self_attn.kv_b_proj.weight"),
+    "latent.w_o": matrix("self_attn.o_proj.weight"),
+    "latent.b_q_a": as_is("self_attn.q_a_proj.bias"),
+    "latent.b_kv_a": as_is("self_attn.kv_a_proj_with_mqa.bias"),
+    "latent.b_o": as_is("self_attn.o_proj.bias"),
 }
 # the parameters beside a model's layers
 ENDS = {

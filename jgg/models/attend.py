@@ -2,6 +2,7 @@
 
 On a GPU this is `flash_attention` where `jgg.models.cudnn` finds what it needs in JAX. The rest of this file is for
 CPUs, float32, large heads and other versions of JAX, with which cuDNN runs by JAX's public function and sinks are keys.
+Where cuDNN takes no heads of this size, long sequences attend by `attend_plain`, without a matrix of all pairs.
 """
 
 import functools
@@ -13,12 +14,16 @@ import jax.export
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jgg.core.gpu_target import known_target
 from jgg.models import cudnn, flash
+from jgg.models.attend_plain import attend_plain, block_size
 from jgg.models.blocks import join, split
 
-_LARGEST_HEAD = 128  # features of a head that cuDNN's flash attention takes on every GPU
+# features of a head that cuDNN's flash attention takes, forward and backward: on Hopper, and on every GPU
+_LARGEST_ON_HOPPER, _LARGEST_HEAD = 256, 128
 _LARGEST_SINK = 1e9  # other logits are far smaller
-_QUERIES, _BLOCKS = 4096, 8  # with segments: the least queries of a block, and the most blocks
+# where queries are in blocks: the least of a block with segments, the least without a kernel, and the most blocks
+_QUERIES, _PLAIN_QUERIES, _BLOCKS = 4096, 512, 8
 _SINK_KEYS, _SINK_FEATURES = 2, 8  # two: an even number of keys stays even; eight: a head's features stay a multiple
 
 
@@ -33,24 +38,40 @@ def attend(
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """The result for each query, [B, S, heads, D].
+    """The result for each query, [B, S, heads, features of a value].
 
     Args:
       q: [B, S, heads, D].
-      k, v: [B, S, kv heads, D].
+      k: [B, S, kv heads, D].
+      v: [B, S, kv heads, D or another number of features].
       scale: factor of the products of queries and keys.
       window: how many of the last tokens a token attends to, itself included; None for all.
       is_local: bool [], whether there is a window; None if there always is.
       segments: int32 [B, S]: a token attends to tokens of the same number alone.
       sinks: [heads], a logit that takes part in the softmax and adds nothing to the result.
     """
+    features = v.shape[3]
+    arrays = *_with_equal_heads(q, k, v), sinks, segments
     of_all = functools.partial(_attend_to_all, scale=scale)
-    if window is None or window >= q.shape[1]:
-        return of_all(q, k, v, sinks, segments)
     of_window = functools.partial(_attend, scale=scale, window=window)
-    if is_local is None:
-        return of_window(q, k, v, sinks, segments)
-    return jax.lax.cond(is_local, of_window, of_all, q, k, v, sinks, segments)
+    if window is None or window >= q.shape[1]:
+        y = of_all(*arrays)
+    elif is_local is None:
+        y = of_window(*arrays)
+    else:
+        y = jax.lax.cond(is_local, of_window, of_all, *arrays)
+    return y[..., :features]
+
+
+def _with_equal_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values with as many features as the longest have, zeros after their own."""
+    features = max(k.shape[3], v.shape[3])
+
+    def whole(array: jax.Array) -> jax.Array:
+        rest = features - array.shape[3]
+        return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else array
+
+    return whole(q), whole(k), whole(v)
 
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
@@ -61,27 +82,31 @@ def finite_sinks(sinks: jax.Array) -> jax.Array:
 def _attend_to_all(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None, *, scale: float
 ) -> jax.Array:
-    """Without segments causally; else by blocks of queries, each with the keys before its end.
+    """Causally at once if there are no segments; else by blocks of queries, each with the keys before its end.
 
     So the mask of a long sequence is never of all pairs of tokens, and half of them are not computed.
     """
     length, dtype = q.shape[1], q.dtype
-    if segments is None or jax.export.is_symbolic_dim(length):
+    is_plain = _is_too_long(q, k, None)
+    if (segments is None and not is_plain) or jax.export.is_symbolic_dim(length):
         return _attend(q, k, v, sinks, segments, scale=scale)
-    slices = query_blocks(length)
+    of_block, slices = (
+        (_attend_plain, query_blocks(length, _PLAIN_QUERIES)) if is_plain else (_attend, query_blocks(length))
+    )
     if len(slices) <= 1:
-        return _attend(q, k, v, sinks, segments, scale=scale)
+        return of_block(q, k, v, sinks, segments, scale=scale)
     k, v = (array.astype(jnp.float32) for array in (k, v))  # the gradients of all blocks are added in float32
     blocks = []
     for own, seen in slices:
         k_seen, v_seen = (array[:, seen].astype(dtype) for array in (k, v))
-        blocks.append(_attend(q[:, own], k_seen, v_seen, sinks, segments[:, seen], scale=scale))
+        of_keys = None if segments is None else segments[:, seen]
+        blocks.append(of_block(q[:, own], k_seen, v_seen, sinks, of_keys, scale=scale))
     return jnp.concatenate(blocks, axis=1)
 
 
-def query_blocks(length: int) -> list[tuple[slice, slice]]:
-    """With segments: the blocks of queries of a sequence, each with the keys before its end."""
-    size = max(_QUERIES, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
+def query_blocks(length: int, least: int | None = None) -> list[tuple[slice, slice]]:
+    """The blocks of queries of a sequence, each with the keys before its end; by default those with segments."""
+    size = max(_QUERIES if least is None else least, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
     return [(slice(start, start + size), slice(start + size)) for start in range(0, length, size)]
 
 
@@ -107,10 +132,29 @@ def _attend(
         sinks = None if sinks is None else finite_sinks(sinks)
         return flash.flash_attention(q, k, v, sinks, segments, scale=scale, window=window)
     batch, length = q.shape[:2]
+    if _is_too_long(q, k, window):
+        return _attend_plain(q, k, v, sinks, segments, scale=scale, window=window)
     q, k, v, mask = split(q, k, v, segments, window)
     run = functools.partial(_run, mask=mask, scale=scale)
     y = run(q, k, v) if sinks is None else _with_sinks(run, q, k, v, sinks, mask is None, scale)
     return checkpoint_name(join(y, batch, length, window), flash.NAMES[0])
+
+
+def _attend_plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """The same by blocks of queries, each computed again in the backward pass."""
+    positions = jnp.arange(k.shape[1] - q.shape[1], k.shape[1], dtype=jnp.int32)[None]
+    sinks = None if sinks is None else finite_sinks(sinks)
+    run = functools.partial(attend_plain, positions=positions, scale=scale, window=window)
+    return checkpoint_name(run(q, k, v, segments=segments, sinks=sinks), flash.NAMES[0])
 
 
 def _with_sinks(
@@ -150,8 +194,21 @@ def _run(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, sc
 
 
 def _fits_cudnn(q: jax.Array) -> bool:
-    fits = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _LARGEST_HEAD and q.shape[3] % 8 == 0
+    fits = q.size > 0 and q.dtype != jnp.float32 and q.shape[3] <= _largest_head() and q.shape[3] % 8 == 0
     return fits and jax.default_backend() == "gpu"
+
+
+def _largest_head() -> int:
+    """The most features of a head that cuDNN takes."""
+    target = known_target()
+    return _LARGEST_ON_HOPPER if target is not None and target.compute_capability == 90 else _LARGEST_HEAD
+
+
+def _is_too_long(q: jax.Array, k: jax.Array, window: int | None) -> bool:
+    """Whether no kernel takes these arrays, and the logits of all pairs of tokens would be too many."""
+    batch, length, heads, _ = q.shape
+    keys = k.shape[1] if window is None else 2 * window
+    return not _fits_cudnn(q) and block_size(batch * heads, length, keys) is not None
 
 
 def _are_even(*lengths: int) -> bool:

@@ -16,7 +16,7 @@ from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
-from jgg.models.rotary import Rotation, rotated
+from jgg.models.rotary import Rotation, halves_first, rotated
 from jgg.products.attend import ATTEND, Attend
 from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
@@ -114,8 +114,12 @@ class Attention(nnx.Module):
     def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
         own, gate = self.own, None
-        products = zip("qkv", linear_several(self, x, "qkv", self.options, place.adapters), strict=True)
-        q, k, v = (self._projected(checkpoint_name(y, PROJECTIONS), name) for name, y in products)
+        names = "qk" if own.are_keys_values else "qkv"
+        products = zip(names, linear_several(self, x, names, self.options, place.adapters), strict=True)
+        named = {name: checkpoint_name(y, PROJECTIONS) for name, y in products}
+        q, k, v = (self._projected(named.get(name, named["k"]), name) for name in "qkv")
+        if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
+            q, k = (halves_first(y, own.head_features) for y in (q, k))
         if own.use_gate:
             both = q.reshape(*x.shape[:2], own.num_heads, 2, own.head_features)
             q, gate = (both[:, :, :, part].reshape(*x.shape[:2], q.shape[2] // 2) for part in range(2))
@@ -123,7 +127,10 @@ class Attention(nnx.Module):
         scales = (scale_of(self.q_norm[...]), scale_of(self.k_norm[...])) if own.qk_norm == "head" else None
         implementation = self.options.dense_implementation
         q, k = rotated(q, k, scales, place.rotation, own.head_features, self.config.norm_epsilon, implementation)
-        return q, k, v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features), gate
+        v = v.reshape(*v.shape[:-1], own.num_kv_heads, own.head_features)
+        if own.norm_values:
+            v = norm(v, jnp.ones(own.head_features, jnp.float32), self.config.norm_epsilon, implementation)
+        return q, k, v, gate
 
     def _projected(self, y: jax.Array, name: str) -> jax.Array:
         """Queries, keys or values of all heads together, [B, S, heads * D], of their product."""

@@ -17,6 +17,7 @@ from jgg.hf.family import Family
 from jgg.hf.mixers import MixerConfig
 from jgg.hf.model_settings import check_keys, read_model
 from jgg.layers import MoELayer
+from jgg.models.left_out import LeftOut
 from jgg.models.plan import Period, StackPlan, plan_of, schedule_of
 
 
@@ -35,12 +36,17 @@ class ModelConfig:
       is_dense: for each layer, whether it has an MLP in the place of experts.
       dense_features: hidden features of these MLPs.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
+      layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.
       norm_offset: what is added to the scales of RMS norms: 1 where they are stored around zero, which is then what new
         ones are.
       is_tied: the matrix of the logits is the embedding.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
+      logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
       init_scale: standard deviation of new matrices.
+      left_out: the tensors of the folder that the model was loaded from which the model does not have, and which
+        `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled function
+        that returns a model would else return it with another folder's.
       name: what transformers finds the model by, a folder or a name of the Hugging Face Hub; None if it is not known.
     """
 
@@ -56,11 +62,14 @@ class ModelConfig:
     num_further_layers: int = 0
     dense_features: int = 0
     dense_activation: str = "swiglu"
+    layout: str = "plain"
     is_tied: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_softcap: float | None = None
     init_scale: float = 0.02
+    left_out: LeftOut | None = dataclasses.field(default=None, repr=False)
     name: str | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property

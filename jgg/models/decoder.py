@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
-        return losses_of(x, self._w_logits(x.dtype), targets, self._head, self.options.sharding)
+        return losses_of(x, self._w_logits(x.dtype), targets, self.head, self.options.sharding)
 
     def loss(
         self,
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
         tokens, targets = self._tokens_and_targets(tokens, targets)
         weights = as_weights("weights", weights, tokens)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
-        return loss_of(x, self._w_logits(x.dtype), targets, weights, self._head, self.options.sharding)
+        return loss_of(x, self._w_logits(x.dtype), targets, weights, self.head, self.options.sharding)
 
     def _tokens_and_targets(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Both as int32 [B, S]."""
@@ -322,14 +322,25 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
-        head = self._head
-        logits = map_sequences(lambda w, x: logits_of(x, w, head), self.options.mapped, self._w_logits(x.dtype), x)
-        return logits * self.config.logits_scale
+        return self.head.final(self.raw_logits(x))
+
+    def raw_logits(self, x: jax.Array) -> jax.Array:
+        """The logits of the last features before `head.final` scales and caps them."""
+        head = self.head
+        return map_sequences(lambda w, x: logits_of(x, w, head), self.options.mapped, self._w_logits(x.dtype), x)
 
     @property
-    def _head(self) -> Head:
-        layout = "enk" if self.config.is_tied else "ekn"
-        return Head(self.config.logits_scale, layout, self.options.dense_implementation, self.options.batch_invariant)
+    def head(self) -> Head:
+        """How the model computes logits."""
+        config, options = self.config, self.options
+        layout = "enk" if config.is_tied else "ekn"
+        return Head(
+            config.logits_scale,
+            layout,
+            options.dense_implementation,
+            options.batch_invariant,
+            softcap=config.logits_softcap,
+        )
 
     def _w_logits(self, dtype: DTypeLike) -> jax.Array:
         """The matrix of the logits, [H, V] or, if it is the embedding, [V, H], whole on each device."""

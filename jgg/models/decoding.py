@@ -17,6 +17,7 @@ from jgg.models.head import Head
 from jgg.models.loss import losses_by
 from jgg.models.placement import split_batch
 from jgg.models.sampling import Sampling, draw, of_samples
+from jgg.primitives.barrier import barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,7 @@ def run(
     if model.options.batch_invariant:
         model.put_forms()
         graphdef, state = nnx.split(model)
-    options = model.options
-    head = Head(implementation=options.dense_implementation, mapped=options.mapped)  # its logits are scaled already
+    head = dataclasses.replace(model.head, mapped=model.options.mapped)
     logits, caches, choices = _prefill(model, prompts, lengths, plan)
     sampling = None if sampling is None else of_samples(sampling, plan.num_samples)
     starts = jnp.repeat(lengths, plan.num_samples)
@@ -123,7 +123,7 @@ class _Prefilled(NamedTuple):
 def _prefill(
     model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
 ) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """The logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
+    """The raw logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
 
     Chunks of prompts that are as long as each other run in a loop, so that many are compiled as quickly as one.
     """
@@ -146,7 +146,7 @@ def _prefill(
         done = through(done, prompts[:, longest - rest :], longest - rest) if rest else done
     sharding, times = model.options.sharding, plan.num_samples
     caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), done.caches)
-    logits = jnp.repeat(model.logits(done.last), times, axis=0)
+    logits = jnp.repeat(model.raw_logits(done.last), times, axis=0)
     return logits, caches, None if done.choices is None else _repeated(done.choices, times)
 
 
@@ -196,7 +196,7 @@ def _empty(caches: Caches, choices: jax.Array | None, starts: jax.Array, stops: 
 
 
 def _step(model: Decoder, loop: _Loop, starts: jax.Array, stops: jax.Array, plan: Plan) -> tuple[jax.Array, _Loop]:
-    """The logits [R, V] that follow the last token of each row, and the loop with what it adds to caches and record.
+    """The raw logits [R, V] after the last token of each row, and the loop with what it adds to caches and record.
 
     Args:
       starts: int32 [R], the positions of the first new tokens.
@@ -211,7 +211,7 @@ def _step(model: Decoder, loop: _Loop, starts: jax.Array, stops: jax.Array, plan
     if record is not None:
         of_rows = jnp.arange(len(starts))[:, None], positions
         record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
-    return model.logits(x[:, 0]), loop._replace(caches=caches, record=record)
+    return model.raw_logits(x[:, 0]), loop._replace(caches=caches, record=record)
 
 
 def _run_layers(
@@ -236,8 +236,9 @@ def _run_layers(
 
 
 def _next(loop: _Loop, logits: jax.Array, stops: jax.Array, sampling: Sampling | None, head: Head) -> _Loop:
-    """The loop with one more token of each row, by its logits [R, V]."""
-    drawn = draw(logits, sampling, loop.filled, head)
+    """The loop with one more token of each row, by its raw logits [R, V]."""
+    final = barrier(head.final(logits))  # else other bits might come of the fusions that another batch has
+    drawn = draw(final, sampling, loop.filled, head.of_final)
     tokens = jnp.where(loop.is_done, loop.recent[:, -1], drawn.tokens)
     recent = jnp.concatenate([loop.recent[:, 1:], tokens[:, None]], axis=1)
     is_there = ~loop.is_done & (tokens >= 0)

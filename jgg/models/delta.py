@@ -14,7 +14,7 @@ from jgg.core.arguments import check
 from jgg.hf.mixers import DeltaConfig
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
-from jgg.models.delta_rule import delta_rule
+from jgg.models.delta_rule import delta_rule, delta_rule_one
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.products.norm import rms_norm
 
@@ -67,30 +67,45 @@ class Delta(nnx.Module):
             qkv, log_decay, beta = (
                 jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (qkv, log_decay, beta)
             )
-        seen = state = resets = positions = None
+        seen = resets = positions = None
         if cache is not None:
-            seen, state = cache.seen[place.layer], cache.state[place.layer]
+            seen = cache.seen[place.layer]
         elif place.segments is not None:
             positions = jnp.broadcast_to(place.positions, x.shape[:2])
             resets = positions == 0
         mixed = _convolved(qkv, self.w_conv[...], seen, positions)
         q, k, v = _heads(own, mixed)
-        y, state = delta_rule(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            state=state,
-            resets=resets,
-            scale=own.key_features**-0.5,
-            implementation=self.options.dense_implementation,
-        )
+        y, states = self._rule(q, k, v, log_decay, beta, resets, None if cache is None else cache.state, place.layer)
         y = _gated_norm(y, z, self.norm[...], self.config.norm_epsilon)
-        if cache is not None:
+        if cache is not None and states is not None:
             seen = _last_seen(cache.seen[place.layer], qkv, count)
-            cache = States(cache.seen.at[place.layer].set(seen), cache.state.at[place.layer].set(state))
+            cache = States(cache.seen.at[place.layer].set(seen), states)
         return linear(self, y, "out", self.options, place.adapters), cache
+
+    def _rule(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        resets: jax.Array | None,
+        states: jax.Array | None,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The rule's results [B, S, value heads, V], and the stacked states, this layer's after the tokens."""
+        scale, implementation = self.own.key_features**-0.5, self.options.dense_implementation
+        if states is not None and q.shape[1] == 1:
+            q, k, v, log_decay, beta = (array[:, 0] for array in (q, k, v, log_decay, beta))
+            y, states = delta_rule_one(
+                q, k, v, log_decay, beta, states, layer, scale=scale, implementation=implementation
+            )
+            return y[:, None], states
+        state = None if states is None else states[layer]
+        y, state = delta_rule(
+            q, k, v, log_decay, beta, state=state, resets=resets, scale=scale, implementation=implementation
+        )
+        return y, None if states is None else states.at[layer].set(state)
 
     @staticmethod
     def empty_cache(own: DeltaConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> States:

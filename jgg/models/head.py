@@ -14,6 +14,7 @@ from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import Operands
 from jgg.linear.linear import Linear
+from jgg.products.losses import final_logits
 from jgg.sharding import MoESharding
 
 
@@ -26,6 +27,7 @@ class Head:
       w_layout: "ekn" for w [H, V], "enk" for w [V, H], as an embedding is.
       implementation, batch_invariant: of the product, as in `jgg.linear.dense`.
       mapped: the sharding over whose devices `losses_by` maps the rows of logits that are split so; None for no map.
+      softcap: what bounds the magnitude of the scaled logits, by tanh; None for no bound.
     """
 
     scale: float = 1.0
@@ -33,10 +35,20 @@ class Head:
     implementation: str | None = None
     batch_invariant: bool = False
     mapped: MoESharding | None = None
+    softcap: float | None = None
 
     def vocabulary(self, w: jax.Array) -> int:
         """V."""
         return w.shape[1 if self.w_layout == "ekn" else 0]
+
+    def final(self, logits: jax.Array) -> jax.Array:
+        """The logits of the model, scaled and capped, of those that `logits_of` gives."""
+        return final_logits(logits, self.scale, self.softcap)
+
+    @property
+    def of_final(self) -> Self:
+        """The same for logits that are final already."""
+        return dataclasses.replace(self, scale=1.0, softcap=None)
 
     @property
     def of_gradients(self) -> Self:

@@ -1,6 +1,6 @@
 """`Layer`: one layer of a decoder, and the kinds of mixers that it may have."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from flax import nnx
@@ -15,17 +15,20 @@ from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
 from jgg.models.delta import Delta
 from jgg.models.delta_rule import RESULT, STATES
+from jgg.models.latent import Latent
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
 from jgg.primitives.barrier import barrier
+
+EXPERTS = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
 
 
 def saved_names(options: Options) -> tuple[str, ...]:
     """What `options.remat` keeps for the backward pass; other code of jgg names those with "jgg"."""
     if options.remat not in ("names", "attention"):
         return ()
-    of_experts = TOTAL, "jgg_pre_activation", "jgg_routing"
+    of_experts = TOTAL, EXPERTS, "jgg_pre_activation", "jgg_routing"
     if options.remat == "attention":  # the experts' rows are the norm of what is kept, computed again
         return *of_experts, PROJECTIONS, *flash.NAMES, RESULT, STATES
     x = "jgg_x" if how_of_rows(options.dense_implementation) is None else NORMALIZED  # two names of the experts' rows
@@ -51,14 +54,19 @@ class Mixer(Protocol):
         ...
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "delta": Delta}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "delta": Delta, "latent": Latent}
 
 
 class Layer(nnx.Module):
     """One layer: a mixer such as attention, then experts or a dense MLP, each of normalized x and added to x.
 
     The mixer is the attribute that has the name of its kind in MIXERS.
+
+    Attributes:
+      norms: the names of the norms' weights [H].
     """
+
+    norms: ClassVar[tuple[str, ...]] = "attention_norm", "mlp_norm"
 
     attention_norm: nnx.Param[jax.Array]
     mlp_norm: nnx.Param[jax.Array]
@@ -67,36 +75,45 @@ class Layer(nnx.Module):
         self, config: ModelConfig, options: Options, mixer: MixerConfig, is_dense: bool, rngs: nnx.Rngs
     ) -> None:
         self.config, self.mixer = config, mixer.kind
-        norms = {"attention_norm": (config.features,), "mlp_norm": (config.features,)}
-        set_params(self, norms, config.init_scale, options, rngs, norm=config.norm_init)
+        shapes = dict.fromkeys(self.norms, (config.features,))
+        set_params(self, shapes, config.init_scale, options, rngs, norm=config.norm_init)
         setattr(self, mixer.kind, MIXERS[mixer.kind](config, mixer, options, rngs))
         if is_dense:
             self.mlp = Mlp(config, options, rngs)
         else:
-            self.moe = _experts(config, options, rngs)
+            self.moe = _new_experts(config, options, rngs)
 
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
-        generates = cache is not None
-        mapped = getattr(self, self.mixer).options.mapped
-        (x, y), cache = map_module(self, Layer._before_experts, mapped, (x, place), cache, besides="moe")
+        generates, options = cache is not None, self.options
+        (x, y), cache = map_module(self, Layer._before_experts, options.mapped, (x, place), cache, besides="moe")
         if hasattr(self, "moe"):
-            quantization = self._quantization(x, generates)
-            y = self.moe._compute(y, place.topk_indices, place.mask, place.adapters, quantization)
-        if getattr(self, self.mixer).options.batch_invariant:
+            y = self._experts(y, None, place, generates)
+        if options.batch_invariant:
             y = barrier(y)  # else XLA may add without rounding what made y
         return residual(x, y, self.config.residual_scale), cache
+
+    @property
+    def options(self) -> Options:
+        """The options of the decoder."""
+        options: Options = getattr(self, self.mixer).options
+        return options
 
     def _before_experts(self, x: jax.Array, place: Place, cache: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         """x with what the mixer adds, and its norm, which experts take; in a dense layer what the MLP makes of that."""
         config = self.config
         mixer: Mixer = getattr(self, self.mixer)
-        norms = config.norm_epsilon, mixer.options.dense_implementation
+        norms = config.norm_epsilon, self.options.dense_implementation
         x, normalized = norm_beside(x, config.norm_scale(self.attention_norm[...]), *norms)
         mixed, cache = mixer(normalized, place, cache)
-        add = sum_and_norm if mixer.options.remat == "attention" else add_and_norm
+        add = sum_and_norm if self.options.remat == "attention" else add_and_norm
         x, normalized = add(x, mixed, config.residual_scale, config.norm_scale(self.mlp_norm[...]), *norms)
         return (x, self.mlp(normalized, place.adapters) if hasattr(self, "mlp") else normalized), cache
+
+    def _experts(self, x: jax.Array, router_x: jax.Array | None, place: Place, generates: bool) -> jax.Array:
+        """The experts' result for x [B, S, H]; the router takes router_x in its place, if that is not None."""
+        quantization = self._quantization(x, generates)
+        return self.moe._compute(x, router_x, place.topk_indices, place.mask, place.adapters, quantization)
 
     def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:
         """The recipe of the experts' products; none where text is generated and an expert has few rows.
@@ -106,8 +123,7 @@ class Layer(nnx.Module):
         for every number of rows, as in training; see `stacks.put_forms`.
         """
         moe, quantization = self.config.moe, self.moe.quantization
-        options: Options = getattr(self, self.mixer).options
-        if quantization is None or not generates or options.batch_invariant:
+        if quantization is None or not generates or self.options.batch_invariant:
             return quantization
         return None if has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts) else quantization
 
@@ -119,7 +135,7 @@ class Layer(nnx.Module):
             self.moe.merge_adapters()
 
 
-def _experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
+def _new_experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
     init = nnx.initializers.normal(config.init_scale)
     lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
     return jgg.nnx.MoE(

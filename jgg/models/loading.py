@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
@@ -16,14 +17,15 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.core.quantized import QuantizedArray
-from jgg.hf.checkpoints import Checkpoint, Header, read_config, read_params
-from jgg.hf.family import Family
-from jgg.hf.files import check_names, errors_with
+from jgg.hf.checkpoints import Checkpoint, read_config, read_params
+from jgg.hf.family import FREQUENCIES, Family
+from jgg.hf.files import Header, check_names, errors_with
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.lora import adapter_init
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
+from jgg.models.left_out import LeftOut
 from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
@@ -111,6 +113,7 @@ def load(
     )
     model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0)))
     reader = _Reader(model, checkpoint, experts)
+    model.config = dataclasses.replace(config, left_out=reader.left_out)
     for name, value in reader.ends():
         getattr(model, name).set_value(value)
     with _progress(config.num_layers, show_progress) as advance:
@@ -164,28 +167,46 @@ class _Reader:
         self.model, self.checkpoint, self.experts = model, checkpoint, experts
         with errors_with(checkpoint.path / "config.json"):
             how = quantization(model.config.hf)
-        quantized = None if how is None else QuantizedTensors(checkpoint, how)
-        self.tensors: Mapping[str, np.ndarray] = checkpoint if quantized is None else quantized
-        self._check(checkpoint.headers(), set() if quantized is None else quantized.names)
+        self.quantized = None if how is None else QuantizedTensors(checkpoint, how)
+        self.tensors: Mapping[str, np.ndarray] = checkpoint if self.quantized is None else self.quantized
+        self.left_out = self._left_out(self._check(checkpoint.headers()))
 
-    def _check(self, headers: Mapping[str, Header], quantized: Set[str]) -> None:
+    def _check(self, headers: Mapping[str, Header]) -> set[str]:
+        """Returns the names of the model's tensors."""
         tensors, where = self.tensors, f"in {self.checkpoint.path}, a {self.model.config.model_type} model"
         names = (name for name, _ in expected_shapes(self.model, tensors))
         check_names(tensors.keys(), names, where, self._is_ignored)
-        for name, shape in expected_shapes(self.model, tensors):
-            if name not in quantized:
-                what, got = f"{name} of {self.checkpoint.path_of(name)}", headers[name]
-                check(got.shape == shape, f"{what} must have shape {list(shape)}, got {list(got.shape)}.")
-                check(got.dtype in _DTYPES, f"{what} must have one of the dtypes {_DTYPES}, got {got.dtype}.")
+        shapes = dict(expected_shapes(self.model, tensors))
+        for name, shape in shapes.items():
+            if self.quantized is not None:
+                self.quantized.check(name, shape, headers)
+                if name in self.quantized.names:
+                    continue
+            what, got = f"{name} of {self.checkpoint.path_of(name)}", headers[name]
+            check(got.shape == shape, f"{what} must have shape {list(shape)}, got {list(got.shape)}.")
+            check(got.dtype in _DTYPES, f"{what} must have one of the dtypes {_DTYPES}, got {got.dtype}.")
+        return set(shapes)
 
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor may be there though the model does not use it."""
         config, own = self.model.config, self.model.config.family
-        is_copy = config.is_tied and name in own.ends["w_head"].names
-        if is_copy or any(re.search(pattern, name) for pattern in own.ignored):
+        if self._is_copy(name) or any(re.search(pattern, name) for pattern in own.ignored):
             return True
         layer = re.match(re.escape(own.prefix) + r"layers\.(\d+)\.", name)
         return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_further_layers
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tensor repeats what is stored elsewhere: the embedding, or the frequencies in config.json."""
+        config = self.model.config
+        is_head = config.is_tied and name in config.family.ends["w_head"].names
+        return is_head or re.search(FREQUENCIES, name) is not None
+
+    def _left_out(self, own: Set[str]) -> LeftOut | None:
+        """What `save` copies, where the model's tensors are `own`."""
+        found = [name for name in self.tensors if name not in own and not self._is_copy(name)]
+        if self.quantized is not None:
+            found = [part for name in found for part in self.quantized.stored_names(name)]
+        return LeftOut(os.path.abspath(self.checkpoint.path), tuple(found)) if found else None
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields the parameters beside the layers."""
@@ -201,7 +222,7 @@ class _Reader:
                 value = of_layer[name].filled(block, variable.shape[1:], self.tensors.__getitem__)
                 yield name, self._placed(name, value)
         if hasattr(stack.layers, "moe"):
-            keeps = self.experts == "as stored"
+            keeps = OF_EXPERTS if self.experts == "as stored" else ()
             for name, value in read_params(self.model.config.hf, self.checkpoint, number, keeps):
                 yield f"moe.{name}", self._placed(f"moe.{name}", value)
 
@@ -250,6 +271,9 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
 
 
 def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:
+    is_alike = isinstance(stacked, QuantizedArray) == isinstance(layer, QuantizedArray)
+    what = f"{name} of layer {number} must be quantized, or not, as it is in its first layer"
+    check(is_alike, f"{what}: load the model with experts='dense' or a jgg.Fp8.")
     for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(layer), strict=True):
         check(
             part.dtype == whole.dtype,

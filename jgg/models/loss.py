@@ -144,7 +144,7 @@ def _differentiated(
         x, targets, d_losses, *known = part
         logits = logits_of(x, w, head)
         losses, log_sums = known or losses_by(logits, targets, head)
-        d_logits = _d_logits(logits * head.scale, log_sums, targets, d_losses, head).astype(x.dtype)
+        d_logits = _d_logits(head.final(logits), log_sums, targets, d_losses, head).astype(x.dtype)
         return losses, dx_of(head, x, w, d_logits), d_logits
 
     def of_block(block: tuple[jax.Array, ...]) -> _Differentiated:
@@ -171,7 +171,7 @@ def _differentiated(
 
 
 def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
-    """The losses of targets [...] by the unscaled logits [..., V] that `logits_of` gives, and the log sums of these.
+    """The losses of targets [...] by the logits [..., V] that `logits_of` gives, and the log sums of the final ones.
 
     On a GPU the bits of a token's loss do not depend on the other tokens. Logits that are scaled already, with a head
     whose scale is 1, give the same bits.
@@ -180,19 +180,23 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
     def of_rows(_: None, logits: jax.Array, targets: jax.Array) -> Losses:
         targets = barrier(targets)  # else the kernel might get a slice of tokens, which begins between 16 bytes
         rows = Scored(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-        results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale)
+        capped = {} if head.softcap is None else {"softcap": head.softcap}
+        results = LOSSES(how_of_rows(head.implementation), alike(rows), scale=head.scale, **capped)
         return jax.tree.map(lambda result: result.reshape(targets.shape), results)
 
     return map_sequences(of_rows, head.mapped, None, logits, targets)
 
 
 def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:
-    """The gradient of the unscaled logits by that of the losses."""
+    """The gradient of the logits that `logits_of` gives by that of the losses, by the final logits."""
     vocabulary = logits.shape[-1]
     is_known = (targets >= 0) & (targets < vocabulary)
     d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)
     is_target = targets[..., None] == jnp.arange(vocabulary, dtype=jnp.int32)[None, None]
-    return (jnp.exp(logits - log_sums[..., None]) - is_target.astype(jnp.float32)) * (d_losses * head.scale)[..., None]
+    factors = (d_losses * head.scale)[..., None]
+    if head.softcap is not None:
+        factors *= 1 - jnp.square(logits / head.softcap)  # the derivative of tanh
+    return (jnp.exp(logits - log_sums[..., None]) - is_target.astype(jnp.float32)) * factors
 
 
 def _num_parts(x: jax.Array, vocabulary: int) -> int:

@@ -24,11 +24,12 @@ from jgg.models.placement import checked_sharding, split_init
 from jgg.sharding import MoESharding
 
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
+OF_LATENT = "w_q_a", "w_q_b", "w_kv_a", "w_kv_b"
 OF_DELTA = "w_qkvz", "w_qkv", "w_z", "w_out"
 OF_GATES = "w_ba", "w_b", "w_a"  # of the same layers, with a column or two for each head
-OF_MIXERS = *OF_ATTENTION, *OF_DELTA, *OF_GATES
+OF_MIXERS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_GATES
 OF_DENSE = "w_dense_gate_up", "w_dense_down"
-TARGETS = *OF_ATTENTION, *OF_DELTA, *OF_EXPERTS, *OF_DENSE
+TARGETS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_EXPERTS, *OF_DENSE
 ALL_TARGETS = *TARGETS, *OF_GATES, *OF_MOE  # the last are of MoE layers, and not of their experts
 REMAT = "none", "attention", "names", "all"
 
@@ -149,11 +150,16 @@ def linear_several(
     )
 
 
+def matrix_of(module: nnx.Module, name: str, options: Options, adapters: bool = True) -> Matrix:
+    """A module's matrix of this name with its adapter, if it has one; without `adapters` it has none."""
+    lora = options.lora if adapters else options.lora.of({})
+    return lora.matrix(name, _params(module, name, lora))
+
+
 def _matrix_and_bias(
     module: nnx.Module, name: str, options: Options, adapters: bool
 ) -> tuple[Matrix, jax.Array | None]:
-    lora = options.lora if adapters else options.lora.of({})
-    matrix = lora.matrix(f"w_{name}", _params(module, f"w_{name}", lora))
+    matrix = matrix_of(module, f"w_{name}", options, adapters)
     return matrix, getattr(module, f"b_{name}")[...] if hasattr(module, f"b_{name}") else None
 
 

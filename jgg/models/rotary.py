@@ -25,6 +25,12 @@ def rotations(rotary: RotaryConfig, positions: jax.Array) -> Rotation:
     return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
 
 
+def halves_first(x: jax.Array, head_features: int) -> jax.Array:
+    """Puts the first features of a head's pairs before the second ones; x is [B, S, heads * D], pairs side by side."""
+    pairs = x.reshape(*x.shape[:2], -1, head_features // 2, 2)
+    return pairs.swapaxes(-1, -2).reshape(x.shape)
+
+
 def rotated(
     q: jax.Array,
     k: jax.Array,

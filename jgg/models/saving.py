@@ -1,6 +1,7 @@
 """Writes a whole model into a Hugging Face folder, in the names and shapes of published checkpoints."""
 
 import collections
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ from jgg.core.files import filling, is_new_or_empty
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
+from jgg.models.left_out import Copies, module_of
 from jgg.models.placement import on_host
-from jgg.models.tensors import ends, expected_shapes, stacks
+from jgg.models.tensors import Stack, ends, expected_shapes, stacks
 
 _CONFIG = "config.json"
 
@@ -30,6 +32,10 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
     written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
     when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
     last. There is no tokenizer: copy those files from the folder that the model came from.
+
+    Tensors of that folder that the model does not have, such as a vision tower's, are copied from there, those in FP8
+    dense unless the new folder has experts in the same format. If they are there no longer, a warning says so. A model
+    that was not loaded has none.
 
     If a model is split over the devices of several processes, all of them must call this, with the same folder: they
     gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
@@ -64,7 +70,9 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
 
 def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the array of each tensor that `save` writes, such as for a server that takes weights so.
+    """Yields the name and the array of each of the model's tensors, such as for a server that takes weights so.
+
+    These are what `save` writes without what it copies from the folder that the model was loaded from.
 
     Host memory holds the tensors of one parameter of one layer at a time. If a model is split over the devices of
     several processes, all of them must take all tensors.
@@ -78,8 +86,12 @@ def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: int) -> None:
+    copies = Copies(model.config.left_out, model.config.hf, config, model.w_embedding.dtype)
+    how = config.get("quantization_config", {})
+    if how.get("quant_method") == "fp8":
+        how["modules_to_not_convert"] = sorted({*how["modules_to_not_convert"], *copies.dense_modules})
     with filling(folder, last=_CONFIG) as temporary:
-        _write_shards(_tensors(model, config), temporary, limit)
+        _write_shards(itertools.chain(_tensors(model, config), copies), temporary, limit)
         text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
         (temporary / _CONFIG).write_text(text, encoding="utf-8")
 
@@ -90,17 +102,16 @@ def _config(model: Decoder) -> dict[str, Any]:
     Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """
     config = model.config.hf
+    parts: list[dict[str, Any]] = [part for part in (config, config.get("text_config")) if part is not None]
     # transformers takes the second if a config has both; those of towers stay
-    parts: list[dict[str, Any]] = [config, *([config["text_config"]] if config.get("text_config") else [])]
-    given = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part]
-    for part, key in given or [(config, "dtype")]:
+    keys = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part] or [(config, "dtype")]
+    for part, key in keys:
         part[key] = model.w_embedding.dtype.name
-    with_experts = next(stack for stack in stacks(model) if not stack.plan.is_dense)
-    values = {name: variable.get_value() for name, variable in with_experts.variables.items()}
-    blocks = {name: block_of(value, name) for name, value in values.items() if isinstance(value, QuantizedArray)}
-    how = config.pop("quantization_config", None) or {}
+    formats = [part.pop("quantization_config", None) or {} for part in parts]
+    blocks = {name: block_of(value, name) for stack in stacks(model) for name, value in _quantized(stack).items()}
     if not blocks:
         return config
+    how: dict[str, Any] = next(filter(None, formats), {})
     if how.get("quant_method") == "mxfp4" and model.options.quantization is None:
         return config | {"quantization_config": how}
     check(
@@ -108,15 +119,32 @@ def _config(model: Decoder) -> dict[str, Any]:
         f"{', '.join(blocks)} must have blocks of {BLOCK} rows and columns, or be of a folder in MXFP4, to be saved, "
         f"got blocks of {', '.join(map(str, blocks.values()))}: load the model with experts='dense'.",
     )
-    dense = [name for name, shape in expected_shapes(model) if len(shape) == 2 and ".experts." not in name]
     return config | {
         "quantization_config": {
             "quant_method": "fp8",
             "weight_block_size": [BLOCK, BLOCK],
             "activation_scheme": "dynamic",
-            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in dense),
+            "modules_to_not_convert": sorted(_dense_modules(model)),
         }
     }
+
+
+def _quantized(stack: Stack) -> dict[str, QuantizedArray]:
+    """The parameters of a stack that are quantized, which are experts."""
+    values = {name: variable.get_value() for name, variable in stack.variables.items()}
+    return {name: value for name, value in values.items() if isinstance(value, QuantizedArray)}
+
+
+def _dense_modules(model: Decoder) -> set[str]:
+    """The modules of all matrices but those of quantized experts."""
+    of_experts = tuple(
+        f"{stack.family.block_name(number)}experts."
+        for stack in stacks(model)
+        for number in stack.plan.numbers
+        if _quantized(stack)
+    )
+    names = (name for name, shape in expected_shapes(model) if len(shape) == 2)
+    return {module_of(name) for name in names if not name.startswith(of_experts)}
 
 
 def _check_adapters(model: Decoder) -> None:

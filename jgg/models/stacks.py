@@ -21,13 +21,17 @@ from jgg.models.parts import Options
 from jgg.models.placement import gathered, remat_policy_of_gathered, split, split_batch
 from jgg.models.plan import Period, StackPlan
 from jgg.models.rotary import Rotation, rotations
+from jgg.models.sandwich import SandwichLayer
 from jgg.nnx import Frozen
+
+LAYOUTS: dict[str, type[Layer]] = {"plain": Layer, "sandwich": SandwichLayer}
 
 
 def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> Layer:
     """Layers with random parameters, stacked in one."""
     keys = jax.random.split(rngs.params(), plan.count)
-    create = nnx.vmap(lambda key: Layer(config, options, plan.mixer, plan.is_dense, nnx.Rngs(params=key)))
+    layer = LAYOUTS[config.layout]
+    create = nnx.vmap(lambda key: layer(config, options, plan.mixer, plan.is_dense, nnx.Rngs(params=key)))
     if options.sharding is None:
         return create(keys)
     graphdef, _ = nnx.split(nnx.eval_shape(create, keys))

@@ -21,7 +21,7 @@ class Scored(NamedTuple):
     """Logits and the targets that they are for.
 
     Attributes:
-      logits: float32 [T, V], before they are scaled.
+      logits: float32 [T, V], before they are scaled and capped.
       targets: int32 [T]; the loss of one that is not from 0 to V - 1 is NaN.
     """
 
@@ -34,11 +34,17 @@ class Losses(NamedTuple):
 
     Attributes:
       losses: float32 [T], the log sum less the logit of the target.
-      log_sums: float32 [T], the logarithm of the sum of exp(logits).
+      log_sums: float32 [T], the logarithm of the sum of exp(final logits).
     """
 
     losses: jax.Array
     log_sums: jax.Array
+
+
+def final_logits(logits: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """Logits times a factor, then, with a softcap, between -softcap and softcap by tanh."""
+    logits = logits * scale
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _types(operands: Scored, **_: Any) -> Losses:
@@ -46,8 +52,8 @@ def _types(operands: Scored, **_: Any) -> Losses:
     return Losses(of_rows, of_rows)
 
 
-def _plain(operands: Scored, scale: float) -> Losses:
-    logits, targets = operands.logits * scale, operands.targets
+def _plain(operands: Scored, scale: float, softcap: float | None = None) -> Losses:
+    logits, targets = final_logits(operands.logits, scale, softcap), operands.targets
     log_sums = _log_sums(logits)
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # else JAX would count from the last logit
     of_targets = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
@@ -78,7 +84,7 @@ def _differentiate_log_sums(primals: tuple[jax.Array], tangents: tuple[jax.Array
     return log_sums, jnp.sum(jnp.exp(logits - log_sums[..., None]) * tangent, axis=-1)
 
 
-def _launch(launcher: Launcher, operands: Scored, scale: float) -> Losses:
+def _launch(launcher: Launcher, operands: Scored, scale: float, softcap: float | None = None) -> Losses:
     from jgg.kernels.losses import losses_kernel
 
     num_rows, columns = operands.logits.shape
@@ -86,7 +92,7 @@ def _launch(launcher: Launcher, operands: Scored, scale: float) -> Losses:
     launch = Launch(
         operands=operands._asdict(),
         outputs=_types(operands)._asdict(),
-        constants={"COLUMNS": columns, "SCALE": scale, "BLOCK_COLUMNS": block},
+        constants={"COLUMNS": columns, "SCALE": scale, "SOFTCAP": softcap, "BLOCK_COLUMNS": block},
         grid=(num_rows,),
         num_warps=max(1, block // _COLUMNS_OF_WARP),
         flops=5 * operands.logits.size,
@@ -95,12 +101,12 @@ def _launch(launcher: Launcher, operands: Scored, scale: float) -> Losses:
     return Losses(**launcher.run(losses_kernel, launch))
 
 
-def _merge_batch(how: How, operands: Scored, batched: Scored, scale: float) -> Losses | None:
+def _merge_batch(how: How, operands: Scored, batched: Scored, **parameters: Any) -> Losses | None:
     if not batched.logits:
         return None
     size = vmap.batch_size(operands, batched)
     rows = Scored(vmap.flat(operands.logits), vmap.for_each(operands.targets, batched.targets, size).reshape(-1))
-    return jax.tree.map(lambda result: result.reshape(size, -1), LOSSES(how, rows, scale=scale))
+    return jax.tree.map(lambda result: result.reshape(size, -1), LOSSES(how, rows, **parameters))
 
 
 LOSSES: Product[Losses] = Product(
@@ -112,7 +118,7 @@ LOSSES: Product[Losses] = Product(
     letters=lambda operands, **_: Letters({"logits": "t" + WHOLE, "targets": "t"}, ("t", "t"), ("", "")),
     merge_batch=_merge_batch,
 )
-"""Losses of targets; the parameter is the factor of the logits.
+"""Losses of targets; the parameters are those of `final_logits`, of which `softcap` may be left out.
 
 A kernel gives a row the same bits whatever the other rows are, and whether logits are scaled before or here.
 """

@@ -71,7 +71,10 @@ def route(
         Switch Transformer              (the defaults, with k = 1)
         OLMoE                           normalize=False
         DeepSeek-V2                     normalize=False, scale, num_groups, topk_groups
+        Qwen1.5-MoE                     normalize=False
+        ERNIE 4.5                       selection_bias
         DeepSeek-V3, Kimi-K2, GLM-4.5   score="sigmoid", scale, selection_bias, num_groups, topk_groups
+        MiniMax-M2, Hunyuan V3          score="sigmoid", scale, selection_bias
         Llama-4                         score="sigmoid", normalize=False; with MoELayer(scale_input=True),
                                         because the weights scale x before the first GEMM
 
@@ -258,6 +261,16 @@ def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[
     experts = saturated_int32(topk_indices.reshape(-1))
     sorted_rows = SORT(how, Sort(experts), num_experts=num_experts)
     return sorted_rows.group_sizes, sorted_rows.gather_indices
+
+
+def with_factors(routing: Routing, factors: jax.Array) -> Routing:
+    """The routing with the weights multiplied by the factor [E] of each choice's expert; 0 for a choice that is none.
+
+    The sum has at most one term that is not zero, so it is exact, and unlike a gather's its gradient needs no atomics.
+    """
+    is_own = routing.topk_indices[..., None] == jnp.arange(len(factors), dtype=jnp.int32)[None, None]  # [T, k, E]
+    own = jnp.sum(jnp.where(is_own, factors.astype(jnp.float32)[None, None], 0.0), axis=-1)
+    return routing._replace(topk_weights=routing.topk_weights * own)
 
 
 def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How) -> Routing:

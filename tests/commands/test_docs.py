@@ -9,6 +9,7 @@ from urllib.parse import urlparse
 import pytest
 
 import jgg
+from jgg.hf.families import FAMILIES
 from tests.support import processes
 from tests.support.processes import ROOT
 from tools import speed
@@ -141,6 +142,28 @@ def test_modules_that_pages_name_are_there():
     names = set(re.findall(r"`(\w+\.py)`", (DOCS / "reliability.md").read_text()))
     assert len(names) > 10
     assert names <= {path.name for path in (ROOT / "tests").rglob("*.py")}
+
+
+def test_the_table_of_models_has_every_family_that_opens():
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", (DOCS / "models.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(name for name, family in FAMILIES.items() if family.model)
+
+
+def test_code_of_the_page_on_families_is_in_the_files_that_it_shows():
+    """But for where lines break, and what the page leaves out, a line that begins with "..."."""
+
+    def condensed(text):
+        return re.sub(r"\s|,(?=\s*[)}\]])", "", text)
+
+    page = (DOCS / "add-a-family.md").read_text()
+    files = [*ROOT.glob("jgg/hf/families/*.py"), ROOT / "tests/programs/make_model_data.py"]
+    texts = [condensed(path.read_text()) for path in files]
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
+    parts = [part for block in blocks for part in re.split(r"^ *\.\.\..*$", block, flags=re.MULTILINE)]
+    assert len(parts) == 3
+    for part in parts:
+        assert any(condensed(part).rstrip(",") in text for text in texts), part
 
 
 def test_lines_of_code_fit_the_site():

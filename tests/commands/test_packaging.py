@@ -21,7 +21,7 @@ from tests.support.processes import ROOT
 
 # One worker builds, once for all tests here.
 pytestmark = pytest.mark.xdist_group("packaging")
-OTHER_FORMS = [pytest.param(form, marks=pytest.mark.thorough) for form in ("wheel_from_sdist", "editable_wheel")]
+OTHER_FORMS = [pytest.param(form, marks=pytest.mark.sweep) for form in ("wheel_from_sdist", "editable_wheel")]
 
 # Prints, from an interpreter that sees one form of jgg, which modules jgg.kernels has.
 LIST_KERNELS = """

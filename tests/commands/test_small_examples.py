@@ -54,7 +54,7 @@ def test_training(name, ratio, main):
 
 
 @pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.thorough])]
+    "implementation", ["xla", pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.sweep])]
 )
 def test_gradient_checks(implementation, main):
     printed = main("gradient_checks", ["--implementation", implementation])
@@ -72,7 +72,7 @@ def test_export(main, tmp_path):
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_expert_parallelism():
     printed = run(ROOT / "examples" / "expert_parallelism.py", JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     rows = re.findall(r"(\w+), (.*): (\d+) of 1024 rows dropped, gradients differ by (\S+)", printed)
@@ -89,11 +89,13 @@ def test_expert_parallelism():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("adapter", "experts"),
-    [([], "bfloat16"), ([str(ROOT / "tests/data/model_adapters/glm4_moe-all")], "fp8")],
-    ids=["base-bfloat16", "adapter-fp8"],
+    [
+        pytest.param([], "bfloat16", marks=pytest.mark.sweep, id="base-bfloat16"),
+        pytest.param([str(ROOT / "tests/data/model_adapters/qwen3_moe")], "fp8", id="adapter-fp8"),
+    ],
 )
 def test_generate(adapter, experts, main, tmp_path):
-    folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
+    folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     options = {"experts": jgg.Fp8()} if experts == "fp8" else {}
     model = jgg.models.load(folder, **options)
     if adapter:
@@ -110,7 +112,7 @@ def test_generate(adapter, experts, main, tmp_path):
 
 @pytest.mark.thorough
 def test_samples_end_at_a_text(main, tmp_path):
-    folder = folder_with_tokenizer("glm4_moe", tmp_path / "model")
+    folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     draws = {"temperature": 1.0, "top_k": 9, "key": jax.random.key(0), "num_samples": 2}
     new = jgg.models.generate(jgg.models.load(folder), [[5, 6, 7]], 5, **draws).tolist()
     stop = new[1][1:3]
@@ -168,17 +170,21 @@ def test_fine_tuning_goes_on_from_a_checkpoint_and_generates(main, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("options", "sequences"), [(["--batch-size", 2], 2), (["--no-packing", "--batch-size", 2, "--accumulate", 2], 4)]
+    ("options", "sequences"),
+    [
+        (["--batch-size", 2], 2),
+        pytest.param(["--no-packing", "--batch-size", 2, "--accumulate", 2], 4, marks=pytest.mark.sweep),
+    ],
 )
 def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, sequences, main, tmp_path):
     rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
     rows.append({"text": words(range(30, 40))})
     options = [*options, "--steps", 1, "--sequence-length", 14, "--output", tmp_path / "adapter"]
-    printed = main("finetune", tuning_arguments("gpt_oss", tmp_path, rows, *options))
+    printed = main("finetune", tuning_arguments("qwen3_moe", tmp_path, rows, *options))
     assert f"{sequences} sequences" in printed
     examples = [(prompt, [*prompt, *completion, 1]) for prompt, completion in [*PAIRS, ([], list(range(30, 40)))]]
     padded = np.array([tokens + [0] * (11 - len(tokens)) for _, tokens in examples])
-    logits = nnx.jit(lambda model, tokens: model(tokens))(jgg.models.load(tmp_path / "gpt_oss"), padded[:, :-1])
+    logits = nnx.jit(lambda model, tokens: model(tokens))(jgg.models.load(tmp_path / "qwen3_moe"), padded[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, padded[:, 1:])
     total, count = 0.0, 0
     for own, (prompt, tokens) in zip(np.asarray(losses), examples, strict=True):
@@ -187,24 +193,24 @@ def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(opti
     assert float(losses_by_step(printed)[1]) == pytest.approx(total / count, abs=5e-3)  # in bfloat16
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(main, tmp_path):
     messages = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6 t7"}]
     options = "--experts", "fp8", "--targets", "w_q", "w_down", "--steps", 8, "--learning-rate", 2e-2
     options += "--sequence-length", 16, "--batch-size", 1, "--output", tmp_path / "adapter"
-    arguments = tuning_arguments("glm4_moe", tmp_path, [{"messages": messages}], *options)
+    arguments = tuning_arguments("qwen3_moe", tmp_path, [{"messages": messages}], *options)
     template = (
         "{{ bos_token }}{% for message in messages %} {{ 't2' if message.role == 'user' else 't3' }} "
         "{{ message.content }} t1{% endfor %}{% if add_generation_prompt %} t3 {% endif %}"
     )
     settings = {"chat_template": template, "bos_token": "t4"}
-    (tmp_path / "glm4_moe" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "qwen3_moe" / "tokenizer_config.json").write_text(json.dumps(settings))
     losses = list(map(float, losses_by_step(main("finetune", arguments)).values()))
     assert losses[-1] < losses[0] / 2
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert {name.rpartition(".")[2] for name in settings["target_modules"]} == {"q_proj"}
     examples = example("finetune").read_examples(
-        argparse.Namespace(folder=tmp_path / "glm4_moe", data=tmp_path / "data.jsonl", sequence_length=16)
+        argparse.Namespace(folder=tmp_path / "qwen3_moe", data=tmp_path / "data.jsonl", sequence_length=16)
     )
     ((tokens, first),) = examples
     assert tokens.tolist() == [4, 2, 5, 1, 3, 6, 7, 1]

@@ -51,7 +51,16 @@ CHOICES = {"topk_weights": jnp.ones((3, 2)), "topk_indices": indices(3, 2)}
 ROUTER = {"topk": 2, "score": "sigmoid", "normalize": True, "scale": 1.0, "num_groups": 2, "topk_groups": 2}
 LAYER = ROUTER | {"hidden_features": 5, "num_experts": 4, "shared_features": 3, "activation": "swiglu"}
 LAYER |= dict.fromkeys(
-    ("use_selection_bias", "scale_input", "interleaved", "use_bias", "use_router_bias", "use_shared_gate"), False
+    (
+        "use_selection_bias",
+        "scale_input",
+        "interleaved",
+        "use_bias",
+        "use_router_bias",
+        "use_router_scale",
+        "use_shared_gate",
+    ),
+    False,
 )
 LAYER |= {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("w_down",)}
 MODULE = LAYER | OPTIONS | {"dtype": "float32", "param_dtype": jnp.float32, "lora_param_dtype": jnp.float32}

@@ -173,7 +173,7 @@ def layer_arrays():
     return {name: jax.random.normal(key, shape) / 8 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.sweep), "bfloat16"])
 def test_products_multiply_what_it_dequantizes_to(dtype):
     arrays = {name: array.astype(dtype) for name, array in layer_arrays().items()}
     q, sizes = jgg.quantize_weights(arrays["w_down"]), jnp.array([10, 0, 25, 3])
@@ -231,7 +231,7 @@ class QArray(NamedTuple):
 
 
 @pytest.mark.parametrize("scale_shape", [(2, 1, 96), (2, 160, 1), (1, 1, 1), (2, 5, 3), (2, 1, 6), (1, 10, 96)])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.sweep)])
 def test_qwix_arrays(scale_shape, dtype):
     shape = (2, 160, 96)
     values = jax.random.normal(jax.random.key(0), shape).astype(dtype)

@@ -44,6 +44,7 @@ OPTIONS = {
     "Switch Transformer": {"topk": 1},
     "Llama-4": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "shared_features": 20},
     "not gated": {"activation": "ungated_relu_squared", "shared_features": 12},
+    "Gemma 4": {"use_router_scale": True, "normalize": True},
 }
 QUICK = "gpt-oss", "DeepSeek-V3", "Llama-4"  # which have most of them
 X = np.random.default_rng(0).normal(size=(3, 5, 24)).astype(np.float32)
@@ -52,7 +53,7 @@ X = np.random.default_rng(0).normal(size=(3, 5, 24)).astype(np.float32)
 def nnx_layer(seed=0, **options):
     layer = jgg.nnx.MoE(24, rngs=nnx.Rngs(seed), precision="highest", **(SIZES | options))
     for name, shape in layer.layer.shapes.items():
-        if name.startswith("b_"):  # zeros would hide what becomes of them
+        if name.startswith(("b_", "scale_")):  # zeros and ones would hide what becomes of them
             getattr(layer, name)[...] = jax.random.normal(jax.random.key(len(name)), shape)
     if layer.layer.use_selection_bias:
         layer.selection_bias[...] = jnp.linspace(-0.3, 0.3, 8)
@@ -68,12 +69,12 @@ def linen_layer(layer, **options):
     return module, variables
 
 
-def oracle(layer, x):
+def oracle(layer, x, router_x=None):
     """y by NumPy; which experts a token goes to, and with what weights, is jgg.route's."""
     p = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in layer.layer.shapes}
     options = layer.layer
     tokens = x.reshape(-1, x.shape[-1]).astype(np.float64)
-    logits = tokens @ p["w_router"] + p.get("b_router", 0)
+    logits = (tokens if router_x is None else router_x.reshape(tokens.shape)) @ p["w_router"] + p.get("b_router", 0)
     names = ("score", "normalize", "scale", "num_groups", "topk_groups")
     routing = jgg.route(
         jnp.asarray(logits, jnp.float32),
@@ -82,6 +83,8 @@ def oracle(layer, x):
         **{name: getattr(options, name) for name in names},
     )
     weights = np.asarray(routing.topk_weights, np.float64)
+    if options.use_router_scale:
+        weights = weights * p["scale_router"][np.asarray(routing.topk_indices)]
     floats = {"x": tokens, "topk_weights": weights, "b_gate_up": None, "b_down": None} | {
         name: p[name] for name in ("w_gate_up", "w_down", "b_gate_up", "b_down") if name in p
     }
@@ -120,6 +123,28 @@ def test_values_are_those_of_numpy_and_gradients_the_same(options):
     for name, gradient in gradients.items():
         close(own[name][...], gradient)
         assert np.any(np.asarray(gradient)), name
+
+
+def test_the_router_may_take_another_x():
+    options = OPTIONS["Gemma 4"]
+    layer, router_x = nnx_layer(**options), np.roll(X, 1, axis=1)
+    module, variables = linen_layer(layer, **options)
+    want = oracle(layer, X, router_x)
+    assert np.abs(want - oracle(layer, X)).max() > 0.1 * np.abs(want).max()
+    close(nnx.jit(lambda layer: layer(X, router_x=router_x))(layer), want)
+    close(jax.jit(lambda variables: module.apply(variables, X, router_x=router_x))(variables), want)
+    named = {name: getattr(layer, name)[...] for name in layer.layer.shapes}
+    given = np.array([[[0, 0], [3, -1], [-1, -1], [8, 1], [5, 2]]] * 3)  # twice, left to the router, no expert
+    y, metrics = layer.layer.apply(named, X, router_x=router_x, topk_indices=given, precision="highest")
+    indices = np.asarray(metrics.topk_indices)
+    np.testing.assert_array_equal(indices[:, 4], given[:, 4])
+    np.testing.assert_array_equal(
+        indices[:, 2],
+        np.asarray(jgg.route(jnp.asarray(router_x[:, 2] @ np.asarray(layer.w_router[...])), 2).topk_indices),
+    )
+    assert np.isfinite(np.asarray(y)).all()
+    with pytest.raises(ValueError, match=r"router_x must have the shape of x, \[3, 5, 24\], got \[5, 24\]\."):
+        layer(X, router_x=X[0])
 
 
 def test_linen_is_tabulated():

@@ -60,7 +60,7 @@ def test_quantized_experts_stay_quantized_between_passes(recipe):
     assert all(leaf.dtype.itemsize == 1 for leaf in large), large
 
 
-@pytest.mark.parametrize("recipe", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.thorough)], ids=["", "fp8"])
+@pytest.mark.parametrize("recipe", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.sweep)], ids=["", "fp8"])
 def test_quantized_experts(recipe):
     """The result, dx and the router's gradient are those of the numbers that are stored; experts have none."""
     layer = with_quantized_experts(make(quantization=recipe))

@@ -125,8 +125,18 @@ def test_errors_of_quantized_checkpoints():
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with pytest.raises(ValueError, match="scale_inv is not expected in the MoE block"):
         jgg.hf.from_hf(config, quantized, 0)
-    for other in {"quant_method": "awq"}, {"quant_method": "fp8"}, fp8 | {"weight_block_size": [128]}:
-        with pytest.raises(ValueError, match=r"weight_block_size of rows and columns, or 'mxfp4', got \{'quant_"):
+    for message, other in {
+        r"weights in FP8, or 'mxfp4', got \{'quant_method': 'awq'": {"quant_method": "awq"},
+        r"must be two positive ints, got None\. .* one scale for each tensor are not read": {"quant_method": "fp8"},
+        r"activation_scheme of quantization_config must be 'dynamic', got 'static'": fp8
+        | {"activation_scheme": "static"},
+        r"strategy: 'channel', or 'block' with a block_structure\. Got None": {"quant_method": "compressed-tensors"},
+        r"Got \{'group_0': \{'weights': \{'type': 'int'": {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"type": "int"}}},
+        },
+    }.items():
+        with pytest.raises(ValueError, match=message):
             jgg.hf.from_hf(config | {"quantization_config": other}, quantized, 0)
     key = "model.layers.0.mlp.experts.3.up_proj.weight"
     wrong = quantized | {f"{key}_scale_inv": np.ones((2, 1), np.float32)}

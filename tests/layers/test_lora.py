@@ -57,7 +57,7 @@ def test_as_merged(w_layout, biased, rank, terms, activation, implementation):
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("rank", thorough_but((17,), RANKS))
+@pytest.mark.parametrize("rank", thorough_but((17,), RANKS, pytest.mark.sweep))
 def test_rank(rank, implementation):
     assert_as_merged("ekn", rank, implementation)
 

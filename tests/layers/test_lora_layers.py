@@ -62,8 +62,8 @@ BFLOAT16 = {"param_dtype": jnp.bfloat16}
     [
         ({}, lambda layer: layer),
         pytest.param(BFLOAT16, lambda layer: layer, marks=pytest.mark.sweep),
-        pytest.param(BFLOAT16 | {"lora_param_dtype": jnp.bfloat16}, lambda layer: layer, marks=pytest.mark.thorough),
-        pytest.param({"quantization": jgg.Fp8()}, quantize, marks=pytest.mark.thorough),
+        pytest.param(BFLOAT16 | {"lora_param_dtype": jnp.bfloat16}, lambda layer: layer, marks=pytest.mark.sweep),
+        pytest.param({"quantization": jgg.Fp8()}, quantize, marks=pytest.mark.sweep),
     ],
     ids=["float32", "beside bfloat16", "bfloat16", "fp8"],
 )
@@ -96,7 +96,7 @@ def test_new_adapters_change_nothing(options, prepare):
                 "use_bias": True,
                 "shared_features": 12,
             },
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["both", "down and shared"],

@@ -112,7 +112,7 @@ def test_frozen_arrays_leave_no_product(biased, quantization, launched):
         assert len(products) == sum(name.startswith("w_") for name in trained), trained
 
 
-@pytest.mark.parametrize("quantization", [None, pytest.param(jgg.Fp8(), id="fp8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("quantization", [None, pytest.param(jgg.Fp8(), id="fp8", marks=pytest.mark.sweep)])
 def test_gradients_beside_frozen_arrays(quantization):
     """Are those where nothing is frozen; of biases and of the router too."""
     floats, chosen, dy = make(biased=True)

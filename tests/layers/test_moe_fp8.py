@@ -124,7 +124,7 @@ def test_against_float64(activation, w_layout, interleaved, biased, sizes, recip
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("recipe", [RECIPES["e4m3"], pytest.param(RECIPES["e5m2"], marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", [RECIPES["e4m3"], pytest.param(RECIPES["e5m2"], marks=pytest.mark.sweep)])
 def test_close_to_bfloat16(recipe, implementation):
     arrays, routing = make()
     got, in_bfloat16 = (run(arrays, routing, own, implementation=implementation) for own in (recipe, None))

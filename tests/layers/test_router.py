@@ -117,7 +117,8 @@ def to_second_order(x, w, d_logits):
 
 @pytest.mark.parametrize("w_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
-    "batched", thorough_but(["x", "w d_logits"], ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"])
+    "batched",
+    thorough_but(["x", "w d_logits"], ["x", "w", "d_logits", "x w", "x d_logits", "w d_logits"], pytest.mark.sweep),
 )
 def test_vmap_over_some_arguments(batched, w_dtype):
     """Checks logits, their gradients and the second derivatives, for tokens in bfloat16."""

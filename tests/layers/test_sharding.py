@@ -21,6 +21,7 @@ from tests.support.sharded_cases import (
     CASES,
     FEATURES,
     LOW_RANK_CASES,
+    OTHER_CASES,
     QUANTIZED,
     SEVERAL_GPUS,
     assert_case_is_right,
@@ -33,8 +34,10 @@ MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.Ax
 
 
 @pytest.mark.thorough
-def test_every_strategy_on_eight_devices():
-    assert processes.run_program("run_sharding").splitlines() == [*CASES, "all right"]
+@pytest.mark.parametrize("which", ["few", pytest.param("others", marks=pytest.mark.sweep)])
+def test_every_strategy_on_eight_devices(which):
+    names = [name for name in CASES if (name in OTHER_CASES) == (which == "others")]
+    assert processes.run_program("run_sharding", which).splitlines() == [*names, "all right"]
 
 
 def meshes_of_gpus():
@@ -133,8 +136,9 @@ def test_inside_a_mesh_of_gpus(kind, spec):
 
 
 @pytest.mark.thorough
-def test_plain_jit_splits_features_and_experts_and_refuses_rows():
-    assert "all right" in processes.run_program("run_partitioned")
+@pytest.mark.parametrize("which", ["few", pytest.param("others", marks=pytest.mark.sweep)])
+def test_plain_jit_splits_features_and_experts_and_refuses_rows(which):
+    assert "all right" in processes.run_program("run_partitioned", which)
 
 
 def ways_to_split(*shape):

@@ -47,9 +47,9 @@ def cast(arrays, dtype):
 @pytest.mark.parametrize(
     ("dtype", "w_dtype", "w_layout", "biased"),
     [
-        pytest.param("bfloat16", "float32", "enk", False, marks=pytest.mark.thorough),
+        pytest.param("bfloat16", "float32", "enk", False, marks=pytest.mark.sweep),
         ("bfloat16", "float32", "ekn", True),
-        pytest.param("float16", "bfloat16", "ekn", False, marks=pytest.mark.thorough),
+        pytest.param("float16", "bfloat16", "ekn", False, marks=pytest.mark.sweep),
         ("float32", "bfloat16", "enk", True),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from jgg.activations import ACTIVATIONS, Activation, find_activation
 from jgg.linear.activated import activated
 from tests.support.closeness import assert_close
-from tests.support.marks import INTERPRET, TRITON, on
+from tests.support.marks import EVERYWHERE, INTERPRET, TRITON, on
 
 NAMES = ["swiglu", "clamped_swiglu", "ungated_relu_squared"]
 
@@ -20,7 +20,7 @@ def pre_activation(activation, shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(0).standard_normal((*shape[:-1], columns)), dtype)
 
 
-@on("xla", None, INTERPRET, TRITON)
+@EVERYWHERE
 @pytest.mark.parametrize("shape", [(2, 3, 17), (5, 40), (0, 8)])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients(name, shape, implementation):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgg.models import attend as attend_module
+from jgg.models import attend_plain
 from jgg.models.attend import attend
 from tests.support.closeness import largest_error
 
@@ -73,6 +75,38 @@ def check(name, dtype, tolerance):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients_are_those_of_the_definition(name):
     check(name, jnp.float32, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("causal", "all") else pytest.param(name, marks=pytest.mark.sweep) for name in OPTIONS]
+)
+def test_long_sequences_attend_by_blocks_of_queries(name, monkeypatch):
+    """Of which the last is not full, and of keys before the ends of blocks of these blocks."""
+    monkeypatch.setattr(attend_plain, "_MOST_LOGITS", 1000)
+    monkeypatch.setattr(attend_plain, "_LEAST_QUERIES", 7)
+    monkeypatch.setattr(attend_module, "_PLAIN_QUERIES", 18)
+    monkeypatch.setattr(attend_module, "dot_product_attention", None)
+    check(name, jnp.float32, 1e-5)
+
+
+def test_a_long_sequence_has_no_matrix_of_all_pairs():
+    """Nor where a head has more features than cuDNN takes."""
+    shapes = [jax.ShapeDtypeStruct((1, 4096, heads, 512), jnp.bfloat16) for heads in (16, 2, 2)]
+    run = jax.grad(lambda q, k, v: attend(q, k, v, scale=0.1).astype(jnp.float32).sum(), (0, 1, 2))
+    memory = jax.jit(run).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**30 < 16 * 4096**2 * 4
+
+
+@pytest.mark.parametrize("features", [6, 20])
+def test_values_may_have_other_features_than_queries(features):
+    (q, k, _, sinks), _ = inputs(has_sinks=True)
+    keys = jax.random.split(jax.random.key(1), 2)
+    v, dy = (jax.random.normal(key, (B, S, n, features)) for key, n in zip(keys, (KV_HEADS, HEADS), strict=True))
+    run = functools.partial(attend, scale=SCALE, sinks=sinks)
+    got = jax.jit(functools.partial(with_gradients, run))((q, k, v), dy)
+    want = with_gradients(functools.partial(by_definition, sinks=sinks), (q, k, v), dy)
+    for got_one, want_one in zip(got, want, strict=True):
+        assert largest_error(got_one, want_one) <= 1e-5
 
 
 def test_float16_on_a_cpu():

@@ -102,7 +102,7 @@ def test_a_prompt_in_parts_has_the_result_of_the_whole(family, is_traced, option
         place = attention.Place(positions, rotation, jnp.int32(0), window, is_local, lengths=lengths, start=start)
         return module(own, place, cache)
 
-    run = jax.jit(run) if is_traced else run
+    run = jax.jit(run, static_argnums=() if is_traced else 1)
     empty = attention.Attention.empty_cache(plan.mixer, 1, 2, length + 2, jnp.float32)
     whole, whole_cache = run(empty, 0, x)
     cache, parts = empty, []

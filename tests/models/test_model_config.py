@@ -27,6 +27,19 @@ SIZES = {
 }
 
 
+# keys without which transformers has no model of a family
+NEEDED = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}}
+
+# keys with which a model of one layer has experts and all settings of ROTARY have a meaning in transformers
+ONE_LAYER = NEEDED | {
+    "ernie4_5_moe": {"moe_layer_start_index": 0},
+    "exaone_moe": {"first_k_dense_replace": 0},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "hy_v3": {"mlp_layer_types": ["sparse"]},
+    "mixtral": {"head_dim": 16},
+}
+
+
 def same(one, other):
     """Whether two configs are equal but for the text that they were read from."""
     return dataclasses.replace(one, source="") == dataclasses.replace(other, source="") and one.moe == other.moe
@@ -34,14 +47,17 @@ def same(one, other):
 
 @pytest.mark.parametrize("family", [family for family, data in OF_TRANSFORMERS.items() if "heads" in data])
 def test_absent_keys_have_the_defaults_of_transformers(family):
-    defaults = OF_TRANSFORMERS[family]["defaults"]
-    config = jgg.models.model_config({"model_type": family})
+    defaults = OF_TRANSFORMERS[family]["defaults"] | NEEDED.get(family, {})
+    config = jgg.models.model_config({"model_type": family} | NEEDED.get(family, {}))
     assert same(config, jgg.models.model_config(defaults))
-    attention = next(own for own in config.mixers if own.kind == "attention")
+    attention = next(own for own in config.mixers if own.kind != "delta")
     assert attention.head_features == OF_TRANSFORMERS[family]["heads"]
-    given = {key: value for key, value in defaults.items() if value is not None}
+    # transformers writes a window of 0 where Qwen2-MoE has none
+    given = {
+        key: value for key, value in defaults.items() if value is not None and (key, value) != ("sliding_window", 0)
+    }
     known = HF_FAMILIES[family].settings(defaults)
-    for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters"}:
+    for key in given.keys() & {*known.defaults, *known.aliases.values()} - {"rope_parameters", *NEEDED.get(family, {})}:
         rest = {name: value for name, value in given.items() if name != key}
         assert same(config, jgg.models.model_config(rest)), key
     for key, default in known.defaults.items():  # those that a ModelConfig lacks too
@@ -61,8 +77,7 @@ def test_absent_keys_of_experts_have_the_defaults_of_transformers(family):
 def test_rotary_settings_mean_what_they_do_in_transformers(family):
     sizes = {key: value for key, value in SIZES.items() if key in HF_FAMILIES[family].defaults}
     for case in OF_TRANSFORMERS[family]["rotary"]:
-        own = {"head_dim": 16} if family == "mixtral" else {}
-        own |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in HF_FAMILIES[family].defaults else {}
+        own = ONE_LAYER.get(family, {})
         config = jgg.models.model_config({"model_type": family} | sizes | own | case["changes"])
         np.testing.assert_allclose(
             config.mixers[0].rotary.frequencies, case["frequencies"], rtol=1e-5, err_msg=str(case)
@@ -82,6 +97,11 @@ def test_windows_are_those_of_each_layer():
     assert windows("gpt_oss") == (4, None)
     assert windows("gpt_oss", layer_types=["full_attention", "sliding_attention"]) == (None, 4)
     assert windows("gpt_oss", layer_types=None, num_hidden_layers=3) == (4, None, 4)
+    assert windows("dots1") == (None, None, 4)
+    assert windows("dots1", layer_types=None, num_hidden_layers=5, max_window_layers=3) == (None, None, None, 4, 4)
+    assert windows("dots1", layer_types=None, sliding_window=None) == (None, None, None)
+    assert windows("qwen2_moe") == windows("qwen2_moe", layer_types=None) == (4, None, 4, None)
+    assert windows("qwen2_moe", layer_types=None, use_sliding_window=False) == (None,) * 4
     assert windows("mixtral") == (6, 6)
     assert windows("mixtral", sliding_window=None) == (None, None)
     assert windows("exaone_moe", layer_types=None, num_hidden_layers=4, mlp_layer_types=None) == (4, None, 4, None)
@@ -100,6 +120,19 @@ def test_layers_without_a_window_have_no_positions_in_k_exaone():
     assert rotates(sliding_window=None) == [True, True, True]
 
 
+def test_dense_layers_are_those_of_transformers():
+    def dense(family, **changes):
+        return jgg.models.model_config(config_of(family) | {"intermediate_size": 40} | changes).is_dense
+
+    assert dense("qwen3_moe", num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3]) == (1, 0, 1, 1, 1)
+    assert dense("qwen2_moe") == (0, 1, 0, 0)
+    of_ernie = {"num_hidden_layers": 6, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+    assert dense("ernie4_5_moe", **of_ernie) == (1, 0, 0, 0, 0, 0)
+    assert dense("ernie4_5_moe", **of_ernie | {"moe_layer_interval": 2, "moe_layer_end_index": 4}) == (1, 0, 1, 0, 1, 1)
+    assert dense("hy_v3", mlp_layer_types=None) == (1, 0, 0)
+    assert dense("dots1", first_k_dense_replace=2) == (1, 1, 0)
+
+
 def test_qwen3_moe_may_begin_with_dense_layers():
     config = jgg.models.model_config(config_of("qwen3_moe") | {"mlp_only_layers": [0], "intermediate_size": 40})
     assert (config.is_dense, config.dense_features, config.dense_activation) == ((True, False), 40, "swiglu")
@@ -107,7 +140,6 @@ def test_qwen3_moe_may_begin_with_dense_layers():
 
 WRONG = {
     "], got 'llama'.": ({"model_type": "llama"}, ValueError),
-    "'deepseek_v3' has latent attention": ({"model_type": "deepseek_v3"}, ValueError),
     "'llama4' attends within chunks": ({"model_type": "llama4"}, ValueError),
     "must have only keys that jgg.models knows, or null there, got 'attn_logit_softcapping': 30.0": (
         {"attn_logit_softcapping": 30.0},
@@ -116,14 +148,13 @@ WRONG = {
     "must have no null in 'vocab_size', got null": ({"vocab_size": None}, ValueError),
     "hidden_size must be a positive int, got '32'": ({"hidden_size": "32"}, TypeError),
     "num_key_value_heads must divide num_attention_heads, 4, got 3": ({"num_key_value_heads": 3}, ValueError),
-    "decoder_sparse_step must be 1, got 2": ({"decoder_sparse_step": 2}, ValueError),
     "qkv_bias must be False, got True": ({"qkv_bias": True}, ValueError),
-    "mlp_only_layers must be the first layers, such as [0, 1], or none, got [1]": (
-        {"mlp_only_layers": [1]},
+    "mlp_only_layers must be null or a list of numbers of the 2 layers, got [2]": (
+        {"mlp_only_layers": [2]},
         ValueError,
     ),
     "must have experts, got 2 dense layers of 2": ({"mlp_only_layers": [0, 1]}, ValueError),
-    "rope_type must be 'default', 'linear', 'llama3' or 'yarn', got 'dynamic'": (
+    "rope_type must be 'default', 'linear', 'llama3', 'proportional' or 'yarn', got 'dynamic'": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         ValueError,
     ),
@@ -231,6 +262,15 @@ def test_wrong_settings_of_one_family_are_named():
             "glm4_moe",
             {"first_k_dense_replace": 3},
         ),
+        "first_k_dense_replace must be the number of dense layers by mlp_layer_types, 1, got 1": (
+            "hy_v3",
+            {"first_k_dense_replace": 1},
+        ),
+        "layer_types must be one of ['full_attention'] for each of 4 layers, got ['sliding_attention'": (
+            "qwen2_moe",
+            {"use_sliding_window": False},
+        ),
+        "n_routed_experts must be a positive int, got None": ("dots1", {"n_routed_experts": None}),
         "sliding_window must be a positive int, got None": ("gpt_oss", {"sliding_window": None}),
         "must have only keys that jgg.models knows, or null there, got 'n_group': 2": ("mixtral", {"n_group": 2}),
         "mlp_layer_types must be one of ['sparse', 'dense'] for each of 3 layers, got ['moe']": (

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
 
 
 def test_a_model_is_loaded_trained_and_saved(tmp_path):
-    shutil.copytree(DATA / "gpt_oss", tmp_path / "model")
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     names = run_code("\n".join(code_of("models.md", "Load") + code_of("models.md", "Train")))
     assert names["losses"][-1] < names["losses"][0]
     trained, tokens = jgg.models.load(tmp_path / "trained"), names["tokens"]
@@ -26,7 +26,7 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
 
 @pytest.mark.thorough
 def test_text_is_generated(tmp_path, capsys):
-    folder_with_tokenizer("gpt_oss", tmp_path / "model")
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     names = run_code(
         "\n".join(
             code_of("generate.md", "In code") + code_of("generate.md", "Draw") + code_of("generate.md", "Details")
@@ -43,9 +43,9 @@ def test_text_is_generated(tmp_path, capsys):
     assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_text_is_generated_with_an_adapter(tmp_path):
-    folder_with_tokenizer("gpt_oss", tmp_path / "model")
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     model = jgg.models.load("model", lora_rank=16, lora_alpha=32)
     nnx.update(model, jax.tree.map(lambda array: array + 0.1, nnx.state(model, nnx.LoRAParam)))
     jgg.models.save_adapter(model, "adapter")
@@ -65,7 +65,7 @@ def test_a_run_is_saved_and_restored():
 
 
 def test_a_model_and_its_adapters_are_saved_and_loaded(tmp_path):
-    shutil.copytree(DATA / "gpt_oss", tmp_path / "model")
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     names = run_code("\n".join(code_of("save.md", "A whole model") + code_of("save.md", "Adapters")))
     own, copy = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
     assert own.keys() == copy.keys()
@@ -78,7 +78,7 @@ def test_a_model_and_its_adapters_are_saved_and_loaded(tmp_path):
 
 
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
-    shutil.copytree(DATA / "glm4_moe", tmp_path / "model")
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     (code,) = code_of("fine-tune.md", "Whole models")
     names = run_code(code)
     assert names["losses"][-1] < names["losses"][0]
@@ -91,7 +91,7 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, trained)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_model_learns_from_rewards_and_its_weights_go_to_servers(tmp_path, capsys):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     names = run_code("\n".join(code_of("reinforcement-learning.md", "In code")))

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, logits_of, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, MORE_FAMILIES, loaded, logits_of, reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,7 +21,7 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.sweep)])
 def test_16_bits_give_nearly_the_same_logits(family, dtype):
     expected = reference(family)
     model = loaded(family, dtype=dtype)
@@ -43,7 +43,7 @@ def test_ids_that_the_vocabulary_lacks_are_refused_or_give_nan_in_a_traced_progr
         assert np.isnan(logits[1]).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 13), pytest.param((2, 0), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("shape", [(0, 13), pytest.param((2, 0), marks=pytest.mark.sweep)])
 def test_no_tokens_give_no_logits(shape):
     model, tokens = loaded("gpt_oss"), np.zeros(shape, int)
     assert jax.eval_shape(lambda: model(tokens, segments=tokens)).shape == (*shape, 64)
@@ -53,7 +53,7 @@ def test_no_tokens_give_no_logits(shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_a_gpu_gives_the_logits_of_transformers(family):
     expected = reference(family)
     with jax.default_matmul_precision("highest"):
@@ -64,7 +64,7 @@ def test_a_gpu_gives_the_logits_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-@pytest.mark.parametrize("length", [1, 4, 9])
+@pytest.mark.parametrize("length", [1, pytest.param(4, marks=pytest.mark.sweep), 9])
 def test_logits_of_the_first_tokens_need_no_more(family, length):
     expected = reference(family)
     logits = logits_of(loaded(family), expected["tokens"][:, :length])

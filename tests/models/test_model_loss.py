@@ -1,5 +1,6 @@
 """The loss of a model without its whole logits: by target, and as one sum whose gradients come with it."""
 
+import functools
 import re
 
 import jax
@@ -34,7 +35,7 @@ def sum_of_losses(x, w, targets, weights, head=HEAD):
 
 
 def sum_by_logits(x, w, targets, weights, head=HEAD):
-    logits = logits_of(x, w, head) * head.scale
+    logits = head.final(logits_of(x, w, head))
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
 
@@ -51,6 +52,7 @@ def divide(monkeypatch, num_parts, num_blocks, num_logits):
         (HEAD, 4, 1),  # by which the 7 tokens of a sequence do not divide
         (HEAD, 4, 4),
         (Head(0.5, "enk"), 4, 2),
+        (Head(0.5, softcap=2.0), 4, 2),
         pytest.param(Head(implementation="interpret"), 4, 2, marks=pytest.mark.interpret),
     ],
 )
@@ -198,7 +200,8 @@ def test_blocks_of_parts_take_no_more_memory_than_two_heads(monkeypatch):
 def test_the_whole_logits_never_exist():
     """And the gradients of logits, which dw needs, only as far as they take little memory beside the head."""
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
-    graphdef, state = nnx.split(jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    make = functools.partial(jgg.models.Decoder, config, param_dtype=jnp.bfloat16)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     tokens = jnp.zeros((4, 4096), jnp.int32)
     most = loss._LOGITS_BYTES
     assert 2 * 4 * config.features * config.vocabulary < most

@@ -69,7 +69,7 @@ def trained_on_one_device():
     return trainer, record.metrics
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_program_of_two_processes_goes_on_from_its_checkpoint(tmp_path):
     (program,) = code_of("scaling.md", "A whole program")
     (tmp_path / "train.py").write_text(program)

@@ -24,8 +24,9 @@ def abstract_mesh(kind=AUTO):
 
 
 @pytest.mark.thorough
-def test_every_strategy_on_eight_devices():
-    assert processes.run_program("run_sharded_models", timeout=560).splitlines()[-1] == "all right"
+@pytest.mark.parametrize("which", ["few", pytest.param("others", marks=pytest.mark.sweep)])
+def test_every_strategy_on_eight_devices(which):
+    assert processes.run_program("run_sharded_models", which, timeout=560).splitlines()[-1] == "all right"
 
 
 def test_all_but_experts_is_split_along_the_longest_axis_that_divides():

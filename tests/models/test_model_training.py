@@ -77,7 +77,7 @@ def test_frozen_experts_and_rematerialization_change_no_gradient(family, remat):
             np.testing.assert_allclose(gradient[...], flat[path][...], rtol=0, atol=1e-5, err_msg=str(path))
 
 
-@pytest.mark.parametrize(("unroll", "remat"), [(2, "all"), pytest.param(9, "none", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("unroll", "remat"), [(2, "all"), pytest.param(9, "none", marks=pytest.mark.sweep)])
 def test_an_unrolled_scan_computes_the_same(unroll, remat):
     family = "gpt_oss"  # whose layers have windows of their own
     model, expected = loaded(family, unroll=unroll, remat=remat), reference(family)
@@ -99,7 +99,7 @@ def test_rematerialization_keeps_less():
     assert kept("all") < kept("names") < kept("attention") < kept("none")
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_rematerialization_saves_memory_without_a_loop_too():
     tokens, sizes = jnp.zeros((4, 256), jnp.int32), {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 64}
     config = jgg.models.model_config(config_of("qwen3_moe") | sizes)
@@ -135,7 +135,7 @@ def losses_of_routers(model, tokens, targets, segments, mask=None):
     return jax.jit(jax.value_and_grad(run, has_aux=True))(state)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.sweep)])
 def test_masked_tokens_count_in_no_loss_of_the_routers(remat):
     model, tokens = loaded("glm4_moe", remat=remat), reference("glm4_moe")["tokens"]
     # the second row has 4 tokens and 9 of padding, which are a segment of their own; a row has both without padding
@@ -191,8 +191,8 @@ def test_programs_do_not_grow_with_the_number_of_layers():
     ("computed", "implementation"),
     [
         ("logits", "xla"),
-        pytest.param("loss", "xla", marks=pytest.mark.thorough),
-        pytest.param("losses", "interpret", marks=(pytest.mark.interpret, pytest.mark.thorough)),
+        pytest.param("loss", "xla", marks=pytest.mark.sweep),
+        pytest.param("losses", "interpret", marks=(pytest.mark.interpret, pytest.mark.sweep)),
     ],
 )
 def test_gradients_inside_shard_map(computed, implementation):

@@ -15,7 +15,10 @@ from jgg.models.parts import TARGETS
 from tests.support.models import DATA, loaded, logits_of, reference
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-WITH_MODULES = "qwen3_moe", "mixtral", "olmoe", "glm4_moe"
+WITH_MODULES = (
+    *("qwen3_moe", "glm4_moe"),
+    *(pytest.param(family, marks=pytest.mark.sweep) for family in ("mixtral", "olmoe")),
+)
 RANKS, ALPHAS = tuple(range(1, len(TARGETS) + 1)), tuple(float(2 + number) for number in range(len(TARGETS)))
 
 

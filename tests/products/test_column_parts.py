@@ -34,9 +34,7 @@ def part_width(monkeypatch):
 
 
 @KERNELS
-@pytest.mark.parametrize(
-    ("w_layout", "biased"), [("enk", False), pytest.param("ekn", True, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("w_layout", "biased"), [("enk", False), pytest.param("ekn", True, marks=pytest.mark.sweep)])
 def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_width):
     floats, chosen, dy = make(features=80, biased=biased, w_layout=w_layout)
     results = []

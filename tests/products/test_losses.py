@@ -26,8 +26,9 @@ def case(rows, columns, seed=0):
     return Scored(jnp.asarray(logits, "float32"), jnp.asarray(rng.integers(0, columns, rows), "int32"))
 
 
-def losses64(operands, scale):
+def losses64(operands, scale, softcap=None):
     logits = np.asarray(operands.logits).astype(np.float64) * scale
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
     highest = logits.max(axis=1, keepdims=True)
     log_sums = highest[:, 0] + np.log(np.exp(logits - highest).sum(axis=1))
     return log_sums - np.take_along_axis(logits, np.asarray(operands.targets)[:, None], axis=1)[:, 0], log_sums
@@ -42,6 +43,18 @@ def test_losses_and_log_sums(rows, columns, scale, implementation):
     got = LOSSES(how(implementation), operands, scale=scale)
     assert [result.dtype for result in got] == ["float32", "float32"]
     assert_close(list(got), list(losses64(operands, scale)), 1e-6)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("columns", "scale"), [(17, 1.0), (20000, 0.3)])
+def test_capped_logits(columns, scale, implementation):
+    operands = case(4, columns)
+    got = LOSSES(how(implementation), operands, scale=scale, softcap=30.0)
+    assert_close(list(got), list(losses64(operands, scale, 30.0)), 1e-6)
+    large = operands._replace(logits=operands.logits.at[0, 3].set(jnp.inf).at[1].set(-1e38).at[2, 5].set(jnp.nan))
+    losses, log_sums = LOSSES(how(implementation), large, scale=scale, softcap=30.0)
+    assert np.isfinite(losses[:2]).all() and np.isnan(log_sums[2])
+    np.testing.assert_allclose(log_sums[1], np.log(columns) - 30, rtol=1e-5)
 
 
 @EVERYWHERE

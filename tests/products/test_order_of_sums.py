@@ -223,7 +223,7 @@ def test_a_token_has_the_same_bits_beside_any_number_of_others(name):
 
 TARGETS = {80: 108, 89: 142, 90: 132, 100: 148}
 ON_EACH = pytest.mark.parametrize(
-    "capability", [pytest.param(each, marks=[pytest.mark.thorough] * (each != 90)) for each in TARGETS]
+    "capability", [pytest.param(each, marks=[pytest.mark.sweep] * (each != 90)) for each in TARGETS]
 )
 
 

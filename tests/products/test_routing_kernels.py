@@ -191,7 +191,7 @@ SORTS = {
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "first", "last"),
     [
-        pytest.param(*sizes, id=name, marks=[pytest.mark.thorough] * name.startswith("several steps"))
+        pytest.param(*sizes, id=name, marks=[pytest.mark.sweep] * name.startswith("several steps"))
         for name, sizes in SORTS.items()
     ],
 )

@@ -22,7 +22,7 @@ EVERY_DTYPE = pytest.mark.parametrize(
     [
         ("xla", "float32"),
         pytest.param("interpret", "float32", marks=pytest.mark.interpret),
-        pytest.param("interpret", "float16", marks=[pytest.mark.interpret, pytest.mark.thorough]),
+        pytest.param("interpret", "float16", marks=[pytest.mark.interpret, pytest.mark.sweep]),
         *(pytest.param("triton", dtype, marks=pytest.mark.gpu) for dtype in ("float32", "float16", "bfloat16")),
     ],
 )

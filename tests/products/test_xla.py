@@ -113,7 +113,7 @@ GROWTHS = {
 QUICK = "layer backward", "Fp8 backward", "quantized product", "quantize_weights"
 
 
-@pytest.mark.parametrize("case", thorough_but(QUICK, GROWTHS))
+@pytest.mark.parametrize("case", thorough_but(QUICK, GROWTHS, pytest.mark.sweep))
 def test_temporaries_do_not_grow_with_the_experts(case):
     function, bytes_of_a_weight, weights = case
     few, many = 8, 40

@@ -260,11 +260,11 @@ def lower_norm(compute_capability, features, dtype):
         jax.jit(compute).trace(rows, rows, scale).lower(lowering_platforms=("cuda",))
 
 
-def lower_losses(compute_capability, vocabulary, scale):
+def lower_losses(compute_capability, vocabulary, **parameters):
     """The losses of targets by logits."""
     logits = jax.ShapeDtypeStruct((64, vocabulary), "float32")
     with jgg.target(compute_capability):
-        losses = functools.partial(LOSSES, How("triton", current_target()), scale=scale)
+        losses = functools.partial(LOSSES, How("triton", current_target()), **parameters)
         operands = Scored(logits, jax.ShapeDtypeStruct((64,), "int32"))
         jax.jit(losses).trace(operands).lower(lowering_platforms=("cuda",))
 
@@ -483,8 +483,9 @@ def layer_kernels(compute_capability, takes_all):
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
     for case in ((17, "float32"), (2880, "bfloat16"), (8192, "bfloat16"), (8192, "float32")):
         yield ["norm", *case], functools.partial(lower_norm, compute_capability, *case)
-    for case in ((151936, 1.0), (49155, 0.3)) if takes_all else ((151936, 1.0),):
-        yield ["losses", *case], functools.partial(lower_losses, compute_capability, *case)
+    for size, scale, *softcap in ((151936, 1.0), (262144, 1.0, 30.0), (49155, 0.3))[: 3 if takes_all else 2]:
+        parameters = {"scale": scale} | ({"softcap": softcap[0]} if softcap else {})
+        yield ["losses", size, scale, *softcap], functools.partial(lower_losses, compute_capability, size, **parameters)
     for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):

@@ -1,13 +1,14 @@
 """Makes tests/data/configs.json: what transformers' configuration classes take for keys that config.json lacks.
 
     pip install torch transformers
-    python -m tests.programs.make_config_data
+    python -m tests.programs.make_config_data [FAMILY ...]
 
 Of each family that jgg has: "defaults", the attributes of its class without arguments. Of those that `jgg.models` has
 also "heads", the features of a head without head_dim, and of most "rotary", the frequencies and the factor for the
 settings of ROTARY beside SIZES. Made with torch 2.13.0 and transformers 5.24.0.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -16,7 +17,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 OUT = Path(__file__).parents[1] / "data" / "configs.json"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
-MORE = ("mellum", "exaone_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text")
+MORE = (
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen3_vl_moe_text",
+    "solar_open",
+)
 WITHOUT_ROTARY = ("mellum", "qwen3_next", "qwen3_5_moe_text")  # have several embeddings, or layers without one
 # of the others, jgg has the experts alone
 CLASSES = dict.fromkeys(MODELS + MORE) | {"deepseek_v3": None, "llama4": "llama4_text"}
@@ -28,6 +41,14 @@ SIZES = {
     "intermediate_size": 8,
     "num_key_value_heads": 2,
     "moe_intermediate_size": 8,
+}
+OWN = {
+    "mixtral": {"head_dim": 16},  # without which transformers has no YaRN for it
+    "exaone_moe": {"first_k_dense_replace": 0},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hy_v3": {"mlp_layer_types": ["sparse"]},
+    "ernie4_5_moe": {"moe_layer_start_index": 0},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -73,15 +94,23 @@ ROTARY = (
     {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 2, "factor": 3}, "head_dim": 24},
     {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
 )
-# of the family that rotates a part of the features
-PARTIAL = (
-    {"partial_rotary_factor": 0.25},
-    {"partial_rotary_factor": 0.35},
-    {"partial_rotary_factor": None},
-    {"rope_parameters": {"partial_rotary_factor": 0.75}},
-    {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
-    {"rope_scaling": V4, "partial_rotary_factor": 0.75},
-)
+FEW = ({}, {"rope_theta": 500.0}, {"rope_scaling": V4})
+# of families that rotate a part of the features
+PARTIAL = {
+    "glm4_moe": (
+        {"partial_rotary_factor": 0.25},
+        {"partial_rotary_factor": 0.35},
+        {"partial_rotary_factor": None},
+        {"rope_parameters": {"partial_rotary_factor": 0.75}},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
+        {"rope_scaling": V4, "partial_rotary_factor": 0.75},
+    ),
+    "minimax_m2": (
+        {"rotary_dim": 6, "head_dim": 12},
+        {"rotary_dim": 6, "head_dim": 12, "partial_rotary_factor": 0.25},
+        {"rotary_dim": 6, "head_dim": 12, "rope_parameters": {"partial_rotary_factor": 0.25}},
+    ),
+}
 
 
 def configured(family, changes):
@@ -91,10 +120,7 @@ def configured(family, changes):
 
 def rotary(family, changes):
     """The frequencies and the factor of a model's rotary embedding."""
-    # transformers has no YaRN for Mixtral without head_dim
-    own = {"head_dim": 16} if family == "mixtral" else {}
-    own |= {"first_k_dense_replace": 0} if hasattr(configured(family, {}), "first_k_dense_replace") else {}
-    config = configured(family, SIZES | own | changes)
+    config = configured(family, SIZES | OWN.get(family, {}) | changes)
     embedding = AutoModel.from_config(config).rotary_emb
     frequencies = [float(f"{number:.8g}") for number in embedding.inv_freq.tolist()]
     return {"changes": changes, "frequencies": frequencies, "scale": embedding.attention_scaling}
@@ -102,8 +128,10 @@ def rotary(family, changes):
 
 def main():
     logging.set_verbosity_error()
-    data = {}
-    for family in CLASSES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(CLASSES), metavar="FAMILY")
+    data = json.loads(OUT.read_text())
+    for family in parser.parse_args().families:
         config = configured(family, {})
         data[family] = {"defaults": config.to_dict()}
         if family in MODELS + MORE:
@@ -111,7 +139,7 @@ def main():
                 getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             )
         if family in MODELS + MORE and family not in WITHOUT_ROTARY:
-            cases = ROTARY + (PARTIAL if family == "glm4_moe" else ())
+            cases = (ROTARY if family in MODELS else FEW) + PARTIAL.get(family, ())
             data[family]["rotary"] = [rotary(family, changes) for changes in cases]
     OUT.write_text(json.dumps(data) + "\n")
 

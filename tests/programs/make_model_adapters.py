@@ -1,8 +1,8 @@
 """Makes tests/data/model_adapters: LoRA adapters of whole models that PEFT writes; opens what jgg writes.
 
     pip install torch transformers peft
-    python -m tests.programs.make_model_adapters
-    python -m tests.programs.make_model_adapters --open FOLDER
+    python -m tests.programs.make_model_adapters [CASE ...]
+    python -m tests.programs.make_model_adapters [CASE ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
 float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
@@ -26,6 +26,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SEVEN = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 DENSE = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+BESIDE = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
 SHARED = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
 USUAL = {"r": 2, "target_modules": ATTENTION, "target_parameters": EXPERTS}
 # the options of LoRA; what precedes a hyphen is the family
@@ -33,7 +34,14 @@ CASES = {
     "qwen3_moe": USUAL,
     "gpt_oss": USUAL,
     "mixtral": USUAL,
+    "dots1": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "ernie4_5_moe": USUAL,
+    "hy_v3": USUAL | {"target_parameters": EXPERTS + SHARED},
+    "minimax_m2": USUAL,
+    "qwen2_moe": USUAL,
+    "solar_open": USUAL | {"target_parameters": [*EXPERTS, *SHARED, "mlp.gate.weight"]},
     "glm4_moe": USUAL | {"target_parameters": EXPERTS + DENSE},
+    "gemma4_text": USUAL | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", *BESIDE]},
     "mellum": USUAL,
     "exaone_moe": USUAL,
     "qwen3_vl_moe": USUAL,
@@ -53,7 +61,14 @@ CASES = {
     },
     "gpt_oss-seven-last": {"target_modules": SEVEN, "layers_to_transform": [1]},
     "mixtral-all-linear": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "gemma4_text-seven": {"target_modules": [*SEVEN, "proj"], "r": 2},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj", EXPERTS[1]]},
+    "deepseek_v3": {
+        "r": 2,
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        "target_parameters": EXPERTS,
+    },
+    "glm4_moe_lite": {"r": 2, "lora_alpha": 1, "target_modules": ["q_proj", "kv_b_proj"], "target_parameters": EXPERTS},
     "glm4_moe-all": {
         "target_modules": r".*\.[qo]_proj",
         "target_parameters": [*EXPERTS, *DENSE, *SHARED, "mlp.gate.weight"],
@@ -80,7 +95,7 @@ def make(case):
     named = {name: parameter for name, parameter in sorted(adapted.named_parameters()) if "lora_" in name}
     for name, parameter in named.items():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        if case == "glm4_moe" and "up_proj.lora_A" in name:  # as jgg has one for gate and up of a dense layer
+        if "-" not in case and ".up_proj.lora_A" in name:  # as jgg has one for gate and up of an MLP
             parameter.data.copy_(named[name.replace("up_proj", "gate_proj")].data)
     folder = DATA / "model_adapters" / case
     adapted.save_pretrained(folder)
@@ -101,9 +116,11 @@ def check_opens(case, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().open
-    for case in CASES:
+    arguments = parser.parse_args()
+    folder = arguments.open
+    for case in arguments.cases:
         if folder is None:
             make(case)
         elif (folder / case).exists():

@@ -2,23 +2,28 @@
 
     pip install torch transformers
     python -m tests.programs.make_model_data [FAMILY ...]
+    python -m tests.programs.make_model_data [FAMILY ...] --fused
     python -m tests.programs.make_model_data [FAMILY ...] --open FOLDER
 
 Each folder is what `save_pretrained` writes of random bfloat16 weights (a selection bias is float32, as in published
 checkpoints), and reference.npz: in float32, the logits of tokens, the loss of each next token, a digest of its
-gradients, the losses after steps of AdamW, and greedy continuations of prompts. With --open, transformers opens the
+gradients, the losses after steps of AdamW, and greedy continuations of prompts. fused.json, which --fused writes of
+folders that are there, has the shape and a CRC of each tensor that transformers writes of the same model
+with save_original_format=False. With --open, transformers opens the
 folders in FOLDER, named as the families, which `jgg.models.save` wrote of what `jgg.models.load` read: they must hold
 equal tensors. Made, and opened, with torch 2.13.0 and transformers 5.24.0.
 """
 
 import argparse
+import json
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llama4ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.digests import digest
@@ -47,6 +52,16 @@ YARN = {
     "beta_fast": 4.0,
     "beta_slow": 1.0,
     "truncate": False,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "moe_intermediate_size": 8,
+    "intermediate_size": 24,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
 }
 DELTA = ["linear_attention"] * 3
 RECURRENT = {
@@ -99,6 +114,24 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size": 24,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 4,
+        "intermediate_size": 24,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+    },
     "mellum": HEADS
     | {
         "num_experts": 4,
@@ -136,11 +169,110 @@ FAMILIES = {
             "mrope_interleaved": True,
         },
     },
+    "llama4": HEADS
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 8,
+        "intermediate_size_mlp": 24,
+        "num_hidden_layers": 3,
+        "moe_layers": [1, 2],
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 4,
+        "floor_scale": 4,
+        "attn_scale": 0.3,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "dots1": HEADS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    },
+    "ernie4_5_moe": HEADS
+    | {
+        "moe_num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "hy_v3": HEADS
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "attention_bias": True,
+    },
+    "minimax_m2": HEADS | {"num_local_experts": 4, "intermediate_size": 8, "rotary_dim": 6},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 3,
+    },
+    "solar_open": HEADS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": LATENT
+    | {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 12,
+        "v_head_dim": 6,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "glm4_moe_lite": LATENT
+    | {
+        "num_hidden_layers": 3,
+        "q_lora_rank": None,
+        "v_head_dim": 14,
+        "n_routed_experts": 4,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_interleave": False,
+        "tie_word_embeddings": True,
+    },
     "qwen3_next": RECURRENT | {"norm_topk_prob": True, "attention_bias": True},
     "qwen3_5_moe_text": RECURRENT
     | {"num_hidden_layers": 4, "layer_types": [*DELTA[:2], "full_attention", "linear_attention"]}
     | {"tie_word_embeddings": True},
 }
+ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
 # what multimodal families have beside the language model
 TOWERS = {
     "qwen3_vl_moe": {
@@ -155,8 +287,20 @@ TOWERS = {
             "deepstack_visual_indexes": [0],
         }
     },
+    "llama4": {
+        "vision_config": {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "vision_output_dim": 8,
+            "image_size": 4,
+            "patch_size": 2,
+            "projector_input_dim": 8,
+            "projector_output_dim": 8,
+        }
+    },
 }
-ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
 
 
 def auto_class(family):
@@ -188,24 +332,33 @@ def make_folder(family, seed):
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             is_norm = "norm" in name and (family not in ZERO_CENTRED or "linear_attn" in name)
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_norm)
+            is_factor = is_norm or name.endswith("scale")
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_factor)
         model.to(torch.bfloat16)
-        for name, buffer in sorted(model.named_buffers()):
+        for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):
             if name.endswith("e_score_correction_bias"):
-                buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
+                bias.data = 0.3 * torch.randn(bias.shape, generator=generator)
+            if name.endswith("layer_scalar"):
+                bias.data = 1 + 0.3 * torch.randn(bias.shape, generator=generator)
     model.save_pretrained(OUT / family)
     as_published(family, OUT / family)
     (OUT / family / "generation_config.json").unlink(missing_ok=True)
     return generator
 
 
+def logits_of(model, tokens):
+    """The logits of each next token; the whole model of transformers 5.24 fails for Llama 4 without an image."""
+    language_model = model.language_model if isinstance(model, Llama4ForConditionalGeneration) else model
+    return language_model(tokens).logits
+
+
 def continued(model, prompt):
     """The tokens that greedily follow a prompt, and the least margin of a choice."""
     tokens, margin = list(prompt), np.inf
     for _ in range(NEW_TOKENS):
-        first, second = model(torch.tensor([tokens])).logits[0, -1].topk(2).values.tolist()
+        first, second = logits_of(model, torch.tensor([tokens]))[0, -1].topk(2).values.tolist()
         margin = min(margin, first - second)
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        tokens.append(int(logits_of(model, torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(prompt) :], margin
 
 
@@ -218,16 +371,13 @@ def gradients(family, model):
         as_published(family, Path(folder))
         named, own = (load_file(Path(where) / "model.safetensors") for where in (folder, OUT / family))
     # what has no gradient is as in the model; a tied head may be written too
-    return {
-        name: array
-        for name, array in named.items()
-        if name in own and not torch.equal(array, own[name].to(array.dtype))
-    }
+    changed = {name: named[name] for name in named.keys() & own.keys()}
+    return {name: array for name, array in changed.items() if not torch.equal(array, own[name].to(array.dtype))}
 
 
 def loss_of(model, tokens):
     """The logits, and the mean loss of each next token."""
-    logits = model(tokens).logits
+    logits = logits_of(model, tokens)
     return logits, torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), tokens[:, 1:].reshape(-1))
 
 
@@ -269,6 +419,22 @@ def make(family):
         prompts=np.asarray(padded, np.int32),
         greedy=np.asarray(greedy, np.int32),
     )
+    make_fused(family)
+
+
+def make_fused(family):
+    """Writes fused.json of a folder that is there."""
+    model = auto_class(family).from_pretrained(OUT / family, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_original_format=False)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    lines = (f"{json.dumps(name)}: {json.dumps(summary(tensor))}" for name, tensor in sorted(tensors.items()))
+    (OUT / family / "fused.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def summary(tensor):
+    """The shape of a tensor and a CRC of its elements in float32, which has those of all dtypes in the folder."""
+    return [list(tensor.shape), zlib.crc32(tensor.contiguous().numpy())]
 
 
 def check_opens(family, folder):
@@ -284,11 +450,14 @@ def check_opens(family, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--open", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     folder = arguments.open
     for family in arguments.families:
-        if folder is None:
+        if arguments.fused:
+            make_fused(family)
+        elif folder is None:
             make(family)
         else:
             check_opens(family, folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jgg.hf import from_hf
 from jgg.hf.families import FAMILIES
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
@@ -34,23 +35,15 @@ def assert_same_tensors(got, want):
         assert own.tobytes() == np.asarray(array).tobytes(), name
 
 
-def fused(family, tensors):
+def fused(config, tensors):
     """The tensors of a folder as transformers 5 writes them with save_original_format=False."""
-    own, new = FAMILIES[family], {}
-    for name, tensor in tensors.items():
-        if family == "granitemoe":
-            for old, now in (("router.layer", "router"), ("input_linear.weight", "experts.gate_up_proj")):
-                name = name.replace(old, now)
-            name = name.replace("output_linear.weight", "experts.down_proj")
-        name = name.replace("block_sparse_moe", own.fused_block or own.block)
-        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(?:(w1|w3|gate_proj|up_proj)|.*)\.weight", name)
-        if found is None:
-            new[name] = tensor
-            continue
-        part = "down_proj" if found[3] is None else "gate_up_proj"
-        new.setdefault(f"{found[1]}.{part}", {})[int(found[2]), found[3] in ("w3", "up_proj")] = tensor
-    for name, parts in new.items():
-        if isinstance(parts, dict):
-            experts = [[parts[key] for key in sorted(parts) if key[0] == e] for e in sorted({e for e, _ in parts})]
-            new[name] = np.stack([np.concatenate(own) for own in experts])
-    return new
+    own, new = FAMILIES[config["model_type"]], dict(tensors)
+    (router,) = own.tensors["w_router"].names
+    layers = {int(found[0]) for name in tensors if (found := re.search(r"(?<=layers\.)\d+(?=\.)", name))}
+    for layer in (layer for layer in layers if own.block_name(layer) + router in tensors):
+        for name, value in from_hf(config, tensors, layer).items():
+            for part, _ in own.tensors[name].shapes(own.block_name(layer), value.shape):
+                del new[part]
+            tensor = own.fused.get(name, own.tensors[name])
+            new |= dict(tensor.parts(own.fused_block_name(layer), value))
+    return {name: np.ascontiguousarray(array) for name, array in new.items()}

@@ -44,6 +44,17 @@ for exchange in ("all_gather", "ragged_all_to_all"):
             "overloaded",
         ),
     }
+# those of the sweep: the rest has each axis and each exchange, with too little room and enough
+OTHER_CASES = (
+    "data",
+    "expert by ragged all-to-all",
+    "all-gather, room for a third",
+    "fsdp, expert, tensor by all_gather",
+    "idle device, ragged_all_to_all",
+    "overloaded device, all_gather",
+    "overloaded device, ragged_all_to_all",
+    "overloaded device with an even share of room, all_gather",
+)
 # those with terms of low rank too
 LOW_RANK_CASES = [
     "fsdp",

@@ -126,7 +126,9 @@ WITHOUT_NAN = {
 
 
 @on(PLAIN_JAX, None, TRITON)
-@pytest.mark.parametrize("case", thorough_but(("grouped_gemm", "dw", "contracted", "moe_mlp in FP8"), WITHOUT_NAN))
+@pytest.mark.parametrize(
+    "case", thorough_but(("grouped_gemm", "dw", "contracted", "moe_mlp in FP8"), WITHOUT_NAN, pytest.mark.sweep)
+)
 def test_debug_nans_of_eager_gradients(case, implementation):
     """No NaN where it is only in rows of no group, though those are kept for the backward pass."""
     function, dtypes = case
@@ -147,7 +149,7 @@ def test_debug_nans_of_eager_gradients(case, implementation):
 @pytest.mark.parametrize(
     ("implementation", "batched"),
     [
-        pytest.param("xla", False, marks=pytest.mark.thorough),
+        pytest.param("xla", False, marks=pytest.mark.sweep),
         (None, False),
         (None, True),
         pytest.param("triton", True, marks=pytest.mark.gpu),
@@ -168,7 +170,7 @@ def test_checkify_reports_nothing_that_is_right(implementation, batched):
     assert_close(list(outputs), expected)
 
 
-@pytest.mark.parametrize("quantization", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("quantization", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.sweep)])
 @on(PLAIN_JAX, None, TRITON)
 def test_checkify_reports_no_choice_without_a_row(implementation, quantization):
     *floats, logits = moe_arguments()

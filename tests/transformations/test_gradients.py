@@ -24,7 +24,7 @@ def expected_gradients(case, data, dy):
 
 @EVERYWHERE
 @pytest.mark.parametrize("permute_x", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
     """No further from float64 than that of `jax.lax.ragged_dot`, for values that the operands' dtype lacks too."""
     if (dtype, implementation) == ("bfloat16", "interpret"):

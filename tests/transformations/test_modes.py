@@ -66,7 +66,7 @@ def test_cotangents_of_integers_are_float0(implementation):
 
 
 @pytest.mark.parametrize(
-    "axis_type", [jax.sharding.AxisType.Explicit, pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.thorough)]
+    "axis_type", [jax.sharding.AxisType.Explicit, pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.sweep)]
 )
 @on(PLAIN_JAX, None, TRITON)
 def test_mesh_of_one_device(implementation, axis_type):
@@ -124,7 +124,7 @@ def second_derivative(function, arguments):
 
 
 @on(None, TRITON)
-@pytest.mark.parametrize("kind", ["product", pytest.param("layer", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["product", pytest.param("layer", marks=pytest.mark.sweep)])
 def test_second_order_of_the_kernels(kind, implementation):
     """There are second derivatives: plain JAX differentiates what the kernels compute backwards."""
     names = implementation, "xla"

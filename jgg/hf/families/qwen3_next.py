@@ -17,7 +17,8 @@ _MOST_FEATURES = 65_536  # of a head
 _EXPERTS = {"num_experts": "num_local_experts"}
 
 
-def _experts_of_qwen3_next(settings: Settings) -> dict[str, Any]:
+def experts_with_shared(settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of a layer with a shared expert that has a gate."""
     return read_normalized(settings, **_shared(settings))
 
 
@@ -81,7 +82,7 @@ def _delta(**projections: str) -> dict[str, Any]:
     }
 
 
-_SHARED = shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")}
+WITH_SHARED = shared("shared_expert") | {"w_shared_gate": matrix("shared_expert_gate.weight")}
 _OF_BOTH = (
     OF_MODELS
     | {"rms_norm_eps": 1e-6, "hidden_size": 2048}
@@ -94,8 +95,8 @@ _OF_BOTH = (
 )
 QWEN3_NEXT = Family(
     "mlp",
-    _experts_of_qwen3_next,
-    QWEN | _SHARED,
+    experts_with_shared,
+    QWEN | WITH_SHARED,
     defaults=_OF_BOTH
     | {"vocab_size": 151936, "num_hidden_layers": 48, "intermediate_size": 5632}
     | {"mlp_only_layers": None, "decoder_sparse_step": 1, "use_sliding_window": False}

@@ -1,0 +1,158 @@
+"""Multi-head latent attention, and its cache, which has one short vector of each token in the place of keys and values.
+
+Keys and values of all heads are products of the latent c of a token with w_kv_b = (w_k, w_v), beside a rotated key r
+that all heads share. Tokens that attend to each other have keys and values by heads, as in other attention. Tokens that
+attend to a cache have none: as q (w_k c) = (q w_k) c, a query is multiplied by its head's w_k, all heads attend to the
+latents themselves, and the sum of latents is multiplied by w_v.
+
+Source: DeepSeek-AI, DeepSeek-V2, 2024, 2.1 and appendix C. https://arxiv.org/abs/2405.04434
+"""
+
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jgg.core.arguments import check
+from jgg.hf.mixers import LatentConfig
+from jgg.models.attend import attend
+from jgg.models.attend_plain import attend_plain
+from jgg.models.attention import PROJECTIONS, Place
+from jgg.models.config import ModelConfig
+from jgg.models.norms import norm
+from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
+from jgg.models.rotary import rotated
+from jgg.products.attend_one import written
+
+
+class LatentCache(NamedTuple):
+    """The latents and rotated keys of stacked layers, side by side: [layers, B, C, 1, kv_rank + rotated features]."""
+
+    latents: jax.Array
+
+    def write(self, layer: jax.Array, positions: jax.Array, latents: jax.Array) -> Self:
+        """Puts a layer's latents [B, S, features] at their positions [B, S]."""
+        return self._replace(latents=written(self.latents, layer, positions, latents[:, :, None]))
+
+
+class Latent(nnx.Module):
+    """Latent attention of one layer: projections, norms of the latents, rotary embedding, softmax, output."""
+
+    q_norm: nnx.Param[jax.Array]
+    kv_norm: nnx.Param[jax.Array]
+
+    def __init__(self, config: ModelConfig, own: LatentConfig, options: Options, rngs: nnx.Rngs) -> None:
+        check(
+            not options.batch_invariant,
+            f"batch_invariant must be False for {config.model_type}: latent attention decodes by other products than "
+            "it is trained by, got True.",
+        )
+        self.config, self.own, self.options = config, own, options
+        set_params(self, own.shapes(config.features), config.init_scale, options, rngs)
+
+    def __call__(
+        self, x: jax.Array, place: Place, cache: LatentCache | None = None
+    ) -> tuple[jax.Array, LatentCache | None]:
+        """Maps x [B, S, H] to the same shape; with a cache, also returns it with the tokens' latents.
+
+        Without a cache, or if S > 1 and `place` has no start, tokens attend to each other alone, so positions must be
+        0, 1, 2, ... in each segment.
+        """
+        q, latents = self._queries_and_latents(x, place)
+        if place.lengths is not None:
+            places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
+            is_token = (places[None] < place.lengths[:, None])[..., None]
+            latents = jnp.where(is_token, latents, jnp.zeros((), latents.dtype))
+        has_more = place.start is not None and not (isinstance(place.start, int) and place.start == 0)
+        if cache is not None:
+            cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), latents)
+        if cache is not None and (has_more or x.shape[1] == 1):
+            attended = self._attend_to_cache(q, place, cache)
+        else:
+            k, v = self._keys_and_values(latents, place)
+            attended = attend(q, k, v, scale=self.own.scale, segments=place.segments)
+        attended = attended.reshape(*x.shape[:2], self.own.num_heads * self.own.value_features)
+        return linear(self, attended, "o", self.options, place.adapters), cache
+
+    @staticmethod
+    def empty_cache(own: LatentConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> LatentCache:
+        """The cache of so many layers, sequences and positions."""
+        return LatentCache(jnp.zeros((layers, batch, positions, 1, own.cached_per_token), dtype))
+
+    def _queries_and_latents(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
+        """Rotated queries [B, S, heads, D], and normalized latents beside rotated keys [B, S, kv_rank + rotated]."""
+        own, options = self.own, self.options
+        names = ("q" if own.q_rank is None else "q_a"), "kv_a"
+        # the backward pass computes keys and values again of these, which are small
+        products = linear_several(self, x, names, options, place.adapters)
+        q, latents = (checkpoint_name(product, PROJECTIONS) for product in products)
+        norms = self.config.norm_epsilon, options.dense_implementation
+        if own.q_rank is not None:
+            q = linear(self, norm(q, self.q_norm[...], *norms), "q_b", options, place.adapters)
+        q = q.reshape(*q.shape[:2], own.num_heads, own.head_features)
+        q, q_rotated = jnp.split(q, [own.plain_features], axis=-1)
+        latents, k_rotated = jnp.split(latents, [own.kv_rank], axis=-1)
+        latents = norm(latents, self.kv_norm[...], *norms)
+        q_rotated, k_rotated = (self._halves(array).reshape(*x.shape[:2], -1) for array in (q_rotated, k_rotated))
+        q_rotated, k_rotated = rotated(q_rotated, k_rotated, None, place.rotation, own.rotated_features, *norms)
+        q = jnp.concatenate([q, q_rotated], axis=-1)
+        return q, jnp.concatenate([latents, k_rotated[:, :, 0]], axis=-1)
+
+    def _halves(self, array: jax.Array) -> jax.Array:
+        """The features of [..., features] with the first of each rotated pair before the second of each."""
+        if not self.own.is_interleaved:
+            return array
+        pairs = array.reshape(*array.shape[:-1], -1, 2)
+        return pairs.swapaxes(-1, -2).reshape(array.shape)
+
+    def _keys_and_values(self, latents: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, S, heads, D] and values [B, S, heads, value features]."""
+        own = self.own
+        latents, k_rotated = jnp.split(latents, [own.kv_rank], axis=-1)
+        both = linear(self, latents, "kv_b", self.options, place.adapters)
+        k, v = jnp.split(both.reshape(*both.shape[:2], own.num_heads, -1), [own.plain_features], axis=-1)
+        of_heads = (*k.shape[:3], own.rotated_features)
+        return jnp.concatenate([k, jnp.broadcast_to(k_rotated[:, :, None], of_heads)], axis=-1), v
+
+    def _attend_to_cache(self, q: jax.Array, place: Place, cache: LatentCache) -> jax.Array:
+        """The result for tokens that are in the cache, [B, S, heads, value features]."""
+        own = self.own
+        q, q_rotated = jnp.split(q, [own.plain_features], axis=-1)
+        q = jnp.concatenate([self._times_w_k(q, place), q_rotated], axis=-1)
+        latents = cache.latents[place.layer]  # [B, C, 1, kv_rank + rotated]
+        # the rotated keys' sums are not used: latents without them would be copied
+        summed = attend_plain(q, latents, latents, positions=place.positions, scale=own.scale)
+        return self._times_w_v(summed[..., : own.kv_rank], place)
+
+    def _times_w_k(self, q: jax.Array, place: Place) -> jax.Array:
+        """Queries [B, S, heads, plain features] as what latents are multiplied by, [B, S, heads, kv_rank]."""
+        w, factors = self._by_heads(place, slice(None, self.own.plain_features), q.dtype)
+        product = jnp.einsum("bshd,rhd->bshr", q, w)
+        if factors is not None:
+            a, b = factors
+            product += jnp.einsum("bshk,rk->bshr", jnp.einsum("bshd,khd->bshk", q, b), a)
+        return product
+
+    def _times_w_v(self, latents: jax.Array, place: Place) -> jax.Array:
+        """Sums of latents [B, S, heads, kv_rank] as sums of values, [B, S, heads, value features]."""
+        w, factors = self._by_heads(place, slice(self.own.plain_features, None), latents.dtype)
+        product = jnp.einsum("bshr,rhd->bshd", latents, w)
+        if factors is not None:
+            a, b = factors
+            product += jnp.einsum("bshk,khd->bshd", jnp.einsum("bshr,rk->bshk", latents, a), b)
+        return product
+
+    def _by_heads(
+        self, place: Place, features: slice, dtype: DTypeLike
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Of w_kv_b [kv_rank, heads, features], some of each head's features, and the factors beside them."""
+        matrix, heads = matrix_of(self, "w_kv_b", self.options, place.adapters), self.own.num_heads
+
+        def part(array: jax.Array) -> jax.Array:
+            return array.reshape(array.shape[0], heads, -1)[..., features].astype(dtype)
+
+        factors = matrix.factors
+        return part(matrix.dense), None if factors is None else (factors.a.astype(dtype), part(factors.b))
