@@ -46,6 +46,11 @@ CASES = {
         {"fsdp": "a", "data": "c", "expert": "b"},
         {"remat": "attention"},
     ),
+    "recurrent layers, fsdp, data, expert": (
+        "qwen3_5_moe_text",
+        {"fsdp": "a", "expert": "b", "data": "c"},
+        {"remat": "attention"},
+    ),
     "each device its own sequences, fsdp, expert, data": (
         "glm4_moe",
         {"fsdp": "a", "expert": "b", "data": "c"},
