@@ -108,11 +108,6 @@ def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
     return _map_arrays(whole, state)
 
 
-def remat_policy_of_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps all but gathered parameters, which the backward pass gathers again."""
-    return str(primitive) not in ("sharding_constraint", "pvary", "pcast")
-
-
 def split_batch(array: jax.Array, sharding: MoESharding | None, axis: int = 0) -> jax.Array:
     """Constrains an array to be split over devices along the axis of its sequences."""
     if sharding is None:

@@ -18,7 +18,7 @@ from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
-from jgg.models.placement import gathered, remat_policy_of_gathered, split, split_batch
+from jgg.models.placement import gathered, split, split_batch
 from jgg.models.plan import Period, StackPlan
 from jgg.models.rotary import Rotation, rotations
 from jgg.models.sandwich import SandwichLayer
@@ -149,10 +149,12 @@ def _run_period(
     """
     split_stacks = {step.plan.name: nnx.split(stacks[step.plan.name]) for step in steps}
     states = {step.plan.name: _by_repeat(split_stacks[step.plan.name][1], step) for step in steps if not step.offset}
-    is_loop = len(steps) == 1 and options.unroll == 1
     layers = [
         _rematerialized(
-            functools.partial(_run_layer, split_stacks[step.plan.name][0], options, place), options, is_loop
+            functools.partial(_run_layer, *split_stacks[step.plan.name], options, place, step),
+            options,
+            is_sliced=step.stride > 1,
+            is_loop=options.unroll == 1 and (len(steps) == 1 or step.repeats > 1),
         )
         for step, place in zip(steps, places, strict=True)
     ]
@@ -163,11 +165,8 @@ def _run_period(
         (x, caches, number), (states, have_window, choices) = carry, inputs
         sown: dict[str, list[jax.Array]] = {}
         for step, layer, is_local, given in zip(steps, layers, have_window, choices, strict=True):
-            name, own = step.plan.name, states[step.plan.name]
-            if step.stride > 1:
-                own = jax.tree.map(lambda array, offset=step.offset: array[offset], own)
-            index = step.first + number * step.stride
-            x, cache, values = layer(x, caches.get(name), own, index, is_local, given)
+            name, index = step.plan.name, step.first + number * step.stride
+            x, cache, values = layer(x, caches.get(name), states[name], index, is_local, given)
             caches = {**caches, name: cache} if name in caches else caches
             for of_experts, value in values.items():
                 sown.setdefault(of_experts, []).append(value)
@@ -183,8 +182,10 @@ def _run_period(
 
 def _run_layer(
     graphdef: nnx.GraphDef[Layer],
+    whole: Any,
     options: Options,
     place: Callable[..., Place],
+    step: _Step,
     x: jax.Array,
     cache: Any,
     own: Any,
@@ -192,12 +193,41 @@ def _run_layer(
     is_local: jax.Array | None,
     given: jax.Array | None,
 ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    """x and the cache after a layer with these parameters, and what its experts sowed."""
+    """x and the cache after a layer, and what its experts sowed.
+
+    Args:
+      whole: the parameters of all layers of the stack.
+      own: those of the stack's layers in the period. If there are several, the layer takes its own here, so that the
+        backward pass takes them again, rather than a copy that the forward pass would keep.
+      index: int32 [], the layer's place in the stack.
+    """
+    if step.stride > 1:
+        own = jax.tree.map(functools.partial(_taken, step.offset, index), own, whole)
     layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
     own_place = place(is_local, layer=index, topk_indices=given)
     (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(x, own_place, cache)
     values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
     return split_batch(x, options.sharding), cache, values
+
+
+def _taken(offset: int, index: jax.Array, own: jax.Array, whole: jax.Array) -> jax.Array:
+    """A layer's parameter: whole[index], which is own[offset], and differentiated as that.
+
+    XLA reads the first in place, but would copy `own`, the parameters of all layers of a period, to take the second.
+    """
+    if not jnp.issubdtype(own.dtype, jnp.inexact):
+        return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False)
+    return _taken_of_floats(offset, own, jax.lax.stop_gradient(whole), index)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _taken_of_floats(offset: int, own: jax.Array, whole: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False)
+
+
+@_taken_of_floats.defjvp
+def _taken_jvp(offset: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    return _taken_of_floats(offset, *primals), tangents[0][offset]
 
 
 def _by_step(given: jax.Array | None, steps: Sequence[_Step]) -> list[jax.Array | None]:
@@ -256,17 +286,26 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.St
     return nnx.state(layer)
 
 
-def _rematerialized(layer: Callable[..., Any], options: Options, is_loop: bool) -> Callable[..., Any]:
+def _rematerialized(
+    layer: Callable[..., Any], options: Options, *, is_sliced: bool, is_loop: bool
+) -> Callable[..., Any]:
     """A layer of which the backward pass computes again what `options.remat` does not keep.
 
     Args:
-      is_loop: whether the layer is all that the body of a loop has.
+      is_sliced: whether the layer takes its parameters out of those of several layers.
+      is_loop: whether forward and backward pass are loops: only these keep XLA from merging what the backward pass
+        computes again with what the forward pass computed.
     """
-    if options.remat == "none" and (options.sharding is None or options.sharding.gather_axis is None):
-        return layer
-    names = saved_names(options)
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names(*saved_names(options))
     if options.remat == "none":
-        policy = remat_policy_of_gathered
-    # only a loop keeps XLA from merging what the backward pass computes again with what the forward pass computed
+        is_gathered = options.sharding is not None and options.sharding.gather_axis is not None
+        if not is_sliced and not is_gathered:
+            return layer
+        again = ("dynamic_slice", "squeeze") * is_sliced + ("sharding_constraint", "pvary", "pcast") * is_gathered
+        policy = functools.partial(_is_kept, again)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not is_loop)
+
+
+def _is_kept(again: Sequence[str], primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps all but the results of some primitives."""
+    return str(primitive) not in again

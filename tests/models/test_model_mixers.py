@@ -144,7 +144,6 @@ def test_periods_compute_what_layers_do_one_after_the_other(model):
     ]
     given = np.random.default_rng(1).permuted(np.tile(np.arange(4), (12, 2, 9, 1)), axis=-1)[..., :2]
 
-    @jax.jit
     def one_after_the_other(model):
         x = model.w_embedding[...][TOKENS]
         place = Place(
@@ -161,8 +160,17 @@ def test_periods_compute_what_layers_do_one_after_the_other(model):
         x, _ = model.run_layers(jnp.asarray(TOKENS), jnp.arange(9)[None], topk_indices=jnp.asarray(given))
         return x
 
-    x = jax.jit(in_periods)(model)
-    wanted = norm(one_after_the_other(model), model.norm[...], model.config.norm_epsilon, None)
-    np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-5)
+    def with_gradients(function):
+        return jax.jit(jax.value_and_grad(lambda model: jnp.square(function(model)).sum(), allow_int=True))(model)
+
+    @with_gradients
+    def wanted(model):
+        return norm(one_after_the_other(model), model.norm[...], model.config.norm_epsilon, None)
+
+    for remat in ("none", "names"):
+        model.options = dataclasses.replace(model.options, remat=remat)
+        got = with_gradients(in_periods)
+        for array, expected in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+            np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
     _, sown = jax.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, topk_indices=given))(model)
     np.testing.assert_array_equal(sown["topk_indices"][0], given)
