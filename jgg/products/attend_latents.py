@@ -102,6 +102,7 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
             "HEADS": heads,
             "FEATURES": rank,
             "WINDOW": 0,
+            "CHUNK": 0,
             "PART": _PART,
             "UNROLL": _UNROLL,
             "BLOCK_FEATURES": block_rank,
