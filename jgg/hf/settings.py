@@ -121,6 +121,10 @@ class Settings:
         return as_flag(self.name(key), self.get(key))
 
     def only(self, key: str, value: object) -> None:
-        """Raises unless a key is absent, is null or has this value, the only one that `jgg.models` has."""
-        got = self.given.get(key)
-        check(got is None or got == value, f"{key} must be {value!r}, got {got!r}.")
+        """Raises unless a setting has this value, the only one that `jgg.models` has.
+
+        A key that cannot be read may be absent or null, as transformers does not read it either.
+        """
+        is_read = key in self.defaults
+        got = self.get(key) if is_read else self.given.get(key)
+        check(got == value or (got is None and not is_read), f"{key} must be {value!r}, got {got!r}.")

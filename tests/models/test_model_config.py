@@ -54,7 +54,8 @@ def test_absent_keys_have_the_defaults_of_transformers(family):
     config = jgg.models.model_config({"model_type": family} | NEEDED.get(family, {}))
     assert same(config, jgg.models.model_config(defaults))
     attention = next(own for own in config.mixers if own.kind != "delta")
-    assert attention.head_features == OF_TRANSFORMERS[family]["heads"]
+    own_features = attention.rotated_features if attention.kind == "latent" else attention.head_features
+    assert own_features == OF_TRANSFORMERS[family]["heads"]
     # transformers writes a window of 0 where Qwen2-MoE has none
     given = {
         key: value for key, value in defaults.items() if value is not None and (key, value) != ("sliding_window", 0)
