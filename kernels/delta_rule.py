@@ -28,7 +28,7 @@ def root_of(x, tokens, EPSILON: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of(log_decay, resets, at, rows, exists, tokens):
-    """Of a chunk's tokens: the sums of log decays from the first to each and to the last, and the same of resets."""
+    """Sums of log decays from a chunk's first token to each token and to the last, and the same sums of resets."""
     log_decays = tl.load(log_decay + at, mask=exists, other=0.0)
     sums, total = tl.associative_scan(log_decays, 0, add), tl.reduce(log_decays, 0, add)
     count, all_resets = tokens * 0, 0

@@ -21,7 +21,7 @@ class RotaryConfig:
 
     @property
     def unrotated(self) -> Self:
-        """The embedding of as many pairs that rotates nothing."""
+        """An embedding of as many pairs, which rotates nothing."""
         return dataclasses.replace(self, frequencies=(0.0,) * len(self.frequencies), scale=1.0)
 
 
@@ -42,12 +42,12 @@ class MixerConfig:
 
     @property
     def flops_per_pair(self) -> int:
-        """FLOPs of the forward pass for each pair of a token and one that it attends to."""
+        """FLOPs of the forward pass for each pair of a query and a key that it sees."""
         return 0
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of the forward pass for each token beside those of pairs and of the products with matrices."""
+        """FLOPs of the forward pass for each token, without those of pairs and of the products with parameters."""
         return 0
 
     @property
@@ -56,12 +56,12 @@ class MixerConfig:
         return 0
 
     def pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """How many pairs of a token and one that it attends to there are in sequences of these lengths."""
+        """The number of pairs of a query and a key that it sees, in sequences of these lengths."""
         near = lengths if self.window is None else np.minimum(lengths, self.window)
         return near * (near + 1) // 2 + (lengths - near) * near
 
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        """The shape of each of the mixer's parameters, by name; `features` is H of its input x [B, S, H]."""
         raise NotImplementedError
 
     def without_place(self) -> Self:
@@ -115,7 +115,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def flops_per_pair(self) -> int:
-        """FLOPs of the forward pass for each pair of a token and one that it attends to."""
+        """FLOPs of the forward pass for each pair of a query and a key that it sees."""
         return 4 * self.num_heads * self.head_features
 
     @property
@@ -124,14 +124,14 @@ class AttentionConfig(MixerConfig):
         return 2 * self.num_kv_heads * self.head_features
 
     def pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """How many pairs of a token and one that it attends to there are in sequences of these lengths."""
+        """The number of pairs of a query and a key that it sees, in sequences of these lengths."""
         if self.chunk is None:
             return super().pairs(lengths)
         chunks, rest = lengths // self.chunk, lengths % self.chunk
         return chunks * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
 
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        """The shape of each of the mixer's parameters, by name; `features` is H of its input x [B, S, H]."""
         queries, keys = self.num_heads * self.head_features, self.num_kv_heads * self.head_features
         of_q = 2 * queries if self.use_gate else queries
         shapes: dict[str, tuple[int, ...]] = {
@@ -191,7 +191,7 @@ class LatentConfig(MixerConfig):
 
     @property
     def flops_per_pair(self) -> int:
-        """FLOPs of the forward pass for each pair of a token and one that it attends to."""
+        """FLOPs of the forward pass for each pair of a query and a key that it sees."""
         return 2 * self.num_heads * (self.head_features + self.value_features)
 
     @property
@@ -200,7 +200,7 @@ class LatentConfig(MixerConfig):
         return self.kv_rank + self.rotated_features
 
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        """The shape of each of the mixer's parameters, by name; `features` is H of its input x [B, S, H]."""
         heads, queries = self.num_heads, self.num_heads * self.head_features
         of_queries: dict[str, tuple[int, ...]] = {"w_q": (features, queries)}
         if self.q_rank is not None:
@@ -254,7 +254,7 @@ class DeltaConfig(MixerConfig):
         return 6 * self.num_value_heads * self.key_features * self.value_features
 
     def shapes(self, features: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's parameters by name, in a model of so many features between layers."""
+        """The shape of each of the mixer's parameters, by name; `features` is H of its input x [B, S, H]."""
         heads, values = self.num_value_heads, self.num_value_heads * self.value_features
         if self.is_grouped:
             shapes = {"w_qkvz": (features, self.channels + values), "w_ba": (features, 2 * heads)}

@@ -136,7 +136,7 @@ class Delta(nnx.Module):
 
 
 def _log_a(key: jax.Array, shape: Sequence[Any], dtype: Any = None, out_sharding: Any = None) -> jax.Array:
-    """Logarithms of new decays' rates, an initializer."""
+    """Initializes `log_a`, the logarithms of the rates of decays."""
     del out_sharding
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, _SMALLEST_RATE, _LARGEST_RATE)).astype(dtype)
 
@@ -149,13 +149,13 @@ def _gates(b: jax.Array, a: jax.Array, log_a: jax.Array, dt_bias: jax.Array) -> 
 
 
 def _split(array: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """Parts of so many features of the last axis."""
+    """Parts of the last axis, which have these sizes."""
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [array[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _heads(own: DeltaConfig, mixed: jax.Array) -> list[jax.Array]:
-    """Queries, keys and values [B, S, heads, features] of what stands side by side."""
+    """Queries, keys and values [B, S, heads, features], which stand side by side in `mixed`."""
     counts = own.num_key_heads, own.num_key_heads, own.num_value_heads
     features = own.key_features, own.key_features, own.value_features
     parts = _split(mixed, tuple(count * size for count, size in zip(counts, features, strict=True)))
@@ -170,7 +170,7 @@ def _convolved(x: jax.Array, w: jax.Array, seen: jax.Array | None, positions: ja
 
     Args:
       x: [B, S, channels].
-      w: [channels, 1, W], the last of which multiplies a token itself.
+      w: [channels, 1, W]; the last column multiplies a token itself.
       seen: [B, W - 1, channels], the tokens before; None for zeros.
       positions: int32 [B, S], how many tokens of its segment are before each; None if all are of one.
     """

@@ -136,7 +136,7 @@ class Latent(nnx.Module):
         return self._times_w_v(summed, place)
 
     def _times_w_k(self, q: jax.Array, place: Place) -> jax.Array:
-        """Queries [B, S, heads, plain features] as what latents are multiplied by, [B, S, heads, kv_rank]."""
+        """Queries [B, S, heads, plain features] times w_k, by which latents are multiplied: [B, S, heads, kv_rank]."""
         w, factors = self._by_heads(place, slice(None, self.own.plain_features), q.dtype)
         product = jnp.einsum("bshd,rhd->bshr", q, w)
         if factors is not None:
@@ -145,7 +145,7 @@ class Latent(nnx.Module):
         return product
 
     def _times_w_v(self, latents: jax.Array, place: Place) -> jax.Array:
-        """Sums of latents [B, S, heads, kv_rank] as sums of values, [B, S, heads, value features]."""
+        """Sums of latents [B, S, heads, kv_rank] times w_v, which are sums of values: [B, S, heads, value features]."""
         w, factors = self._by_heads(place, slice(self.own.plain_features, None), latents.dtype)
         product = jnp.einsum("bshr,rhd->bshd", latents, w)
         if factors is not None:
@@ -156,7 +156,7 @@ class Latent(nnx.Module):
     def _by_heads(
         self, place: Place, features: slice, dtype: DTypeLike
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Of w_kv_b [kv_rank, heads, features], some of each head's features, and the factors beside them."""
+        """Some of each head's features of w_kv_b [kv_rank, heads, features], and those of its adapter or None."""
         matrix, heads = matrix_of(self, "w_kv_b", self.options, place.adapters), self.own.num_heads
 
         def part(array: jax.Array) -> jax.Array:

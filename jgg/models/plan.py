@@ -28,12 +28,12 @@ class StackPlan:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.numbers)
 
     @property
     def mixer(self) -> MixerConfig:
-        """The mixer of the first of them, which has the shapes and options of all."""
+        """The mixer of the first layer, which has the shapes and options of all of them."""
         return self.mixers[0]
 
     @property
@@ -49,7 +49,7 @@ class StackPlan:
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | None, RotaryConfig | None]:
-        """The rotary embedding of layers with a window, and that of layers without; the same if there are no others."""
+        """The rotary embeddings of layers with a window, and of layers without; one twice if there is one kind only."""
         own = {mixer.window is not None: mixer.rotary for mixer in self.mixers}
         first = self.mixer.rotary
         return own.get(True, first), own.get(False, first)

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, type[Layer]] = {"plain": Layer, "sandwich": SandwichLayer}
 
 
 def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.Rngs) -> Layer:
-    """Layers with random parameters, stacked in one."""
+    """A stack of layers with random parameters."""
     keys = jax.random.split(rngs.params(), plan.count)
     layer = LAYOUTS[config.layout]
     create = nnx.vmap(lambda key: layer(config, options, plan.mixer, plan.is_dense, nnx.Rngs(params=key)))
@@ -42,7 +42,7 @@ type Rotations = Mapping[RotaryConfig | None, Rotation]
 
 
 def rotations_of(config: ModelConfig, positions: jax.Array) -> Rotations:
-    """The cosines and sines for positions [B, S] of each rotary embedding that layers have; of no pairs for None."""
+    """The cosines and sines for positions [B, S] of each rotary embedding of the model; those of None have no pairs."""
     found = dict.fromkeys(rotary for plan in config.plan for rotary in plan.rotaries)
     return {rotary: rotations(rotary or RotaryConfig(()), positions) for rotary in found}
 
@@ -211,7 +211,7 @@ def _run_layer(
 
 
 def _taken(offset: int, index: jax.Array, own: jax.Array, whole: jax.Array) -> jax.Array:
-    """A layer's parameter: whole[index], which is own[offset], and differentiated as that.
+    """A layer's parameter, which is read as whole[index] and differentiated as own[offset]: both are the same.
 
     XLA reads the first in place, but would copy `own`, the parameters of all layers of a period, to take the second.
     """
@@ -231,7 +231,7 @@ def _taken_jvp(offset: int, primals: tuple[Any, ...], tangents: tuple[Any, ...])
 
 
 def _by_step(given: jax.Array | None, steps: Sequence[_Step]) -> list[jax.Array | None]:
-    """The choices of each step, [repeats, B, S, k], None without experts, of those of all layers that have experts."""
+    """Each step's part [repeats, B, S, k] of the choices of all layers with experts; None for dense layers."""
     stride, seen = sum(not step.plan.is_dense for step in steps), 0
     found: list[jax.Array | None] = []
     for step in steps:
@@ -252,7 +252,7 @@ def _by_repeat(state: Any, first: _Step) -> Any:
 
 
 def _cut(array: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The first so many of an array, and the others."""
+    """The first `count` elements of an array, and the others."""
     return array[:count], array[count:]
 
 

@@ -48,7 +48,7 @@ class Written(NamedTuple):
       y: [B, S, value heads, V] in the dtype of v.
       last_state: float32 [B, value heads, K, V].
       states: [B, value heads, chunks of 64 tokens, K, V] in the dtype of v, those before each chunk.
-      corrections: like v, what each token's v differs from what its k recalls.
+      corrections: like v, the difference between each token's v and what its k recalls.
         Both are for DELTA_RULE_BACKWARD; None if they are not kept.
     """
 

@@ -73,7 +73,7 @@ def _launch(launcher: Launcher, operands: DeltaRuleBackward, scale: float, epsil
 
 
 def _of_states(launcher: Launcher, operands: DeltaRuleBackward, matrices: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The gradients of the first states, of those after each chunk, and dx, of the corrections before the inverses."""
+    """The gradients of the first states and of those after each chunk, and dx as `kernels.delta_rule_backward` says."""
     from jgg.kernels.delta_rule_backward import delta_rule_backward_kernel
 
     sizes, dtype = Sizes.of(operands), operands.q.dtype

@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_definition(name):
     "name", [name if name in ("causal", "all") else pytest.param(name, marks=pytest.mark.sweep) for name in OPTIONS]
 )
 def test_long_sequences_attend_by_blocks_of_queries(name, monkeypatch):
-    """Of which the last is not full, and of keys before the ends of blocks of these blocks."""
+    """The last block is not full; each block of queries has the keys before its end alone."""
     monkeypatch.setattr(attend_plain, "_MOST_LOGITS", 1000)
     monkeypatch.setattr(attend_plain, "_LEAST_QUERIES", 7)
     monkeypatch.setattr(attend_module, "_PLAIN_QUERIES", 18)

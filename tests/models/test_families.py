@@ -27,7 +27,7 @@ def model_of(family):
 
 @functools.cache
 def logits_loss_and_gradients(family):
-    """Of the tokens of the reference, in one program."""
+    """What the reference has of its tokens, in one program."""
     tokens = jnp.asarray(reference(family)["tokens"])
     graphdef, params, rest = nnx.split(model_of(family), nnx.Param, ...)
 

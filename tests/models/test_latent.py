@@ -98,7 +98,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
 
 
 def test_projections_in_fp8_have_scales_of_blocks_that_are_not_full(tmp_path):
-    """As DeepSeek-V3's latents have, of 576 rows in blocks of 128."""
+    """DeepSeek-V3's matrices of latents have such blocks: 576 rows in blocks of 128."""
     how = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     folder = copied("deepseek_v3", tmp_path / "model", quantization_config=how)
     tensors, dense = dict(jgg.hf.Checkpoint(folder)), {}

@@ -285,7 +285,7 @@ def test_what_would_be_another_model_is_refused_by_the_name_of_its_key(name, key
 
 
 def test_a_folder_in_fp8_is_read_as_what_it_stands_for(tmp_path):
-    """As MiniMax publishes them: attention and experts have scales, the router and the head have none."""
+    """MiniMax publishes them so: attention and experts have scales, the router and the head have none."""
     how = PUBLISHED["MiniMaxAI/MiniMax-M2"]["quantization_config"]
     names = "embed_tokens", *how["modules_to_not_convert"]
     tensors = dict(jgg.hf.Checkpoint(DATA / "minimax_m2"))

@@ -30,12 +30,12 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 
 class _Chunks(NamedTuple):
-    """What the states before the chunks do not decide. N chunks of C tokens, H key heads of G value heads each.
+    """What does not depend on states: N chunks of C tokens, H key heads, each with G value heads.
 
     Attributes:
       q, k: [N, B, C, H, K], normalized; q times the scale.
       own: [N, B, H, G, C, V], the corrections without a state before.
-      recalled: [N, B, H, G, C, K], which times the state before is taken from the corrections.
+      recalled: [N, B, H, G, C, K]; its product with the state before is subtracted from `own`.
       weights: [N, B, H, G, C, C], the factors of the corrections in the results.
       read: [N, B, H, G, C], the factors of q times the state before in the results.
       write: [N, B, H, G, C], the factors of the corrections in the next state.
@@ -65,8 +65,8 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Results [B, S, value heads, V] in the dtype of v, and the last states, float32 [B, value heads, K, V].
 
-    And in the dtype of v, the states before each chunk of CHUNK tokens, [B, value heads, chunks, K, V], and the
-    corrections without beta, like v.
+    After these come, in the dtype of v, the states before each chunk of CHUNK tokens, [B, value heads, chunks, K, V],
+    and the corrections without beta, like v.
     The arguments are those of `jgg.models.delta_rule.delta_rule`.
     """
     q, k, v, log_decay, beta, state, resets = alike((q, k, v, log_decay, beta, state, resets))
