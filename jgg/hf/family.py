@@ -20,11 +20,8 @@ class Family:
       block: name of the MoE block in a decoder layer; "" if its parts are modules of the layer itself.
       options: function from a config's settings to the arguments of `MoELayer`.
       tensors: the tensors of each parameter of the MoE block, with names relative to the block.
-      defaults: the keys of config.json that jgg reads, with what transformers takes if a key is absent. Of a family
-        with `model` they are all keys that change the logits, of the others those of the MoE block.
-      model: function from a config's settings to the arguments of `jgg.models.ModelConfig`; None for a family of which
-        jgg reads the MoE blocks alone.
-      lacks: why there is no `model`, as the end of a sentence.
+      defaults: all keys of config.json that change the logits, with what transformers takes if a key is absent.
+      model: function from a config's settings to the arguments of `jgg.models.ModelConfig`.
       aliases: other names that transformers has for some of these keys.
       only: keys of published configs that say what all models of the family have, each with the value that says so. Any
         other value is refused.
@@ -48,8 +45,7 @@ class Family:
     options: Callable[[Settings], dict[str, Any]]
     tensors: Mapping[str, Tensor]
     defaults: Mapping[str, Any]
-    model: Callable[[Settings], dict[str, Any]] | None = None
-    lacks: str = ""
+    model: Callable[[Settings], dict[str, Any]]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     without_effect: tuple[str, ...] = ()

@@ -31,7 +31,6 @@ DOTS1 = dataclasses.replace(
     | {"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": None, "n_shared_experts": None}
     | {"norm_topk_prob": False, "num_experts_per_tok": None, "routed_scaling_factor": 1.0, "topk_group": 1},
     model=_dots1,
-    lacks="",
     only={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     without_effect=("aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"),
 )
