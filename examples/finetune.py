@@ -35,7 +35,7 @@ import optax
 from arguments import enough_memory
 from finetune_options import EXPERTS, check_folder, check_same_run, parse
 from flax import nnx
-from folders import check_vocabulary, end_of, load_tokenizer, one_line, read_config, stop_tokens
+from folders import check_vocabulary, end_of, load_tokenizer, one_line, parts_of, read_config, stop_tokens
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from training_data import batch_of, lengths_of, pack, read_examples
@@ -47,7 +47,7 @@ import jgg.train
 
 def balance_weight(config: jgg.models.ModelConfig) -> float:
     """The weight of the routers' balancing loss: the loss of transformers is topk times that of jgg."""
-    coefficient = config.hf.get("router_aux_loss_coef")
+    coefficient = parts_of(config.hf)[-1].get("router_aux_loss_coef")
     coefficient = 0 if coefficient is None else coefficient
     if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
         raise SystemExit(f"router_aux_loss_coef must be a number of at least 0 or null, got {coefficient!r}")

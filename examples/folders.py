@@ -46,6 +46,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The content of config.json, and its "text_config" where the language model is beside towers."""
+    return [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of transformers for a folder's tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
@@ -154,8 +159,9 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int], config: jgg.models.Mode
 
 
 def _eos_tokens(path: Path) -> list[int]:
-    """eos_token_id of a file, which may be missing."""
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    """eos_token_id of a file, which may be missing, or else of the language model that its text_config describes."""
+    content = read_json(path) if path.is_file() else {}
+    found = next((part["eos_token_id"] for part in parts_of(content) if part.get("eos_token_id") is not None), None)
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise SystemExit(f"eos_token_id of {path} must be a token, a list of tokens or null, got {found!r}")

@@ -238,6 +238,20 @@ def test_the_token_that_ends_what_was_learned_ends_what_is_generated(tmp_path):
             folders.stop_tokens(folder)
 
 
+def test_the_language_model_beside_towers_says_what_ends_a_text(tmp_path):
+    for config, ends in (
+        ({"text_config": {"eos_token_id": [2, 4]}}, [2, 4]),
+        ({"text_config": {"eos_token_id": 2}, "eos_token_id": [4, 3]}, [4, 3]),
+        ({"text_config": {}}, []),
+        ({"text_config": None}, []),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert folders.stop_tokens(tmp_path) == ends
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": "t"}}')
+    with pytest.raises(SystemExit, match=r"eos_token_id of .*config\.json must be a token"):
+        folders.stop_tokens(tmp_path)
+
+
 def test_blank_lines_and_a_mark_of_utf_8_are_taken(tmp_path):
     lines = b'\xef\xbb\xbf\r\n{"text": "one"}\r\n\n   \n{"text": "\\u2028two"}\n\n'
     assert [learned[-2] for _, learned in read(folder_of(tmp_path), lines)] == ["one", "two"]

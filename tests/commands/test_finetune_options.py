@@ -149,6 +149,12 @@ def test_a_balance_of_null_is_none(coefficient, weight):
     assert finetune.balance_weight(config) == weight  # two experts for each token
 
 
+def test_the_balance_of_a_folder_with_towers_is_that_of_its_language_model():
+    config = config_of("qwen3_vl_moe")
+    config["text_config"] |= {"router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+    assert finetune.balance_weight(jgg.models.model_config(config)) == 1.0
+
+
 class Model(nnx.Module):
     """Its loss is w for each token, its balance w times the number of tokens that count."""
 
