@@ -170,6 +170,7 @@ class LatentConfig(MixerConfig):
       is_interleaved: whether the two features of a rotated pair are neighbours; otherwise the halves have one of each.
       use_bias: whether the products of x for queries and for the latent, and the output, have biases. Queries without
         a q_rank have none.
+      norm_epsilon: added to the mean square in the norms of both vectors, which no family takes from "rms_norm_eps".
     """
 
     kind: ClassVar[str] = "latent"
@@ -183,6 +184,7 @@ class LatentConfig(MixerConfig):
     scale: float
     is_interleaved: bool = True
     use_bias: bool = False
+    norm_epsilon: float = 1e-6
 
     @property
     def head_features(self) -> int:

@@ -92,7 +92,7 @@ class Latent(nnx.Module):
         # the backward pass computes keys and values again of these, which are small
         products = linear_several(self, x, names, options, place.adapters)
         q, latents = (checkpoint_name(product, PROJECTIONS) for product in products)
-        norms = self.config.norm_epsilon, options.dense_implementation
+        norms = own.norm_epsilon, options.dense_implementation
         if own.q_rank is not None:
             q = linear(self, norm(q, self.q_norm[...], *norms), "q_b", options, place.adapters)
         q = q.reshape(*q.shape[:2], own.num_heads, own.head_features)

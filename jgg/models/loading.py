@@ -168,7 +168,8 @@ class _Reader:
             how = quantization(model.config.hf)
         self.quantized = None if how is None else QuantizedTensors(checkpoint, how)
         self.tensors: Mapping[str, np.ndarray] = checkpoint if self.quantized is None else self.quantized
-        self.left_out = self._left_out(self._check(checkpoint.headers()))
+        self.headers = checkpoint.headers()
+        self.left_out = self._left_out(self._check(self.headers))
 
     def _check(self, headers: Mapping[str, Header]) -> set[str]:
         """Returns the names of the model's tensors."""
@@ -189,6 +190,8 @@ class _Reader:
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor may be there though the model does not use it."""
         config, own = self.model.config, self.model.config.family
+        if name in self.headers and 0 in self.headers[name].shape:  # of 0 shared experts
+            return True
         if self._is_copy(name) or any(re.search(pattern, name) for pattern in own.ignored):
             return True
         layer = re.match(re.escape(own.prefix) + r"layers\.(\d+)\.", name)

@@ -1,5 +1,6 @@
 """Tensors that a model does not have, such as layers that predict further tokens, are kept on saving."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -46,6 +47,21 @@ def test_layers_that_predict_further_tokens_are_kept(tmp_path):
     assert_same_tensors(several, jgg.hf.Checkpoint(folder))
     again = saved(jgg.models.load(tmp_path / "several", dtype=jnp.float32), tmp_path / "float32")
     assert_same_tensors({name: again[name] for name in FURTHER}, FURTHER)
+
+
+def test_shared_experts_without_features_are_kept(tmp_path):
+    shapes = {"down_proj": (32, 0), "gate_proj": (0, 32), "up_proj": (0, 32)}
+    empty = {
+        f"model.layers.{number}.mlp.shared_experts.{name}.weight": np.zeros(shape, jnp.bfloat16)
+        for number in (1, 2)
+        for name, shape in shapes.items()
+    }
+    folder = with_further(tmp_path / "empty", empty)
+    config = json.loads((folder / "config.json").read_text()) | {"n_shared_experts": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = jgg.models.load(folder)
+    assert not hasattr(model.layers.moe, "shared_w_down")
+    assert_same_tensors(saved(model, tmp_path / "saved"), jgg.hf.Checkpoint(folder))
 
 
 def test_a_folder_may_be_named_from_where_the_process_was(tmp_path, monkeypatch):

@@ -277,6 +277,7 @@ FAMILIES = {
     },
     "glm4_moe_lite": LATENT
     | {
+        "rms_norm_eps": 0.01,  # which the norms of latents do not take
         "num_hidden_layers": 3,
         "q_lora_rank": None,
         "v_head_dim": 14,
