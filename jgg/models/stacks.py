@@ -1,6 +1,7 @@
 """Stacks of layers that are alike: their parameters have the layers as first axis, and scans run them."""
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +155,7 @@ def _run_period(
             functools.partial(_run_layer, *split_stacks[step.plan.name], options, place, step),
             options,
             is_sliced=step.stride > 1,
+            has_float8=_has_float8(states[step.plan.name]),
             is_loop=options.unroll == 1 and (len(steps) == 1 or step.repeats > 1),
         )
         for step, place in zip(steps, places, strict=True)
@@ -227,7 +229,8 @@ def _taken_of_floats(offset: int, own: jax.Array, whole: jax.Array, index: jax.A
 
 @_taken_of_floats.defjvp
 def _taken_jvp(offset: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    return _taken_of_floats(offset, *primals), tangents[0][offset]
+    _, whole, index = primals
+    return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False), tangents[0][offset]
 
 
 def _by_step(given: jax.Array | None, steps: Sequence[_Step]) -> list[jax.Array | None]:
@@ -287,23 +290,34 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.St
 
 
 def _rematerialized(
-    layer: Callable[..., Any], options: Options, *, is_sliced: bool, is_loop: bool
+    layer: Callable[..., Any], options: Options, *, is_sliced: bool, has_float8: bool, is_loop: bool
 ) -> Callable[..., Any]:
     """A layer of which the backward pass computes again what `options.remat` does not keep.
 
     Args:
       is_sliced: whether the layer takes its parameters out of those of several layers.
+      has_float8: whether some of these are in 8-bit floats, which no policy can keep: JAX passes kept floats through
+        `reduce_precision`, which turns those of 256 and more into infinity. So "none" then keeps what "attention" does.
       is_loop: whether forward and backward pass are loops: only these keep XLA from merging what the backward pass
         computes again with what the forward pass computed.
     """
+    if options.remat == "none" and is_sliced and has_float8:
+        options = dataclasses.replace(options, remat="attention")
     policy = jax.checkpoint_policies.save_only_these_names(*saved_names(options))
     if options.remat == "none":
         is_gathered = options.sharding is not None and options.sharding.gather_axis is not None
         if not is_sliced and not is_gathered:
             return layer
-        again = ("dynamic_slice", "squeeze") * is_sliced + ("sharding_constraint", "pvary", "pcast") * is_gathered
+        again = ("custom_jvp_call", "dynamic_slice", "squeeze") * is_sliced
+        again += ("sharding_constraint", "pvary", "pcast") * is_gathered
         policy = functools.partial(_is_kept, again)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not is_loop)
+
+
+def _has_float8(state: Any) -> bool:
+    """Whether arrays of a state are in 8-bit floats."""
+    floats = (array.dtype for array in jax.tree.leaves(state) if jnp.issubdtype(array.dtype, jnp.floating))
+    return any(dtype.itemsize == 1 for dtype in floats)
 
 
 def _is_kept(again: Sequence[str], primitive: Any, *_: Any, **__: Any) -> bool:

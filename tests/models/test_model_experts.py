@@ -131,3 +131,22 @@ def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
 def test_a_folder_without_quantization_has_none_to_keep():
     model = jgg.models.load(DATA / "mixtral", experts="as stored")
     assert isinstance(model.layers.moe.w_down, nnx.Param)
+
+
+@pytest.mark.thorough
+def test_adapters_beside_fp8_experts_in_periods_of_layers_have_the_gradients_of_every_remat():
+    """JAX cannot keep FP8 weights that a layer takes out of those of a period: they would become infinite."""
+    tokens = jnp.asarray(reference("gemma4_text")["tokens"])
+
+    def loss_and_gradients(remat):
+        model = loaded("gemma4_text", experts=jgg.Fp8(), lora_rank=2, remat=remat)
+        graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
+        loss_of = jax.value_and_grad(
+            lambda own, rest: nnx.merge(graphdef, own, rest).loss(tokens[:, :-1], tokens[:, 1:])
+        )
+        return jax.jit(loss_of)(adapters, rest)
+
+    none, names = map(loss_and_gradients, ("none", "names"))
+    assert np.isfinite(none[0])
+    for got, want in zip(*map(jax.tree.leaves, (none, names)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
