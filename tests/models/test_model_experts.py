@@ -136,17 +136,9 @@ def test_a_folder_without_quantization_has_none_to_keep():
 @pytest.mark.thorough
 def test_adapters_beside_fp8_experts_in_periods_of_layers_have_the_gradients_of_every_remat():
     """JAX cannot keep FP8 weights that a layer takes out of those of a period: they would become infinite."""
-    tokens = jnp.asarray(reference("gemma4_text")["tokens"])
-
-    def loss_and_gradients(remat):
-        model = loaded("gemma4_text", experts=jgg.Fp8(), lora_rank=2, remat=remat)
-        graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-        loss_of = jax.value_and_grad(
-            lambda own, rest: nnx.merge(graphdef, own, rest).loss(tokens[:, :-1], tokens[:, 1:])
-        )
-        return jax.jit(loss_of)(adapters, rest)
-
-    none, names = map(loss_and_gradients, ("none", "names"))
+    tokens = reference("gemma4_text")["tokens"]
+    models = (loaded("gemma4_text", experts=jgg.Fp8(), lora_rank=2, remat=remat) for remat in ("none", "names"))
+    none, names = (loss_and_gradients(model, tokens, nnx.LoRAParam) for model in models)
     assert np.isfinite(none[0])
     for got, want in zip(*map(jax.tree.leaves, (none, names)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
