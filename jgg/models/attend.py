@@ -226,9 +226,12 @@ def _are_even(*lengths: int) -> bool:
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float32 for float16 where there is no GPU: JAX's product is for GPUs alone."""
-    dtype = q.dtype
-    if dtype == jnp.float16 and jax.default_backend() != "gpu":
+    """`jax.nn.dot_product_attention`, in float32 where JAX's product or its gradient does not take 16 bits.
+
+    That is float16 where there is no GPU, and on a GPU what cuDNN does not take, whose gradient promotes dtypes.
+    """
+    dtype, is_gpu = q.dtype, jax.default_backend() == "gpu"
+    if (dtype == jnp.float16 and not is_gpu) or (is_gpu and options.get("implementation") is None):
         q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
     with jax.numpy_dtype_promotion("standard"):  # it promotes bfloat16 to float32
         return jax.nn.dot_product_attention(q, k, v, **options).astype(dtype)
