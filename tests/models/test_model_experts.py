@@ -133,7 +133,7 @@ def test_a_folder_without_quantization_has_none_to_keep():
     assert isinstance(model.layers.moe.w_down, nnx.Param)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_adapters_beside_fp8_experts_in_periods_of_layers_have_the_gradients_of_every_remat():
     """JAX cannot keep FP8 weights that a layer takes out of those of a period: they would become infinite."""
     tokens = reference("gemma4_text")["tokens"]
