@@ -168,14 +168,13 @@ class _Reader:
             how = quantization(model.config.hf)
         self.quantized = None if how is None else QuantizedTensors(checkpoint, how)
         self.tensors: Mapping[str, np.ndarray] = checkpoint if self.quantized is None else self.quantized
-        self.headers = checkpoint.headers()
-        self.left_out = self._left_out(self._check(self.headers))
+        self.left_out = self._left_out(self._check(checkpoint.headers()))
 
     def _check(self, headers: Mapping[str, Header]) -> set[str]:
         """Returns the names of the model's tensors."""
         tensors, where = self.tensors, f"in {self.checkpoint.path}, a {self.model.config.model_type} model"
         names = (name for name, _ in expected_shapes(self.model, tensors))
-        check_names(tensors.keys(), names, where, self._is_ignored)
+        check_names(tensors.keys(), names, where, functools.partial(self._is_ignored, headers))
         shapes = dict(expected_shapes(self.model, tensors))
         for name, shape in shapes.items():
             if self.quantized is not None:
@@ -187,10 +186,10 @@ class _Reader:
             check(got.dtype in DTYPES, f"{what} must have one of the dtypes {DTYPES}, got {got.dtype}.")
         return set(shapes)
 
-    def _is_ignored(self, name: str) -> bool:
+    def _is_ignored(self, headers: Mapping[str, Header], name: str) -> bool:
         """Whether a tensor may be there though the model does not use it."""
         config, own = self.model.config, self.model.config.family
-        if name in self.headers and 0 in self.headers[name].shape:  # of 0 shared experts
+        if name in headers and 0 in headers[name].shape:  # of 0 shared experts
             return True
         if self._is_copy(name) or any(re.search(pattern, name) for pattern in own.ignored):
             return True

@@ -201,7 +201,7 @@ def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
     jgg.models.load(tmp_path / "large")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 3.25 * largest  # all layers have 12 times as much
+    assert peak < 3 * largest  # all layers have 12 times as much
 
 
 WRONG_ARGUMENTS = {
