@@ -74,7 +74,8 @@ def run_layers(
         steps = _steps_of(period, plans, firsts)
         given = None
         if topk_indices is not None:
-            given, topk_indices = _cut(topk_indices, period.repeats * sum(not step.plan.is_dense for step in steps))
+            count = period.repeats * sum(not step.plan.is_dense for step in steps)
+            given, topk_indices = topk_indices[:count], topk_indices[count:]
         make = [functools.partial(step.place, rotations, place) for step in steps]
         x, after, own = _run_period(steps, make, stacks, options, x, caches, given)
         if caches is not None:
@@ -102,21 +103,25 @@ class _Step(NamedTuple):
     repeats: int
 
     @property
-    def has_window(self) -> bool | jax.Array:
-        """Whether the layer has the window, bool [repeats] if not always or never."""
+    def have_window(self) -> tuple[bool, ...]:
+        """Whether the layer has the window, each time that the period runs."""
         end = self.first + self.repeats * self.stride
-        found = [mixer.window is not None for mixer in self.plan.mixers[self.first : end : self.stride]]
-        return found[0] if len(set(found)) == 1 else jnp.asarray(found)
+        return tuple(mixer.window is not None for mixer in self.plan.mixers[self.first : end : self.stride])
+
+    @property
+    def is_local(self) -> jax.Array | None:
+        """The same as an array; None if the layer always or never has the window."""
+        return None if len(set(self.have_window)) == 1 else jnp.asarray(self.have_window)
 
     def place(
         self, rotations: Rotations, place: Callable[..., Place], is_local: jax.Array | None, **others: Any
     ) -> Place:
-        """The layer's `Place`; is_local is None unless `has_window` is an array."""
+        """The layer's `Place`; is_local is the step's of this time, or None."""
         of_window, of_all = (rotations[rotary] for rotary in self.plan.rotaries)
         window, rotation = self.plan.window, of_window
         if is_local is not None and of_window is not of_all:
             rotation = jax.tree.map(functools.partial(jnp.where, is_local), of_window, of_all)
-        elif self.has_window is False:
+        elif not any(self.have_window):
             window, rotation = None, of_all
         return place(window=window, is_local=is_local, rotation=rotation, **others)
 
@@ -160,13 +165,13 @@ def _run_period(
         )
         for step, place in zip(steps, places, strict=True)
     ]
-    have_window = [None if isinstance(step.has_window, bool) else step.has_window for step in steps]
+    are_local = [step.is_local for step in steps]
     repeats, choices = steps[0].repeats, _by_step(given, steps)
 
     def body(carry: tuple[jax.Array, dict[str, Any], jax.Array], inputs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        (x, caches, number), (states, have_window, choices) = carry, inputs
+        (x, caches, number), (states, are_local, choices) = carry, inputs
         sown: dict[str, list[jax.Array]] = {}
-        for step, layer, is_local, given in zip(steps, layers, have_window, choices, strict=True):
+        for step, layer, is_local, given in zip(steps, layers, are_local, choices, strict=True):
             name, index = step.plan.name, step.first + number * step.stride
             x, cache, values = layer(x, caches.get(name), states[name], index, is_local, given)
             caches = {**caches, name: cache} if name in caches else caches
@@ -176,7 +181,7 @@ def _run_period(
 
     own_caches = {} if caches is None else {name: caches[name] for name in states}
     unroll = max(1, min(options.unroll // len(steps), repeats))
-    carry, inputs = (x, own_caches, jnp.int32(0)), (states, have_window, choices)
+    carry, inputs = (x, own_caches, jnp.int32(0)), (states, are_local, choices)
     (x, own_caches, _), sown = jax.lax.scan(body, carry, inputs, repeats, unroll=unroll)
     of_layers = {name: values.reshape(math.prod(values.shape[:2]), *values.shape[2:]) for name, values in sown.items()}
     return x, own_caches, of_layers
@@ -252,11 +257,6 @@ def _by_repeat(state: Any, first: _Step) -> Any:
         return own if stride == 1 else own.reshape(first.repeats, stride, *array.shape[1:])
 
     return jax.tree.map(cut, state)
-
-
-def _cut(array: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The first `count` elements of an array, and the others."""
-    return array[:count], array[count:]
 
 
 def put_forms(layers: Layer, options: Options) -> None:
