@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jgg.models
 from jgg.hf.adapter_experts import pair_of
 from tests.support.hf import assert_same_tensors
-from tests.support.models import DATA, FAMILIES, loaded, logits_of, reference
+from tests.support.models import DATA, FAMILIES, MORE_FAMILIES, loaded, logits_of, reference
 
 ADAPTERS = DATA.parent / "model_adapters"
 CASES = "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe"
@@ -37,7 +37,7 @@ def adapters_of(model):
     }
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", (*CASES, *(name for name in MORE_FAMILIES if (ADAPTERS / name).exists())))
 def test_an_adapter_of_peft_gives_its_logits_and_is_written_bit_for_bit(family, tmp_path):
     model = loaded(family)
     jgg.models.load_adapter(model, ADAPTERS / family)
