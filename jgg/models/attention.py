@@ -69,6 +69,18 @@ class Place(NamedTuple):
     topk_indices: jax.Array | None = None
     adapters: bool = True
 
+    @property
+    def has_more(self) -> bool:
+        """Whether tokens may be before these in the cache."""
+        return self.start is not None and not (isinstance(self.start, int) and self.start == 0)
+
+    def is_token(self, length: int) -> jax.Array | None:
+        """Whether each of so many places has a token of its sequence, bool [B, S]; None if all have."""
+        if self.lengths is None:
+            return None
+        places = jnp.arange(length, dtype=jnp.int32) + (0 if self.start is None else self.start)
+        return places[None] < self.lengths[:, None]
+
 
 class Attention(nnx.Module):
     """Attention of one layer: projections, norms of queries and keys, rotary embedding, softmax, output."""
@@ -96,17 +108,15 @@ class Attention(nnx.Module):
         0, 1, 2, ... in each segment.
         """
         q, k, v, gate = self._heads(x, place)
-        if place.lengths is not None:
-            places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
-            is_token = (places[None] < place.lengths[:, None])[..., None, None]
-            k, v = (jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (k, v))
+        is_token = place.is_token(x.shape[1])
+        if is_token is not None:
+            k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
         if cache is not None and x.shape[1] == 1:
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:
                 cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
-            has_more = place.start is not None and not (isinstance(place.start, int) and place.start == 0)
-            if cache is not None and has_more:
+            if cache is not None and place.has_more:
                 attended = self._attend_to_those_before(q, place, cache)
             else:
                 attended = self._attend_to_each_other(q, k, v, place)

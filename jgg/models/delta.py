@@ -57,15 +57,14 @@ class Delta(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: States | None = None) -> tuple[jax.Array, States | None]:
         """Maps x [B, S, H] to the same shape; with a cache, tokens follow those that it has seen."""
-        own, length = self.own, x.shape[1]
+        own = self.own
         qkv, z, b, a = self._projections(x, place.adapters)
         log_decay, beta = _gates(b, a, self.log_a[...], self.dt_bias[...])
-        count = None
-        if place.lengths is not None:  # what follows the last token of a row changes no state
-            count = jnp.clip(place.lengths - (0 if place.start is None else place.start), 0, length)
-            is_token = (jnp.arange(length, dtype=jnp.int32)[None] < count[:, None])[..., None]
+        is_token, count = place.is_token(x.shape[1]), None
+        if is_token is not None:  # what follows the last token of a row changes no state
+            count = is_token.sum(axis=1, dtype=jnp.int32)
             qkv, log_decay, beta = (
-                jnp.where(is_token, array, jnp.zeros((), array.dtype)) for array in (qkv, log_decay, beta)
+                jnp.where(is_token[..., None], array, jnp.zeros((), array.dtype)) for array in (qkv, log_decay, beta)
             )
         seen = resets = positions = None
         if cache is not None:

@@ -26,7 +26,7 @@ from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.norms import norm
 from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
-from jgg.models.rotary import rotated
+from jgg.models.rotary import halves_first, rotated
 from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.products.attend_one import written
 
@@ -65,14 +65,12 @@ class Latent(nnx.Module):
         0, 1, 2, ... in each segment.
         """
         q, latents = self._queries_and_latents(x, place)
-        if place.lengths is not None:
-            places = jnp.arange(x.shape[1], dtype=jnp.int32) + (0 if place.start is None else place.start)
-            is_token = (places[None] < place.lengths[:, None])[..., None]
-            latents = jnp.where(is_token, latents, jnp.zeros((), latents.dtype))
-        has_more = place.start is not None and not (isinstance(place.start, int) and place.start == 0)
+        is_token = place.is_token(x.shape[1])
+        if is_token is not None:
+            latents = jnp.where(is_token[..., None], latents, jnp.zeros((), latents.dtype))
         if cache is not None:
             cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), latents)
-        if cache is not None and (has_more or x.shape[1] == 1):
+        if cache is not None and (place.has_more or x.shape[1] == 1):
             attended = self._attend_to_cache(q, place, cache)
         else:
             k, v = self._keys_and_values(latents, place)
@@ -99,17 +97,12 @@ class Latent(nnx.Module):
         q, q_rotated = jnp.split(q, [own.plain_features], axis=-1)
         latents, k_rotated = jnp.split(latents, [own.kv_rank], axis=-1)
         latents = norm(latents, self.kv_norm[...], *norms)
-        q_rotated, k_rotated = (self._halves(array).reshape(*x.shape[:2], -1) for array in (q_rotated, k_rotated))
+        q_rotated = q_rotated.reshape(*x.shape[:2], -1)
+        if own.is_interleaved:  # the same order of features in queries and keys changes none of their products
+            q_rotated, k_rotated = (halves_first(y, own.rotated_features) for y in (q_rotated, k_rotated))
         q_rotated, k_rotated = rotated(q_rotated, k_rotated, None, place.rotation, own.rotated_features, *norms)
         q = jnp.concatenate([q, q_rotated], axis=-1)
         return q, jnp.concatenate([latents, k_rotated[:, :, 0]], axis=-1)
-
-    def _halves(self, array: jax.Array) -> jax.Array:
-        """The features of [..., features] with the first of each rotated pair before the second of each."""
-        if not self.own.is_interleaved:
-            return array
-        pairs = array.reshape(*array.shape[:-1], -1, 2)
-        return pairs.swapaxes(-1, -2).reshape(array.shape)
 
     def _keys_and_values(self, latents: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, heads, D] and values [B, S, heads, value features]."""
