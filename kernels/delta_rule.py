@@ -142,6 +142,18 @@ def chunk_matrices_kernel(
 
 
 @triton.jit
+def factors_of(factors, totals, number, chunk, chunks, places, CHUNK: tl.constexpr):
+    """What `chunk_matrices_kernel` leaves of the tokens at these places of a chunk, and the decay of its state."""
+    stride = chunks * CHUNK
+    of_head = factors + number * FACTORS * stride
+    betas = tl.load(of_head + BETA * stride + places)
+    recall = tl.load(of_head + RECALL * stride + places)
+    read = tl.load(of_head + READ * stride + places)
+    write = tl.load(of_head + WRITE * stride + places)
+    return betas, recall, read, write, tl.load(totals + number * chunks + chunk)
+
+
+@triton.jit
 def delta_rule_kernel(
     q,
     k,
@@ -188,8 +200,6 @@ def delta_rule_kernel(
         acc = tl.load(state + number * (FEATURES * VALUE_FEATURES) + in_state, mask=is_in_state, other=0.0)
     of_keys = sequence * length * STRIDE + head // GROUP * FEATURES
     of_values = sequence * length * (HEADS * VALUE_FEATURES) + head * VALUE_FEATURES
-    stride = chunks * CHUNK
-    of_factors = factors + number * FACTORS * stride
     for chunk in tl.range(0, chunks):
         places = chunk * CHUNK + tokens
         exists = (places < length)[:, None]
@@ -201,11 +211,7 @@ def delta_rule_kernel(
         v_block = tl.load(v + at_values, mask=exists & is_column, other=0.0)
         inverse = tl.load(inverses + at_matrix)
         weight = tl.load(weights + at_matrix)
-        betas = tl.load(of_factors + BETA * stride + places)
-        recall = tl.load(of_factors + RECALL * stride + places)
-        read = tl.load(of_factors + READ * stride + places)
-        write = tl.load(of_factors + WRITE * stride + places)
-        total = tl.load(totals + number * chunks + chunk)
+        betas, recall, read, write, total = factors_of(factors, totals, number, chunk, chunks, places, CHUNK)
 
         before = acc.to(k_block.dtype)
         if states is not None:

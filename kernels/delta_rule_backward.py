@@ -13,7 +13,7 @@ gradient of the state after a chunk, and G that of the results:
 import triton
 import triton.language as tl
 
-from .delta_rule import BETA, FACTORS, READ, RECALL, WRITE, decays_of, root_of, state_decays_of, sums_of
+from .delta_rule import decays_of, factors_of, root_of, state_decays_of, sums_of
 from .tiles import add, row_pointers
 
 
@@ -60,8 +60,6 @@ def delta_rule_backward_kernel(
     acc = tl.load(d_last_state + number * (FEATURES * VALUE_FEATURES) + in_state, mask=is_in_state, other=0.0)
     of_keys = sequence * length * STRIDE + head // GROUP * FEATURES
     of_values = sequence * length * (HEADS * VALUE_FEATURES) + head * VALUE_FEATURES
-    stride = chunks * CHUNK
-    of_factors = factors + number * FACTORS * stride
     for step in tl.range(0, chunks):
         chunk = chunks - 1 - step
         places = chunk * CHUNK + tokens
@@ -74,11 +72,7 @@ def delta_rule_backward_kernel(
         dy_block = tl.load(dy + at_values, mask=exists & is_column, other=0.0)
         inverse = tl.load(inverses + at_matrix)
         weight = tl.load(weights + at_matrix)
-        betas = tl.load(of_factors + BETA * stride + places)
-        recall = tl.load(of_factors + RECALL * stride + places)
-        read = tl.load(of_factors + READ * stride + places)
-        write = tl.load(of_factors + WRITE * stride + places)
-        total = tl.load(totals + number * chunks + chunk)
+        betas, recall, read, write, total = factors_of(factors, totals, number, chunk, chunks, places, CHUNK)
 
         after = acc.to(k_block.dtype)
         at_state = (number * chunks + chunk) * (FEATURES * VALUE_FEATURES) + in_state
