@@ -27,7 +27,8 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from benchmarks.models import EXPERTS, config_of, random_model
+from benchmarks.model_configs import config_of
+from benchmarks.models import EXPERTS, random_model
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.core.matrix import Matrix

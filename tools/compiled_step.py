@@ -29,7 +29,8 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from benchmarks.models import CONFIGS, EXPERTS, PARAMS, RUNS, config_of, make_step, options_of, random_model
+from benchmarks.model_configs import CONFIGS, config_of
+from benchmarks.models import EXPERTS, PARAMS, RUNS, make_step, options_of, random_model
 from jgg.models.parts import REMAT
 from jgg.models.placement import place
 from jgg.sharding import MoESharding

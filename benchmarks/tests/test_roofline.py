@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import jgg
-from benchmarks import layer_roofline, models
+from benchmarks import layer_roofline, model_configs, models
 from benchmarks.layer import FORWARD, FORWARD_BACKWARD, LayerProblem
 from benchmarks.layer_roofline import Part, dense_times, least_layer_seconds, parts_of
 from benchmarks.lora import LoraProblem
@@ -122,7 +122,7 @@ def test_adapters_beside_frozen_weights_read_and_write_more():
 
 
 # A model of 2 layers with 4 heads of 16 features, 2 of keys and values, and 2 of 8 experts for each token.
-MODEL = models.config_of("qwen3-30b-a3b", None, is_small=True)
+MODEL = model_configs.config_of("qwen3-30b-a3b", None, is_small=True)
 TENSORS = [
     Tensor(1000, 2000, is_of_experts=False, is_matrix=True, is_head=False),
     Tensor(8000, 8100, is_of_experts=True, is_matrix=True, is_head=False),
