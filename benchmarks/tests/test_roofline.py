@@ -159,7 +159,8 @@ def test_the_least_time_of_generation():
 
 
 def test_a_token_attends_to_no_more_positions_than_a_window_has():
-    windowed = dataclasses.replace(MODEL, windows=(2, None))
+    first, second = MODEL.mixers
+    windowed = dataclasses.replace(MODEL, mixers=(dataclasses.replace(first, window=2), second))
     whole, part = (least_prefill_seconds(model, [], FAST, 1, 4) for model in (MODEL, windowed))
     assert whole == pytest.approx((10 + 10) * ATTENTION / 2)
     assert part == pytest.approx((1 + 2 + 2 + 2 + 10) * ATTENTION / 2)
