@@ -137,8 +137,6 @@ def _matrix_seconds(config, tensors, speeds, tokens, tokens_with_logits):
 
 def _attention_flops(config, positions):
     """FLOPs of the attention of tokens at these positions of one sequence, in all layers, in forward."""
-    attended = np.asarray(positions) + 1
-    of_pairs = (
-        int(np.minimum(attended, own.window or attended.max()).sum()) * own.flops_per_pair for own in config.mixers
-    )
-    return sum(of_pairs) + len(attended) * sum(own.flops_per_token for own in config.mixers)
+    before = np.asarray(positions)
+    of_pairs = (int((own.pairs(before + 1) - own.pairs(before)).sum()) * own.flops_per_pair for own in config.mixers)
+    return sum(of_pairs) + len(before) * sum(own.flops_per_token for own in config.mixers)
