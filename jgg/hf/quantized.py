@@ -259,7 +259,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, or of its values, from the beginning of its file."""
-        return shape_of(self._tensors, name + self.how.suffixes[0] if name in self.names else name)
+        return shape_of(self._tensors, self.stored_names(name)[0])
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; reads nothing."""
