@@ -1,6 +1,7 @@
 """Makes implicit promotion of dtypes and ranks an error, names hypothesis's profiles, divides tests among workers."""
 
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ generated.register_profiles()
 workers.compile_quickly()
 workers.share_programs()
 workers.share_gpus()
+_torn_down = itertools.count(1)
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -46,6 +48,13 @@ def pytest_collection_finish(session):
     workers.write_groups(session.items)
     gc.freeze()
     gc.set_threshold(20_000)  # tracing makes so many objects that by default this takes a twelfth of the time
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """After each fiftieth test, since to look takes milliseconds."""
+    if next(_torn_down) % 50 == 0:
+        workers.drop_programs()
 
 
 @pytest.fixture(autouse=True)
