@@ -1,6 +1,5 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
 from jgg.experts.mesh import (
     MoESharding,
+    axis_split_over,
     check_inside_shard_map,
     check_interleaved,
     check_outside_shard_map,
@@ -180,8 +180,10 @@ def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpO
     devices = sharding.size(sharding.fsdp)
 
     def gathered(part: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
-        split = [devices if axis == sharding.fsdp else 1 for axis in spec]
-        return jax.ShapeDtypeStruct(tuple(map(operator.mul, part.shape, split)), part.dtype)
+        axis = axis_split_over(sharding.fsdp, spec)
+        return jax.ShapeDtypeStruct(
+            tuple(size * devices if number == axis else size for number, size in enumerate(part.shape)), part.dtype
+        )
 
     return map_matrices(gathered, weights, sharding.weight_specs(options.w_layout))
 

@@ -30,7 +30,7 @@ class MoESharding:
     | axis | tokens | weights | communication, forward |
     | --- | --- | --- | --- |
     | data | split | replicated | none (gradients of weights are summed) |
-    | fsdp | split | stored split over H | weights are gathered (gradients are reduce-scattered) |
+    | fsdp | split | stored split, as `fsdp_splits` says | weights are gathered (gradients are reduce-scattered) |
     | expert | split | split over E | tokens go to their experts and back, by `exchange` |
     | tensor | replicated | split over I | y is summed |
 
@@ -38,6 +38,9 @@ class MoESharding:
       mesh: a mesh, each of whose axes may be Auto or Explicit.
       data: one axis, or a tuple of several; () for none.
       fsdp, expert, tensor: one axis each, or None.
+      fsdp_splits: what the devices along `fsdp` store of w_gate_up, w_down and their adapters: "experts" (each some
+        experts whole; E must divide by the devices along `fsdp` and `expert` together) or "features" (each a part of
+        H of all experts; it takes longer, as devices then copy what they gathered into its order).
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
         less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
         give the same y and drop the same rows.
@@ -51,6 +54,7 @@ class MoESharding:
     fsdp: str | None = None
     expert: str | None = None
     tensor: str | None = None
+    fsdp_splits: str = "experts"
     exchange: str = "all_gather"
     buffer_factor: float | None = None
 
@@ -69,6 +73,7 @@ class MoESharding:
                 raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
             if used.count(axis) > 1:
                 raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
+        check_one_of("fsdp_splits", self.fsdp_splits, ("experts", "features"))
         check_one_of("exchange", self.exchange, EXCHANGES)
         factor = self.buffer_factor
         if factor is not None:
@@ -113,16 +118,20 @@ class MoESharding:
         that they share with w_gate_up alike; so it is with w_down.
         """
         check_one_of("w_layout", w_layout, W_LAYOUTS)
+        axes, features = [self.expert], self.fsdp
+        if self.fsdp_splits == "experts":
+            axes, features = [self.expert, self.fsdp], None
+        experts = tuple(axis for axis in axes if axis is not None)
         in_ekn = {
-            "w_gate_up": (self.fsdp, self.tensor),
-            "w_gate_up_lora_a": (self.fsdp, None),
+            "w_gate_up": (features, self.tensor),
+            "w_gate_up_lora_a": (features, None),
             "w_gate_up_lora_b": (None, self.tensor),
-            "w_down": (self.tensor, self.fsdp),
+            "w_down": (self.tensor, features),
             "w_down_lora_a": (self.tensor, None),
-            "w_down_lora_b": (None, self.fsdp),
+            "w_down_lora_b": (None, features),
         }
         step = 1 if w_layout == "ekn" else -1
-        specs = {name: P(self.expert, *features[::step]) for name, features in in_ekn.items()}
+        specs = {name: P(experts or None, *split[::step]) for name, split in in_ekn.items()}
         return specs | {"b_gate_up": P(self.expert, self.tensor), "b_down": P(self.expert, None)}
 
     def named(self, spec: P) -> jax.NamedSharding:
@@ -168,6 +177,14 @@ class MoESharding:
                     f"{name} must have a multiple of {devices * whole} along axis {axis}, the devices along {along} of "
                     f"the mesh{blocks}, got {list(shape)}."
                 )
+
+
+def axis_split_over(mesh_axis: str | None, spec: P) -> int | None:
+    """The number of the axis that a spec splits over an axis of the mesh, or None."""
+    for number, names in enumerate(spec):
+        if mesh_axis in (names if isinstance(names, tuple) else (names,)):
+            return number
+    return None
 
 
 def map_tokens[Result](

@@ -15,7 +15,7 @@ from jgg.core.matrix import Matrix
 from jgg.core.quantized import as_bits, from_bits
 from jgg.experts.arguments import ExpertWeights, MlpOptions
 from jgg.experts.exchange import EXCHANGES, Placement
-from jgg.experts.mesh import MoESharding, specs_of_parts
+from jgg.experts.mesh import MoESharding, axis_split_over, specs_of_parts
 from jgg.experts.moe import compute_mlp
 from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
@@ -36,7 +36,7 @@ def compute_mlp_on_device(
 ) -> tuple[jax.Array, jax.Array]:
     """`moe_mlp_on_device` of checked arguments."""
     how = How(options.implementation, current_target())
-    num_experts, num_rows = weights.gate_up.shape[0], topk_indices.shape[0] * topk_indices.shape[1]
+    num_rows = topk_indices.shape[0] * topk_indices.shape[1]
     spare_sms = _SPARE_SMS if sharding.size(sharding.expert, sharding.tensor) > 1 else 0
     options = dataclasses.replace(options, spare_sms=spare_sms, expected_rows=num_rows or None)
     if sharding.tensor is not None:
@@ -49,6 +49,8 @@ def compute_mlp_on_device(
     def compute(x: jax.Array, topk_weights: jax.Array, weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
         if sharding.gather_axis is not None:
             weights = _gathered(weights, x.dtype, sharding.gather_axis, sharding.weight_specs(options.w_layout))
+
+        num_experts = weights.gate_up.shape[0]
 
         def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
             routing = checkpoint_name(routing, "jgg_routing")
@@ -76,9 +78,10 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
     """
 
     def gathered(part: jax.Array, spec: jax.P) -> jax.Array:
-        if axis_name not in spec:  # a factor that this axis does not split
+        axis = axis_split_over(axis_name, spec)
+        if axis is None:  # a factor that this axis does not split
             return part
-        bits = jax.lax.all_gather(as_bits(part), axis_name, axis=spec.index(axis_name), tiled=True)
+        bits = jax.lax.all_gather(as_bits(part), axis_name, axis=axis, tiled=True)
         return bits if bits.dtype == part.dtype else from_bits(bits, part.dtype)
 
     def cast(matrix: Matrix) -> Matrix:

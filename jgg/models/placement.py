@@ -31,17 +31,18 @@ def checked_sharding(sharding: MoESharding | None) -> MoESharding | None:
 def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding) -> P:
     """The PartitionSpec of a parameter of one layer, or of one beside the layers.
 
-    Experts are split as `jgg.nnx.MoE` splits them. All else is split over the fsdp axis, along the longest of the axes
-    that its devices divide; vectors, and matrices without such an axis, are whole on each device.
+    Experts are split as `jgg.nnx.MoE` splits them. All else is split over the fsdp axis, along the first of the axes
+    that its devices divide, so that what they gather is in order; vectors, and matrices without such an axis, are whole
+    on each device.
     """
     experts = sharding.weight_specs("ekn")
     if "moe" in path and path[-1] in experts:
         return experts[path[-1]]
     devices = sharding.size(sharding.fsdp)
-    sizes = [0 if size % devices else size for size in shape]
-    if sharding.fsdp is None or len(shape) < 2 or not any(sizes):
+    axis = next((number for number, size in enumerate(shape) if size % devices == 0), None)
+    if sharding.fsdp is None or len(shape) < 2 or axis is None:
         return P()
-    return P(*[None] * sizes.index(max(sizes)), sharding.fsdp)
+    return P(*[None] * axis, sharding.fsdp)
 
 
 def place(

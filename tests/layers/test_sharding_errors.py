@@ -20,6 +20,7 @@ WRONG_AXES = {
     "no such data axis": ({"data": ("a", "c")}, "data must be of the mesh's axes ('a', 'b'), got 'c'"),
     "an axis twice": ({"fsdp": "a", "tensor": "a"}, "fsdp must name an axis that no other does, got 'a'"),
     "no such exchange": ({"exchange": "mail"}, "exchange must be one of ('all_gather', 'ragged_all_to_all'), got"),
+    "nothing to split": ({"fsdp_splits": "tokens"}, "fsdp_splits must be one of ('experts', 'features'), got"),
     "no room": ({"buffer_factor": 0}, "buffer_factor must be None or a number greater than 0, got 0"),
 }
 
@@ -47,8 +48,13 @@ WRONG_ARRAYS = {
         zeros(w_gate_up=(6, 12, 20), w_down=(6, 10, 12), b_gate_up=(6, 20), b_down=(6, 12)),
         "w_gate_up must have a multiple of 4 along axis 0, the devices along 'b' of the mesh, got [6, 12, 20]",
     ),
+    "stored experts do not divide": (
+        {"fsdp": "b", "expert": "a"},
+        zeros(w_gate_up=(12, 12, 20), w_down=(12, 10, 12), b_gate_up=(12, 20), b_down=(12, 12)),
+        "w_gate_up must have a multiple of 8 along axis 0, the devices along 'a' and 'b' of the mesh, got [12, 12, 20]",
+    ),
     "stored features do not divide": (
-        {"fsdp": "b"},
+        {"fsdp": "b", "fsdp_splits": "features"},
         zeros(x=(32, 10), w_gate_up=(8, 10, 20), w_down=(8, 10, 10), b_down=(8, 10)),
         "w_gate_up must have a multiple of 4 along axis 1",
     ),

@@ -22,6 +22,7 @@ RANK = 7
 CASES = {
     "data": ({"data": ("a", "b", "c")}, {}, "uneven"),
     "fsdp": ({"fsdp": "a", "data": "b"}, {}, "uneven"),
+    "fsdp of features": ({"fsdp": "a", "data": "b"}, {"fsdp_splits": "features"}, "uneven"),
     "tensor": ({"tensor": "c"}, {}, "uneven"),
     "expert by all-gather": ({"expert": "b"}, {}, "uneven"),
     "expert by ragged all-to-all": ({"expert": "b"}, {"exchange": "ragged_all_to_all"}, "uneven"),
@@ -58,6 +59,7 @@ OTHER_CASES = (
 # those with terms of low rank too
 LOW_RANK_CASES = [
     "fsdp",
+    "fsdp of features",
     "tensor",
     "ragged, room for a third",
     "fsdp, expert, tensor by all_gather",
