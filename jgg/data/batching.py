@@ -73,7 +73,9 @@ class Batches:
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
         numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
         sequences = [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
-        batch = {name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()}
+        batch: dict[str, np.ndarray] = {
+            name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()
+        }
         for name, array in batch.items():
             array[: len(sequences)] = [sequence[name] for sequence in sequences]
         if self._is_normalized:
@@ -174,7 +176,7 @@ class _Sequences:
     def __init__(self, store: Store, length: int, packing: bool) -> None:
         self._store, self._length = store, length
         self._order, self._bounds = pack(store.sizes - 1, length, packing)
-        #: the weights of all learned tokens, of a sequence in the mean
+        # the sum of the weights of learned tokens, in the mean over sequences
         self.mean_weight = float(np.dot(store.weights.astype(np.float64), store.learned)) / len(self)
 
     def __len__(self) -> int:
