@@ -8,6 +8,7 @@ from jgg.models.generation import generate, stream
 from jgg.models.loading import load
 from jgg.models.saving import named_tensors, save
 from jgg.models.streaming import Stream
+from jgg.models.texts import stream_text
 
 __all__ = [
     "Decoder",
@@ -23,4 +24,5 @@ __all__ = [
     "save",
     "save_adapter",
     "stream",
+    "stream_text",
 ]

@@ -10,7 +10,7 @@ class Penalties(NamedTuple):
     """What each of R rows charges for tokens that it has; the neutral numbers are 1, 0 and 0.
 
     Attributes:
-      repetition: float32 [R], divides the logits above 0, and multiplies those below, of tokens of prompt and new tokens.
+      repetition: float32 [R], divides logits above 0 and multiplies those below, of tokens of the prompt and new ones.
       presence: float32 [R], is taken off the logit of each new token.
       frequency: float32 [R], is taken off the logit of each new token as often as it is there.
 

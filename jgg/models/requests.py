@@ -41,6 +41,20 @@ class Options(TypedDict, total=False):
     prefill_chunk: int | None
 
 
+class _Range(NamedTuple):
+    """Which numbers an argument may have, as a function and in words, which are empty for all finite numbers."""
+
+    has: Callable[[Any], Any]
+    text: str = ""
+
+
+_FINITE = _Range(np.isfinite)
+_NOT_NEGATIVE = _Range(lambda each: each >= 0, "0 or more")
+_POSITIVE = _Range(lambda each: each > 0, "more than 0")
+_PART = _Range(lambda each: (each >= 0) & (each <= 1), "at least 0 and at most 1")
+_POSITIVE_PART = _Range(lambda each: (each > 0) & (each <= 1), "more than 0 and at most 1")
+
+
 class Asked(NamedTuple):
     """What is asked of a model.
 
@@ -116,11 +130,10 @@ def _with_copies(model: Decoder, batch: int, arrays: Any) -> Any:
 
 def _penalties(repetition: ArrayLike, presence: ArrayLike, frequency: ArrayLike, batch: int) -> Penalties | None:
     """The penalties of the prompts; None if all are neutral."""
-    any_number = "any size"
     found = (
-        _numbers("repetition_penalty", repetition, batch, "more than 0", lambda each: each > 0, 1.0),
-        _numbers("presence_penalty", presence, batch, any_number, lambda each: each == each, 0.0),
-        _numbers("frequency_penalty", frequency, batch, any_number, lambda each: each == each, 0.0),
+        _numbers("repetition_penalty", repetition, batch, _POSITIVE, 1.0),
+        _numbers("presence_penalty", presence, batch, _FINITE, 0.0),
+        _numbers("frequency_penalty", frequency, batch, _FINITE, 0.0),
     )
     if all(each is None for each in found):
         return None
@@ -140,10 +153,9 @@ def _sampling(
     batch: int,
 ) -> Sampling | None:
     """How tokens of the prompts are drawn; None for the likeliest of all."""
-    temperatures = _numbers("temperature", temperature, batch, "0 or more", lambda each: each >= 0, 0.0)
-    in_part = "more than 0 and at most 1"
-    part = _numbers("top_p", top_p, batch, in_part, lambda each: (each > 0) & (each <= 1), 1.0)
-    least = _numbers("min_p", min_p, batch, "from 0 to 1", lambda each: (each >= 0) & (each <= 1), 0.0)
+    temperatures = _numbers("temperature", temperature, batch, _NOT_NEGATIVE, 0.0)
+    part = _numbers("top_p", top_p, batch, _POSITIVE_PART, 1.0)
+    least = _numbers("min_p", min_p, batch, _PART, 0.0)
     most = _top_k(top_k, batch)
     is_greedy = temperatures is None or (not isinstance(temperatures, Tracer) and not on_host(temperatures).any())
     is_random = key is not None or seeds is not None or is_greedy
@@ -160,31 +172,21 @@ def _sampling(
     )
 
 
-def _numbers(
-    name: str,
-    value: ArrayLike,
-    batch: int,
-    expected: str,
-    is_right: Callable[[Any], Any],
-    neutral: float,
-) -> jax.Array | None:
-    """Finite numbers float32 [B] of one for all or of [B]; None for the one number that changes nothing.
-
-    Args:
-      expected, is_right: which numbers are right, in words and as a function.
-    """
+def _numbers(name: str, value: ArrayLike, batch: int, within: _Range, neutral: float) -> jax.Array | None:
+    """Finite numbers float32 [B] of one for all or of [B]; None for the one number that changes nothing."""
     if not isinstance(value, Tracer) and np.ndim(value) == 0:
         number = as_finite(name, value)
-        check(is_right(number), f"{name} must be {expected}, got {number}.")
-        within = min(max(number, float(_FLOAT32.min)), float(_FLOAT32.max))
-        return None if number == neutral else jnp.full(batch, within, jnp.float32)
+        check(within.has(number), f"{name} must be {within.text}, got {number}.")
+        bounded = min(max(number, float(_FLOAT32.min)), float(_FLOAT32.max))
+        return None if number == neutral else jnp.full(batch, bounded, jnp.float32)
     array = as_array(name, value)
     check_reals(name, array)
     check(array.shape in ((), (batch,)), f"{name} must be a number or [B], [{batch}], got {list(array.shape)}.")
     if not isinstance(array, Tracer):
         known = on_host(array)
-        all_right = np.isfinite(known).all() and np.all(is_right(known))
-        check(all_right, f"{name} must have finite numbers of {expected}, got {known.tolist()}.")
+        expected = f"finite numbers of {within.text}" if within.text else "finite numbers"
+        all_right = np.isfinite(known).all() and np.all(within.has(known))
+        check(all_right, f"{name} must have {expected}, got {known.tolist()}.")
     return jnp.broadcast_to(array, (batch,)).astype(jnp.float32)
 
 

@@ -25,11 +25,13 @@ class Stream(Iterator[np.ndarray]):
     Attributes:
       tokens: int32 [R, N], the new tokens so far.
       lengths: int32 [R], how many new tokens each row has so far, with the one that ended it.
+      max_new_tokens: how many new tokens there are at most.
       is_done: bool [R], the rows that have ended, by a stop token, by `end`, or as their logits are NaN.
     """
 
     def __init__(self, model: Decoder, asked: Asked, chunk: int) -> None:
         self._asked, self._chunk = asked, chunk
+        self.max_new_tokens = asked.new_tokens
         self._split = decoding.split_model(model)
         self._state: State | None = None
         self._ended = np.zeros(len(asked.prompts) * asked.plan.num_samples, bool)
@@ -40,13 +42,13 @@ class Stream(Iterator[np.ndarray]):
 
     def __next__(self) -> np.ndarray:
         before = self.tokens.shape[1]
-        if self.is_done.all() or before == self._asked.new_tokens:
+        if self.is_done.all() or before == self.max_new_tokens:
             raise StopIteration
         request, plan = self._asked.request, self._asked.plan
         if self._state is None:
             self._state = decoding.start(*self._split, self._asked.prompts, request, plan=plan)
         else:
-            limit = jnp.int32(min(before + self._chunk, self._asked.new_tokens))
+            limit = jnp.int32(min(before + self._chunk, self.max_new_tokens))
             self._state = decoding.advance(*self._split, self._state, request, self._ended, limit, plan=plan)
         rows = self._asked.rows
         filled, tokens, lengths, is_done = map(
