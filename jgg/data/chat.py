@@ -30,3 +30,16 @@ def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[
         raise ValueError("the chat template writes the messages before the last anew")
     shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, prompt, strict=False))
     return whole, len(list(shared))
+
+
+def rendered_prompt(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
+    """The text of messages by the chat template, up to where it asks for the assistant's answer.
+
+    Raises: ValueError: the tokenizer has no template, or the template fails.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of any type: a template is a program
+        raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
