@@ -13,8 +13,7 @@ import numpy as np
 import jgg.hf
 import jgg.models
 from jgg.cli.generation.settings import settings_of
-from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, stop_tokens
-from jgg.data.chat import rendered_prompt
+from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
 from jgg.linear.fp8 import Fp8
 
 _EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
@@ -57,7 +56,7 @@ class Speaker:
 
     def ids_of_chat(self, messages: Sequence[dict[str, Any]], where: str) -> list[int]:
         """The tokens of a conversation by the chat template, which asks for an answer."""
-        return self.ids_of(rendered_prompt(self.tokenizer, messages), where, is_rendered=True)
+        return self.ids_of(prompt_of(self.tokenizer, messages), where, is_rendered=True)
 
     def stream(self, ids: list[int], chunk: int, *, is_padded: bool = False, turn: int = 0) -> jgg.models.Stream:
         """The tokens that continue a prompt, as they come.
