@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from _jgg_command import finetune, train
+from _jgg_command import finetune, generate, train
 from _jgg_command.arguments import Parser, file, positive_float, positive_int
 from _jgg_command.configuration import with_file
 from _jgg_command.options import DTYPES, SIZES, add_shared
@@ -118,6 +118,7 @@ COMMANDS = {
         _bench,
     ),
     "finetune": Command(finetune.DESCRIPTION, finetune.add_arguments),
+    "generate": Command(generate.DESCRIPTION, generate.add_arguments),
     "train": Command(train.DESCRIPTION, train.add_arguments),
     "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
 }
