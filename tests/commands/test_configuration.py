@@ -33,6 +33,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
 
 
 def test_what_a_run_writes_is_a_file_of_its_options(folder):
+    (folder / "m").mkdir()
     arguments = ["train", "m", "--data", "a b.jsonl", 'c"\n\\é😀\x7f', "--output", "o", "--mix", "1", "0.5"]
     args = parse("", [*arguments, "--weight-decay", "1e-9", "--no-packing", "--log-to", "tensorboard"])
     settings = folders.settings_of(args)

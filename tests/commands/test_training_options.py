@@ -12,8 +12,9 @@ import pytest
 import jgg.models
 import jgg.train
 from _jgg_command import main
+from jgg.cli.errors import enough_memory, writes
 from jgg.cli.options import UsageError
-from jgg.cli.training import devices, errors, loop
+from jgg.cli.training import devices, loop
 from tests.support.models import config_of, folder_with_tokenizer
 
 NEEDED = "--data", "data.jsonl", "--output", "out"
@@ -179,18 +180,25 @@ def test_held_out_tokens_beyond_the_vocabulary_are_named(folder, error):
 def test_too_little_memory_is_one_line(kind):
     with (
         pytest.raises(SystemExit, match=r"^jgg: memory runs out: take less of --x .*32 GiB\)$"),
-        errors.training("--x"),
+        enough_memory("--x"),
     ):
         raise kind
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), errors.training("--x"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory("--x"):
         raise jax.errors.JaxRuntimeError("INTERNAL: other")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    path = tmp_path / "none" / "x"
+    with pytest.raises(SystemExit, match=r"^jgg: could not write .*/none/x: No such file or directory$"), writes(path):
+        path.write_text("x")
 
 
 def test_training_that_cannot_go_on_writes_no_adapter(error, monkeypatch):
     def fail(*_, **__):
         raise jgg.train.TrainingError("step 3: the loss is nan")
 
-    monkeypatch.setattr(loop, "_trainer_of", fail)
+    monkeypatch.setattr(loop, "_trainer_of", lambda *_: None)
+    monkeypatch.setattr(loop, "_records", fail)
     monkeypatch.setattr("jgg.cli.training.finetune._load", lambda *_: None)
     assert error("finetune", "model", *NEEDED) == "jgg: step 3: the loss is nan"
     assert not os.path.lexists("out")

@@ -8,9 +8,11 @@ from flax import nnx
 import jgg
 import jgg.hf
 import jgg.models
+from jgg.cli.errors import one_line, writes
 from jgg.cli.options import UsageError
-from jgg.cli.training import devices, errors, folders, loop
+from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.data import note_ends
+from jgg.hf.hub import folder_of
 from jgg.sharding import MoESharding
 
 _EXPERTS: dict[str, str | jgg.Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
@@ -19,19 +21,20 @@ _EXPERTS: dict[str, str | jgg.Fp8] = {"bfloat16": "dense", "as-stored": "as stor
 def run(args) -> int:
     """Trains and saves; what can be wrong is looked at before the model is loaded."""
     devices.join(args)
-    folder = Path(args.model)
-    with errors.one_line():
+    with one_line():
+        folder = folder_of(args.model)
         _check(args, folder)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, folder, config)
         model = _load(args, folder, training.sharding)
     model = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
-    if args.full:
-        jgg.models.save(model, args.output)
-    else:
-        jgg.models.save_adapter(model, args.output)
-    if loop.is_first():
-        note_ends(args.output, training.data.end_tokens)
+    with writes(args.output):
+        if args.full:
+            jgg.models.save(model, args.output)
+        else:
+            jgg.models.save_adapter(model, args.output)
+        if loop.is_first():
+            note_ends(args.output, training.data.end_tokens)
     loop.say(args, f"wrote {args.output}")
     return 0
 

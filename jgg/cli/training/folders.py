@@ -50,7 +50,8 @@ def beside(output: Path, ending: str) -> Path:
 def settings_of(args) -> dict[str, Any]:
     """The options of a run, with full paths."""
     values = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
-    values["model"] = Path(values["model"]).resolve()
+    if os.path.exists(values["model"]):  # else it is a name on the Hub
+        values["model"] = Path(values["model"]).resolve()
     for name in ("data", "eval_data", "output", "checkpoints", "tokenizer"):
         value = values.get(name)
         if value is not None:

@@ -1,6 +1,7 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from flax import nnx
 
 import jgg.train
 from jgg.cli.console import progress
-from jgg.cli.training import devices, errors, folders
+from jgg.cli.errors import enough_memory, writes
+from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, data_of
 from jgg.data import lengths_of
 from jgg.models import Decoder, ModelConfig
@@ -59,6 +61,7 @@ class Run(NamedTuple):
       sharding: how the devices split the model; None for one device.
       data: what is learned, and what is held out.
       steps: number of the last step.
+      schedule: the rate of each step, from 0.
       log: where measurements go.
     """
 
@@ -66,6 +69,7 @@ class Run(NamedTuple):
     sharding: MoESharding | None
     data: Data
     steps: int
+    schedule: optax.Schedule
     log: jgg.train.Log
 
 
@@ -83,30 +87,37 @@ def prepare(args, tokenizer: Path, config: ModelConfig) -> Run:
     settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
-    return Run(args, sharding, data, steps, log)
+    return Run(args, sharding, data, steps, schedule_of(args, steps), log)
 
 
 def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
     """Trains the variables of a type, from the last checkpoint on, and returns the model; tells what is measured."""
-    args, steps, schedule = run.args, run.steps, schedule_of(run.args, run.steps)
-    with errors.training(_LESS_MEMORY):
-        trainer = _trainer_of(run, model, schedule, wrt)
-        every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
-        saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
-        with run.log as log, progress(steps, args.quiet or not is_first()) as tell:
-            done = 0
-            for record in trainer.fit(run.data.batches.of_step, steps, every=every, first=True, **saving):
-                values = _measured(run, record, schedule, trainer)
+    args, steps, done = run.args, run.steps, 0
+    with enough_memory(_LESS_MEMORY), run.log as log, progress(steps, args.quiet or not is_first()) as tell:
+        trainer = _trainer_of(run, model, wrt)
+        try:
+            for record in _records(run, trainer):
+                values = _measured(run, record, trainer)
                 if is_first():
-                    log.write(record.step, values)
+                    with writes(log.path):
+                        log.write(record.step, values)
                 say(args, in_words(record, values))
                 tell(f"loss {values['loss']:.3f}", record.step - done)
                 done = record.step
+        except jgg.train.TrainingError as error:
+            raise SystemExit(f"jgg: {error}") from error
         return trainer.model
 
 
-def _trainer_of(run: Run, model: Decoder, schedule: optax.Schedule, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
-    args, sharding, optimizer = run.args, run.sharding, optimizer_of(run.args, schedule)
+def _records(run: Run, trainer: jgg.train.Trainer) -> Iterator[jgg.train.Record]:
+    args = run.args
+    every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
+    saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
+    return trainer.fit(run.data.batches.of_step, run.steps, every=every, first=True, **saving)
+
+
+def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
+    args, sharding, optimizer = run.args, run.sharding, optimizer_of(run.args, run.schedule)
     trained, total = (sum(a.size for a in jax.tree.leaves(nnx.state(model, kind))) for kind in (wrt, nnx.Variable))
     say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args)}")
     return jgg.train.Trainer(
@@ -120,14 +131,12 @@ def _trainer_of(run: Run, model: Decoder, schedule: optax.Schedule, wrt: type[nn
     )
 
 
-def _measured(
-    run: Run, record: jgg.train.Record, schedule: optax.Schedule, trainer: jgg.train.Trainer
-) -> dict[str, float | None]:
+def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
     """What a record says, by the names of the log, and now and then the loss of what is held out."""
     speed, data, args = record.speed, run.data, run.args
     values = {
         "loss": float(np.mean(record.metrics["loss"])),
-        "learning_rate": float(schedule(record.step - 1)),
+        "learning_rate": float(run.schedule(record.step - 1)),
         "epoch": record.step / len(data.batches),
         "expert_load": float(np.max(record.metrics["load"][-1])),
         "tokens_per_second": speed.tokens_per_second,

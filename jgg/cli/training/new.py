@@ -1,5 +1,6 @@
 """Trains a new model, as a config.json describes it."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,24 +10,27 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.cli import options
+from jgg.cli.errors import one_line, writes
 from jgg.cli.options import UsageError
-from jgg.cli.training import devices, errors, folders, loop
+from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.data import note_ends
+from jgg.models.left_out import LeftOut
 from jgg.sharding import MoESharding
 
 
 def run(args) -> int:
     """Trains and saves; what can be wrong is looked at before the model is made."""
     devices.join(args)
-    with errors.one_line():
+    with one_line():
         folder = _check(args)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, args.tokenizer, config)
         model = _make(args, config, training.sharding)
     model = loop.fit(training, model, nnx.Param)
-    jgg.models.save(model, args.output)
-    if loop.is_first():
-        note_ends(args.output, training.data.end_tokens)
+    with writes(args.output):
+        jgg.models.save(model, args.output)
+        if loop.is_first():
+            note_ends(args.output, training.data.end_tokens)
     loop.say(args, f"wrote {args.output}")
     return 0
 
@@ -49,6 +53,8 @@ def _check(args) -> Path:
 
 
 def _make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None) -> jgg.models.Decoder:
+    # what is saved beside the model
+    config = dataclasses.replace(config, left_out=LeftOut.of(args.tokenizer, ()))
     return jgg.models.Decoder(
         config,
         dtype=jnp.dtype(args.dtype),
