@@ -1,7 +1,7 @@
 """Texts for whole models: rows of files, tokens by a Hugging Face folder's tokenizer and chat template, batches."""
 
 from jgg.data.batching import Batches, batches
-from jgg.data.chat import encode_conversation
+from jgg.data.chat import encode_conversation, prompt_of
 from jgg.data.examples import Example, examples_of
 from jgg.data.packing import lengths_of
 from jgg.data.reading import rows
@@ -19,6 +19,7 @@ __all__ = [
     "examples_of",
     "lengths_of",
     "load_tokenizer",
+    "prompt_of",
     "rows",
     "stop_tokens",
 ]

@@ -48,6 +48,19 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Any], tools: Any = No
     return [_encode_spans(tokenizer, text, spans) for text, spans in texts]
 
 
+def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
+    """The text of a conversation by the chat template, with what asks for the assistant's answer at its end.
+
+    Raises: ValueError: there is no template, or it fails.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of any type: a template is a program
+        raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
+
+
 class _WrittenAnewError(Exception):
     pass
 
