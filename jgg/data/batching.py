@@ -1,5 +1,6 @@
 """`batches`: the batches of training and evaluation, each of which depends on its number alone; grain orders them."""
 
+import datetime
 import hashlib
 import math
 import os
@@ -100,6 +101,7 @@ def batches(
     seed: int | None = 0,
     normalize: bool = True,
     end_token: int | None = None,
+    date: datetime.date | None = None,
 ) -> Batches:
     """Tokenizes the rows of files, plans the sequences, and returns the batches.
 
@@ -133,6 +135,8 @@ def batches(
       normalize: False leaves the weights as the rows have them.
       end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; the
         tokenizer's own if it is None, -1 for none.
+      date: what chat templates that write the date, such as gpt-oss's, take for today; today if it is None. A run that
+        goes on another day must give the day of its start.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.
@@ -149,7 +153,7 @@ def batches(
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
     own_end = tokenizer.eos_token_id if end_token is None else end_token if end_token >= 0 else None
-    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end) for group in groups]
+    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end, date=date) for group in groups]
     shape = accumulate, batch_size, length
     return Batches(stores, shares, shape, packing=packing, normalize=normalize, seed=seed)
 

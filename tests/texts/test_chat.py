@@ -1,5 +1,6 @@
 """Conversations are written as transformers writes them, and what assistants say in them is learned."""
 
+import datetime
 import re
 
 import pytest
@@ -187,3 +188,19 @@ def test_what_an_assistant_says_first_is_not_learned(tmp_path):
     assert found[1:] == ("two<|im_end|>\n",) and "two" in found[0]
     with pytest.raises(ValueError, match="messages must have one before the assistant's, got it alone"):
         spans(folder, {"messages": [ASSISTANT, USER]})
+
+
+@pytest.mark.parametrize("template", [LOOP, marked(LOOP)], ids=["compared", "marked"])
+def test_a_template_that_writes_the_date_writes_that_of_the_run_s_start(template, tmp_path):
+    today = (
+        "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( \"%d %b %Y\" ) }}" + "{{ 'on' if strftime_now is defined }}"
+    )
+    folder = folder_of(tmp_path, template=today + template)
+    tokenizer, date = jgg.data.load_tokenizer(folder), datetime.date(2024, 2, 29)
+    (found,) = jgg.data.examples_of({"messages": TALK}, tokenizer, date=date)
+    assert tokenizer.decode(found.tokens).startswith("2024-02-29 29 Feb 2024on<|im_start|>system")
+    data = jsonl(folder, {"messages": TALK})
+    options = {"length": 256, "batch_size": 1}
+    dates = [date, date, date + datetime.timedelta(1), None, datetime.date.today()]
+    first, same, other, *now = [jgg.data.batches(data, tokenizer, **options, date=day).digest for day in dates]
+    assert first == same != other and first not in now
