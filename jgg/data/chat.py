@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jgg.data.tokenizers import encode, kind_and_text
 Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
+_ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -82,12 +84,13 @@ class _Conversation:
 
     def marked(self, count: int) -> Tokens:
         """The tokens of the first messages, and which of them the template marks."""
-        found = self.apply(
-            self.messages[:count],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        with _ONE_AT_A_TIME:
+            found = self.apply(
+                self.messages[:count],
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
         return found["input_ids"], [mask == 1 for mask in found["assistant_masks"]]
 
     def _text(self, count: int, asks_for_more: bool = False) -> str:

@@ -2,7 +2,9 @@
 
 import datetime
 import re
+import sys
 
+import numpy as np
 import pytest
 
 import jgg.data
@@ -204,3 +206,19 @@ def test_a_template_that_writes_the_date_writes_that_of_the_run_s_start(template
     dates = [date, date, date + datetime.timedelta(1), None, datetime.date.today()]
     first, same, other, *now = [jgg.data.batches(data, tokenizer, **options, date=day).digest for day in dates]
     assert first == same != other and first not in now
+
+
+def test_marked_turns_are_the_same_by_threads(tmp_path):
+    """Transformers 5.0 kept what it marks in one place for all threads."""
+    folder = folder_of(tmp_path, template=marked(LOOP))
+    rows = [{"messages": TALK[: 3 + 2 * (n % 2)] * (1 + n % 7)} for n in range(400)]
+    tokenizer, data = jgg.data.load_tokenizer(folder), jsonl(folder, *rows)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = jgg.data.batches(data, tokenizer, length=1024, batch_size=1, packing=False, seed=None, normalize=False)
+    finally:
+        sys.setswitchinterval(interval)
+    for row, batch in zip(rows, found, strict=True):
+        (example,) = jgg.data.examples_of(row, tokenizer)
+        assert np.array_equal(batch["weights"][0, 0, : len(example.learned) - 1], example.learned[1:])
