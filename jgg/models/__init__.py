@@ -4,14 +4,17 @@ from jgg.models.adapters import load_adapter, save_adapter
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
 from jgg.models.generated import Generated, TrainingRows
-from jgg.models.generation import generate
+from jgg.models.generation import generate, stream
 from jgg.models.loading import load
 from jgg.models.saving import named_tensors, save
+from jgg.models.streaming import Stream
+from jgg.models.texts import stream_text
 
 __all__ = [
     "Decoder",
     "Generated",
     "ModelConfig",
+    "Stream",
     "TrainingRows",
     "generate",
     "load",
@@ -20,4 +23,6 @@ __all__ = [
     "named_tensors",
     "save",
     "save_adapter",
+    "stream",
+    "stream_text",
 ]

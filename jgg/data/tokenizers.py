@@ -1,0 +1,127 @@
+"""Tokenizes texts as a Hugging Face folder says, and finds the tokens that end them.
+
+Transformers tokenizes and decodes, by tokenizer.json and tokenizer_config.json. It needs no PyTorch for that.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgg.hf.files import read_object
+from jgg.models import ModelConfig
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer of transformers for a folder's tokenizer.json, a `PreTrainedTokenizerFast`.
+
+    Raises:
+      ImportError: transformers is not installed.
+      ValueError: the folder has no tokenizer.json, or transformers cannot read it.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} must be a folder with tokenizer.json, got none")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError("tokenizers need transformers: pip install transformers jinja2") from error
+    try:
+        # AutoTokenizer would put the rules of the model_type's class in the place of those of tokenizer.json
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any type, for files that are damaged
+        raise ValueError(f"transformers cannot read the tokenizer of {folder}: {kind_and_text(error)}") from error
+
+
+def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and for each the number of characters up to its end.
+
+    What the tokenizer puts before a text, such as "<s>", is left out where the text begins with it already. What it
+    puts behind a text is left out: the text goes on.
+
+    Args:
+      tokenizer: what `load_tokenizer` returned.
+      text: the text.
+      is_rendered: whether the chat template wrote the text, which has all special tokens then.
+
+    Raises: ValueError: the text has half of a pair of surrogates, which is no character.
+    """
+    text.encode()
+    found = tokenizer(
+        text,
+        add_special_tokens=not is_rendered,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+    )
+    ids, is_added = found["input_ids"], found["special_tokens_mask"]
+    before = ids[: len(list(itertools.takewhile(bool, is_added)))]
+    own = [
+        (token, end) for token, (_, end), added in zip(ids, found["offset_mapping"], is_added, strict=True) if not added
+    ]
+    if [token for token, _ in own[: len(before)]] == before:
+        before = []
+    return before + [token for token, _ in own], [0] * len(before) + [end for _, end in own]
+
+
+def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
+    """The text that new tokens add to the text of a prompt's tokens; special tokens are left out of both."""
+    texts = (
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for tokens in (prompt, prompt + new)
+    )
+    before, whole = texts
+    return whole[len(before) :]
+
+
+def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> list[int]:
+    """The tokens that end a text: those of a model's folder, then those that training noted in the adapter's folder.
+
+    They are `eos_token_id` of generation_config.json; the model's folder may have it in config.json instead, there
+    also in "text_config".
+
+    Raises: ValueError: a file is no JSON object, or eos_token_id is no token, list of tokens or null.
+    """
+    own = _eos_tokens(Path(folder) / "generation_config.json") or _eos_tokens(Path(folder) / "config.json")
+    noted = [] if adapter is None else _eos_tokens(Path(adapter) / "generation_config.json")
+    return list(dict.fromkeys([*own, *noted]))
+
+
+def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
+    """The special token at the end of a text, before white space that a chat template puts behind it, or None."""
+    for token in map(int, reversed(ids)):
+        if token in tokenizer.added_tokens_decoder:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
+
+
+def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
+    """Raises ValueError, which begins with `where`, if the model has no embedding for a token."""
+    largest = int(np.max(ids, initial=0))
+    if largest >= config.vocabulary:
+        raise ValueError(
+            f"{where} must have tokens below the model's vocab_size, {config.vocabulary}, got {largest}, "
+            f"{tokenizer.convert_ids_to_tokens(largest)!r}: the tokenizer has tokens that the model has not"
+        )
+
+
+def kind_and_text(error: Exception) -> str:
+    """An error in one line, which begins with its type's name."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _eos_tokens(path: Path) -> list[int]:
+    """eos_token_id of a file, which may be missing, or else of the language model that its text_config describes."""
+    content = read_object(path) if path.is_file() else {}
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ValueError(f"eos_token_id of {path} must be a token, a list of tokens or null, got {found!r}")
+    return tokens

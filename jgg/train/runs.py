@@ -1,0 +1,68 @@
+"""Notes the options of a run in a TOML file, and finds those that changed when it goes on."""
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jgg.core.files import replace_text
+
+
+def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], comment: str = "") -> None:
+    """Writes the options of a run, which `jgg COMMAND --config` reads, and further values as a table [noted].
+
+    Options that are None are left out. Values are strings, paths, numbers, bools and lists of them.
+    """
+    lines = [f"# {comment}\n"] if comment else []
+    lines += [f"{name} = {_toml(value)}\n" for name, value in options.items() if value is not None]
+    lines += ["\n[noted]\n", *(f"{name} = {_toml(value)}\n" for name, value in noted.items() if value is not None)]
+    replace_text(path, "".join(lines))
+
+
+def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
+    """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
+
+    Raises: ValueError: the file is no TOML file.
+    """
+    before, before_noted = _read(path)
+    return _changes(before, _plain(options), free) + _changes(before_noted, _plain(noted), ())
+
+
+def noted_in(path: Path) -> dict[str, Any]:
+    """The further values that a file notes of a run.
+
+    Raises: ValueError: the file is no TOML file.
+    """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options in a file, and the further values."""
+    try:
+        options = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a TOML file: {' '.join(str(error).split())}") from error
+    noted = options.pop("noted", {})
+    return options, noted if isinstance(noted, dict) else {}
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> list[str]:
+    names = [name for name in {**now, **before} if name not in free and before.get(name) != now.get(name)]
+    return [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as a file gives them back."""
+    return tomllib.loads("".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, int | float):
+        return repr(value)
+    # JSON's strings are TOML's, but for this character
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
