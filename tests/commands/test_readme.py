@@ -25,7 +25,7 @@ def commands(path):
     """The arguments of each call of jgg on a page."""
     for line in "".join(blocks(path)).splitlines():
         if line.startswith("jgg "):
-            yield shlex.split(line.partition(" | ")[0], comments=True)[1:]
+            yield shlex.split(re.split(" [|>]", line)[0], comments=True)[1:]
 
 
 def test_commands_of_pages_are_taken(capsys):
