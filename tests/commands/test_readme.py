@@ -25,7 +25,8 @@ def commands(path):
     """The arguments of each call of jgg on a page."""
     for line in "".join(blocks(path)).splitlines():
         if line.startswith("jgg "):
-            yield shlex.split(re.split(" [|>]", line)[0], comments=True)[1:]
+            words = shlex.split(re.split(" [|>]", line)[0], comments=True)
+            yield [word for word in words[1:] if word != "..."]
 
 
 def test_commands_of_pages_are_taken(capsys):
