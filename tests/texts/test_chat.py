@@ -1,12 +1,13 @@
 """Conversations are written as transformers writes them, and what assistants say in them is learned."""
 
+import datetime
 import re
 
 import pytest
 
 import jgg.data
 from tests.support import tokenizers
-from tests.support.texts import ASSISTANT, LOOP, USER, WHOLE, examples, folder_of, spans
+from tests.support.texts import ASSISTANT, LOOP, USER, WHOLE, examples, folder_of, jsonl, spans
 
 # name: the template, and the text before and in what is learned of the messages above
 TEMPLATES = {
@@ -39,7 +40,7 @@ TEMPLATES = {
         "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}",
         "user:one\nassistant:",
-        "two\n",
+        "two\n</s>",  # no special token ends it
     ),
     # as Phi-3's, which ends all but a prompt
     "an end behind all": (
@@ -56,7 +57,7 @@ def test_messages_are_written_as_transformers_writes_them(name, tmp_path):
     folder = folder_of(tmp_path, template=template)
     assert spans(folder, {"messages": [USER, ASSISTANT]}) == [(before, learned)]
     text = jgg.data.load_tokenizer(folder).apply_chat_template([USER, ASSISTANT], tokenize=False)
-    assert text == before + learned
+    assert before + learned in (text, f"{text}</s>")
 
 
 def test_named_templates_and_tools(tmp_path):
@@ -161,6 +162,9 @@ def test_a_turn_that_later_loses_its_thoughts_is_a_text_of_its_own(tmp_path):
     thought = "<think>\n\n</think>\n\n"
     assert first[1:] == (f"{thought}two<|im_end|>\n",) and second[1:] == (f"{thought}three two<|im_end|>\n",)
     assert second[0].startswith(first[0] + "two<|im_end|>\n")  # and is not learned there
+    tokenizer, data = jgg.data.load_tokenizer(folder), jsonl(folder, {"messages": TALK})
+    found = jgg.data.batches(data, tokenizer, length=256, batch_size=1, seed=None)
+    assert (found.num_examples, found.num_sequences, found.end_tokens) == (2, 1, [4])
 
 
 def test_an_end_that_only_the_last_turn_has_is_learned_there(tmp_path):
@@ -184,3 +188,19 @@ def test_what_an_assistant_says_first_is_not_learned(tmp_path):
     assert found[1:] == ("two<|im_end|>\n",) and "two" in found[0]
     with pytest.raises(ValueError, match="messages must have one before the assistant's, got it alone"):
         spans(folder, {"messages": [ASSISTANT, USER]})
+
+
+@pytest.mark.parametrize("template", [LOOP, marked(LOOP)], ids=["compared", "marked"])
+def test_a_template_that_writes_the_date_writes_that_of_the_run_s_start(template, tmp_path):
+    today = (
+        "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( \"%d %b %Y\" ) }}" + "{{ 'on' if strftime_now is defined }}"
+    )
+    folder = folder_of(tmp_path, template=today + template)
+    tokenizer, date = jgg.data.load_tokenizer(folder), datetime.date(2024, 2, 29)
+    (found,) = jgg.data.examples_of({"messages": TALK}, tokenizer, date=date)
+    assert tokenizer.decode(found.tokens).startswith("2024-02-29 29 Feb 2024on<|im_start|>system")
+    data = jsonl(folder, {"messages": TALK})
+    options = {"length": 256, "batch_size": 1}
+    dates = [date, date, date + datetime.timedelta(1), None, datetime.date.today()]
+    first, same, other, *now = [jgg.data.batches(data, tokenizer, **options, date=day).digest for day in dates]
+    assert first == same != other and first not in now
