@@ -4,110 +4,11 @@ So what jgg offers, such as dtypes and layouts, is repeated here; tests/commands
 """
 
 import argparse
-import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-
-def _whole_number(text, least, most):
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
-    if value > most:
-        raise argparse.ArgumentTypeError(f"must be {most} or less, got {value}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """Argument type: a whole number from 1 to the largest int32, because sizes are computed in int32."""
-    return _whole_number(text, 1, 2**31 - 1)
-
-
-def _seed(text):
-    """Argument type: a whole number that NumPy and JAX accept as a seed; different seeds give different data."""
-    return _whole_number(text, 0, 2**32 - 1)
-
-
-def positive_float(text: str) -> float:
-    """Argument type: a finite number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be greater than 0 and finite, got {value}")
-    return value
-
-
-def _file(text):
-    """Argument type: the name of a file, which need not exist."""
-    if os.path.basename(text) in ("", ".", ".."):
-        raise argparse.ArgumentTypeError(f"must end in the name of a file, not of a folder, got {text!r}")
-    return text
-
-
-def _prefix(text):
-    """Argument type: a prefix of files, in a folder that exists and takes files."""
-    folder = os.path.dirname(_file(text)) or "."
-    if not os.path.isdir(folder):
-        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} is in {folder}, which takes no files: {error.strerror}") from None
-    return text
-
-
-_SHARED: dict[str, dict[str, Any]] = {
-    "layer": {
-        "action": "append",
-        "metavar": "NAME",
-        "help": "a layer that jgg knows, by its name; may be repeated (default: all of them)",
-    },
-    "shapes": {
-        "metavar": "FILE",
-        "help": "JSON file of your own layers, in the form of jgg/measuring/layers.json; --layer then names these",
-    },
-    "m": {
-        "type": positive_int,
-        "help": "rows of a single product, measured instead of layers: tokens times experts of each",
-    },
-    "k": {"type": positive_int, "help": "features of x in the single product"},
-    "n": {"type": positive_int, "help": "features of y in the single product"},
-    "experts": {"type": positive_int, "help": "number of experts in the single product"},
-    "topk": {"type": positive_int, "help": "experts of each token in the single product (default: 1)"},
-    "dtype": {"choices": DTYPES, "help": "dtype of x and the weights (default: bfloat16 on a GPU, else float32)"},
-    "w-layout": {
-        "choices": ("enk", "ekn"),
-        "help": "axes of the weights: e experts, n features of y, k features of x (default: %(default)s)",
-    },
-    "implementation": {
-        "choices": ("triton", "xla", "interpret"),
-        "help": "implementation of products (default: triton on a GPU of compute capability 8.0 or newer, else xla)",
-    },
-    "seed": {"type": _seed, "default": 0, "help": "seed of the random data (default: %(default)s)"},
-    "out": {
-        "type": _prefix,
-        "metavar": "PREFIX",
-        "help": "how the names of the written files begin (default: %(default)s)",
-    },
-    "json": {"action": "store_true", "help": "print JSON instead of text"},
-    "quiet": {"action": "store_true", "help": "show no progress"},
-}
-SIZES = ("m", "k", "n", "experts", "topk")
-
-
-def add_shared(parser, *names, **changes):
-    """Declares options that commands share, by their names; `changes` has options with settings to change in them."""
-    for name in (*names, *(name.replace("_", "-") for name in changes)):
-        parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
+from _jgg_command.arguments import Parser, file, positive_float, positive_int
+from _jgg_command.options import DTYPES, SIZES, add_shared
 
 
 def _info(parser):
@@ -182,7 +83,7 @@ def _tune(parser):
     )
     parser.add_argument("--op", metavar="LIST", help=what)
     what = "file to write to (default: the file that $JGG_TUNED names, else one in the folder for caches)"
-    parser.add_argument("--out", type=_file, metavar="FILE", help=what)
+    parser.add_argument("--out", type=file, metavar="FILE", help=what)
     what = "number of processes that compile; they take turns on the GPU (default: 8)"
     parser.add_argument("--workers", type=positive_int, help=what)
     what = "run the search in Triton's interpreter, without a GPU: to try it, on tiny sizes"
@@ -218,9 +119,9 @@ COMMANDS = {
 }
 
 
-def make_parser(version: str) -> argparse.ArgumentParser:
+def make_parser(version: str) -> Parser:
     """Makes the parser of `jgg` and its commands. Parsed arguments also have `command`, its name, and its `parser`."""
-    parser = argparse.ArgumentParser(prog="jgg", description="Grouped GEMM for JAX mixture-of-experts training.")
+    parser = Parser(prog="jgg", description="Grouped GEMM for JAX mixture-of-experts training.")
     parser.add_argument("--version", action="version", version=f"jgg {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (description, add_arguments) in COMMANDS.items():

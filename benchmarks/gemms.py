@@ -14,7 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _jgg_command.parser import COMMANDS, add_shared
+from _jgg_command.options import add_shared
+from _jgg_command.parser import COMMANDS
 from benchmarks.peers import PEERS, measure_best
 from jgg.cli import bench, options
 from jgg.cli import run as run_command

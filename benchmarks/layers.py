@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from _jgg_command.parser import DTYPES, SIZES, add_shared
+from _jgg_command.options import DTYPES, SIZES, add_shared
 from benchmarks import layers_report
 from benchmarks.layer import (
     PASSES,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from _jgg_command.parser import add_shared
+from _jgg_command.options import add_shared
 from benchmarks.layer import FORWARD, LayerProblem
 from benchmarks.layer_roofline import (
     Part,

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _jgg_command.parser import add_shared, positive_float, positive_int
+from _jgg_command.arguments import positive_float, positive_int
+from _jgg_command.options import add_shared
 from benchmarks.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.cli import options
 from jgg.cli import run as run_command

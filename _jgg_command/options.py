@@ -1,0 +1,51 @@
+"""Options that several commands and benchmarks have, declared once."""
+
+from typing import Any
+
+from _jgg_command.arguments import positive_int, prefix, seed
+
+DTYPES = ("float32", "float16", "bfloat16")
+SIZES = ("m", "k", "n", "experts", "topk")
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "layer": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "a layer that jgg knows, by its name; may be repeated (default: all of them)",
+    },
+    "shapes": {
+        "metavar": "FILE",
+        "help": "JSON file of your own layers, in the form of jgg/measuring/layers.json; --layer then names these",
+    },
+    "m": {
+        "type": positive_int,
+        "help": "rows of a single product, measured instead of layers: tokens times experts of each",
+    },
+    "k": {"type": positive_int, "help": "features of x in the single product"},
+    "n": {"type": positive_int, "help": "features of y in the single product"},
+    "experts": {"type": positive_int, "help": "number of experts in the single product"},
+    "topk": {"type": positive_int, "help": "experts of each token in the single product (default: 1)"},
+    "dtype": {"choices": DTYPES, "help": "dtype of x and the weights (default: bfloat16 on a GPU, else float32)"},
+    "w-layout": {
+        "choices": ("enk", "ekn"),
+        "help": "axes of the weights: e experts, n features of y, k features of x (default: %(default)s)",
+    },
+    "implementation": {
+        "choices": ("triton", "xla", "interpret"),
+        "help": "implementation of products (default: triton on a GPU of compute capability 8.0 or newer, else xla)",
+    },
+    "seed": {"type": seed, "default": 0, "help": "seed of the random data (default: %(default)s)"},
+    "out": {
+        "type": prefix,
+        "metavar": "PREFIX",
+        "help": "how the names of the written files begin (default: %(default)s)",
+    },
+    "json": {"action": "store_true", "help": "print JSON instead of text"},
+    "quiet": {"action": "store_true", "help": "show no progress"},
+}
+
+
+def add_shared(parser, *names, **changes):
+    """Declares options that commands share, by their names; `changes` has options with settings to change in them."""
+    for name in (*names, *(name.replace("_", "-") for name in changes)):
+        parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
