@@ -18,6 +18,10 @@ environment/bin/python -W error -c 'import jgg'
 environment/bin/jgg
 environment/bin/jgg --version
 environment/bin/jgg info
+if environment/bin/python -c 'import triton' 2>/dev/null; then
+    echo "$(basename "$package") installs Triton, of 1 GB, on a machine without a GPU" >&2
+    exit 1
+fi
 environment/bin/python -m pip install -q "$package[demo]"
 environment/bin/python -W error -c 'import jgg.hf, jgg.linen, jgg.models, jgg.nnx'
 environment/bin/jgg demo --steps 5 --save model

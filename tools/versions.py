@@ -46,7 +46,7 @@ def make_environment(name: str, folder: Path) -> Path:
         found = subprocess.run(find, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
         print(f"Installing {name}: {' '.join(pinned)}", flush=True)
         subprocess.run([found, "-m", "venv", "--clear", folder / name], check=True)
-        install = [python, "-m", "pip", "install", "-q", "--no-compile", "-e", f"{ROOT}[flax,hf]"]
+        install = [python, "-m", "pip", "install", "-q", "--no-compile", "-e", f"{ROOT}[flax,hf,triton]"]
         subprocess.run([*install, *requirements], check=True)
         stamp.write_text(str(requirements))
     return python

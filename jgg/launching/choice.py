@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jgg.core.files import warn_once
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.launching import interpret, triton
@@ -76,7 +77,7 @@ def check_implementation(implementation: str | None) -> None:
         raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")
     if implementation in ("triton", "interpret") and not has_triton():
         raise ImportError(
-            f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[cuda12]' (Linux only)."
+            f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[triton]' (Linux only)."
         )
     device = device_target() if implementation == "triton" else None
     if device is not None and _is_too_old(device):
@@ -90,7 +91,15 @@ def is_plain_jax(implementation: str | None) -> bool:
     """Whether a choice always leads to the xla implementation, which needs no custom derivative."""
     if implementation is not None:
         return implementation == "xla"
-    return not has_triton() or _is_too_old(device_target())
+    device = device_target()
+    if not has_triton():
+        if device is not None and not _is_too_old(device):
+            warn_once(
+                f"All runs in plain JAX, slower than by the kernels for {device.name}: Triton and jax-triton are not "
+                "installed. pip install 'jgg[triton]'"
+            )
+        return True
+    return _is_too_old(device)
 
 
 def _is_too_old(device: Target | None) -> bool:

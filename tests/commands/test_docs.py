@@ -3,6 +3,7 @@
 import ast
 import pkgutil
 import re
+import tomllib
 import types
 from urllib.parse import urlparse
 
@@ -205,6 +206,19 @@ def test_installing_begins_with_what_a_checkout_has(page):
     assert [line.partition("  ")[0] for line in commands.splitlines()] == ["make demo", "make test"]
     assert install.index("make demo") < install.index("pip install")
     assert "published on PyPI: it is not yet" in install
+
+
+def test_extras_that_pages_name_are_there():
+    """pip only warns of one that is not."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    pages = "".join(path.read_text() for path in paths if path.name != "migrate.md")  # which has old names
+    named = re.findall(r"['`](?:jgg|\.)\[([a-z0-9,]+)\]", pages)
+    assert len(named) > 10
+    assert {extra for names in named for extra in names.split(",")} <= extras.keys()
+    table = (DOCS / "requirements.md").read_text().partition("## What pip installs")[2].partition("\n## ")[0]
+    listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)}
+    assert listed == extras.keys() - {"dev", "docs", "notebooks", "test"}
 
 
 def test_readme_and_the_quick_start_have_the_same_program():

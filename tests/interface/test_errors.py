@@ -8,6 +8,8 @@ import pytest
 from jax.experimental import checkify
 
 import jgg
+from jgg.core.gpu_target import Target
+from jgg.launching import choice
 from tests.support import processes
 
 
@@ -299,6 +301,17 @@ def test_triton_on_another_platform():
 
     with pytest.raises(NotImplementedError, match="implementation='triton' is for CUDA"):
         function.trace(RIGHT).lower(lowering_platforms=("cpu",))
+
+
+def test_a_gpu_without_triton_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    gpus = [Target(90, 132, "NVIDIA H100"), Target(90, 132, "NVIDIA H100"), Target(70, 80, "NVIDIA V100"), None]
+    for gpu in gpus:  # the last two run in plain JAX with Triton too
+        monkeypatch.setattr(choice, "device_target", lambda gpu=gpu: gpu)
+        assert choice.is_plain_jax(None)
+    (message,) = caplog.messages
+    assert "slower than by the kernels for NVIDIA H100" in message
+    assert "pip install 'jgg[triton]'" in message
 
 
 @pytest.mark.parametrize("implementation", ["triton", "interpret"])
