@@ -6,12 +6,14 @@ from jgg.models.decoder import Decoder
 from jgg.models.generated import Generated, TrainingRows
 from jgg.models.generation import generate
 from jgg.models.loading import load
+from jgg.models.loss import Scores
 from jgg.models.saving import named_tensors, save
 
 __all__ = [
     "Decoder",
     "Generated",
     "ModelConfig",
+    "Scores",
     "TrainingRows",
     "generate",
     "load",
