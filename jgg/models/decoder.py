@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
         mask: ArrayLike | None = None,
         adapters: bool = True,
     ) -> Scores:
-        """Returns how likely targets are, for an evaluation: their log-probabilities and whether they are the likeliest.
+        """Returns the log-probabilities of targets, for an evaluation, and whether they are the likeliest tokens.
 
         As with `losses`, logits never exist as a whole. Sows what a call sows. There are no gradients.
 
