@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from _jgg_command import generate
 from _jgg_command.arguments import Parser, file, positive_float, positive_int
 from _jgg_command.options import DTYPES, SIZES, add_shared
 
@@ -115,6 +116,7 @@ COMMANDS = {
         "Time grouped GEMMs on this machine, beside a dense product and jax.lax.ragged_dot, and check every result.",
         _bench,
     ),
+    "generate": Command(generate.DESCRIPTION, generate.add_arguments),
     "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
 }
 

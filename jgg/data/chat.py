@@ -1,32 +1,142 @@
-"""Writes conversations as the chat template of a Hugging Face folder does; transformers renders."""
+"""Tokenizes conversations as the chat template of a Hugging Face folder writes them; transformers renders.
 
+What is learned is what assistants said. A template that marks it by `{% generation %}` blocks says so itself. For
+others, the text of the messages before a turn, asking for an answer, is compared with the text that has the turn.
+"""
+
+import functools
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from jgg.data.tokenizers import kind_and_text
+from jgg.data.tokenizers import encode, kind_and_text
+
+Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
 
 
-def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[str, int]:
-    """The text of messages by the chat template, and the number of characters before what the last message adds.
+def encode_conversation(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> list[Tokens]:
+    """The tokens of a conversation, of which all that assistants said after other messages is learned.
 
-    Raises: ValueError: there is one message alone, or the template fails or writes the messages before the last anew.
+    Some templates write a turn otherwise once others follow it, such as without its thoughts. Such a turn is learned
+    as it is when it is the last: the conversation up to there is a text of its own.
+
+    Args:
+      tokenizer: what `load_tokenizer` returned.
+      messages: of the conversation, as `apply_chat_template` takes them. Those after the last assistant's are left out.
+      tools: that the assistant may use, as `apply_chat_template` takes them.
+
+    Raises: ValueError: there is no assistant's message after another, there is no template, or it fails or writes the
+      messages before an assistant's anew once that follows.
     """
-
-    def text_of(messages: Sequence[Any], asks_for_more: bool) -> str:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=asks_for_more, tokenize=False)
-
-    if len(messages) < 2:
+    turns = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
+    if not turns:
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
         raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+    conversation = _Conversation(tokenizer, messages, tools)
     try:
-        whole, prompt = text_of(messages, False), text_of(messages[:-1], True)
-        # templates may ask for an answer with what the answer has not, such as <think>
-        is_kept = whole.startswith(prompt) or whole.startswith(text_of(messages[:-1], False))
+        if _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+            return [conversation.marked(turns[-1] + 1)]
+        texts = conversation.texts(turns)
+    except _WrittenAnewError as error:
+        raise ValueError("the chat template writes the messages before the assistant's anew") from error
     except Exception as error:  # of any type: a template is a program
         raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
-    if not is_kept:
-        raise ValueError("the chat template writes the messages before the last anew")
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, prompt, strict=False))
-    return whole, len(list(shared))
+    return [_encode_spans(tokenizer, text, spans) for text, spans in texts]
+
+
+def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
+    """The text of a conversation by the chat template, with what asks for the assistant's answer at its end.
+
+    Raises: ValueError: there is no template, or it fails.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of any type: a template is a program
+        raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
+
+
+class _WrittenAnewError(Exception):
+    pass
+
+
+class _Conversation:
+    """The messages of a conversation, and how a tokenizer's template writes the first of them."""
+
+    def __init__(self, tokenizer: Any, messages: Sequence[Any], tools: Any) -> None:
+        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+        self.text = functools.cache(self._text)
+
+    def marked(self, count: int) -> Tokens:
+        """The tokens of the first messages, and which of them the template marks."""
+        found = self.tokenizer.apply_chat_template(
+            self.messages[:count],
+            tools=self.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        return found["input_ids"], [mask == 1 for mask in found["assistant_masks"]]
+
+    def _text(self, count: int, asks_for_more: bool = False) -> str:
+        """The text of the first messages."""
+        return self.tokenizer.apply_chat_template(
+            self.messages[:count], tools=self.tools, add_generation_prompt=asks_for_more, tokenize=False
+        )
+
+    def texts(self, turns: list[int]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """The texts that have all turns, and in each the spans of characters of the turns that are learned in it."""
+        texts, waiting = [], dict.fromkeys(turns)
+        while waiting:
+            last, _ = waiting.popitem()
+            whole = self.text(last + 1)
+            start = self._start(last, whole)
+            if start is None:
+                raise _WrittenAnewError
+            spans = [(start, len(whole))]
+            for turn in list(waiting):
+                span = self._span(turn, whole)
+                if span is not None:
+                    spans.append(span)
+                    del waiting[turn]
+            texts.append((whole, sorted(spans)))
+        return texts[::-1]
+
+    def _start(self, turn: int, whole: str) -> int | None:
+        """Where a turn begins in a text, behind what asks for it; None if the text writes what is before it anew."""
+        prompt = self.text(turn, True)
+        # templates may ask for an answer with what the answer has not, such as <think>
+        if whole.startswith(prompt) or whole.startswith(self.text(turn)):
+            return _shared(whole, prompt)
+        return None
+
+    def _span(self, turn: int, whole: str) -> tuple[int, int] | None:
+        """Where a turn is in a text that goes on; None if it is not there as it is when it is the last."""
+        start, alone = self._start(turn, whole), self.text(turn + 1)
+        # templates may put the token that ends a text behind the last message alone
+        kept = (text for text in (alone, alone.removesuffix(self.tokenizer.eos_token or "")) if whole.startswith(text))
+        end = next(map(len, kept), None)
+        return None if start is None or end is None else (start, end)
+
+
+def _shared(whole: str, part: str) -> int:
+    """The number of characters with which both begin."""
+    if whole.startswith(part):
+        return len(part)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, part, strict=False)))
+
+
+def _encode_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> Tokens:
+    """The tokens of a rendered text, and whether the characters with which they end are in one of the spans."""
+    ids, ends = encode(tokenizer, text, is_rendered=True)
+    learned = [False] * len(ids)
+    for start, end in spans:
+        # a token may go on beyond the end of a span: its first characters are learned
+        past = [0, *ends[:-1]]
+        learned = [own or (last > start and first < end) for own, first, last in zip(learned, past, ends, strict=True)]
+    return ids, learned

@@ -91,7 +91,7 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
     return list(dict.fromkeys([*own, *noted]))
 
 
-def end_of(tokenizer: Any, ids: Sequence[int]) -> int | None:
+def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
     """The special token at the end of a text, before white space that a chat template puts behind it, or None."""
     for token in map(int, reversed(ids)):
         if token in tokenizer.added_tokens_decoder:

@@ -4,16 +4,22 @@ from jgg.models.adapters import load_adapter, save_adapter
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
 from jgg.models.generated import Generated, TrainingRows
-from jgg.models.generation import generate
+from jgg.models.generation import generate, stream
 from jgg.models.loading import load
 from jgg.models.loss import Scores
 from jgg.models.saving import named_tensors, save
+from jgg.models.streaming import Stream
+from jgg.models.texts import stream_text
 
 __all__ = [
     "Decoder",
     "Generated",
     "ModelConfig",
+<<<<<<< HEAD
     "Scores",
+=======
+    "Stream",
+>>>>>>> generation
     "TrainingRows",
     "generate",
     "load",
@@ -22,4 +28,6 @@ __all__ = [
     "named_tensors",
     "save",
     "save_adapter",
+    "stream",
+    "stream_text",
 ]

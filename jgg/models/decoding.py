@@ -1,6 +1,7 @@
-"""The program that generates: prompts through the model, then one token of each row at a time, with a cache.
+"""The programs that generate: `start` runs prompts through the model, `advance` adds tokens with a cache.
 
-Prompts are [B, S]; each has `num_samples` rows, R in all, which go on from copies of its cache.
+Prompts are [B, S]; each has `num_samples` rows, R in all, which go on from copies of its cache. `generate` and `stream`
+run the same two programs, so that their bits are the same.
 """
 
 import dataclasses
@@ -11,32 +12,39 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgg.models import penalties
 from jgg.models.decoder import Caches, Decoder
-from jgg.models.generated import Generated
 from jgg.models.head import Head
 from jgg.models.loss import losses_by
+from jgg.models.penalties import Occurrences, Penalties
 from jgg.models.placement import split_batch
+from jgg.models.prefill import Plan, prefill, run_layers
 from jgg.models.sampling import Sampling, draw, of_samples
 from jgg.primitives.barrier import barrier
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the program is compiled for, beside shapes.
+class Request(NamedTuple):
+    """What is asked for beside the prompts [B, S].
 
     Attributes:
-      most: N, the most new tokens of a row.
-      num_samples: the rows of each prompt.
-      is_padded: whether prompts may be shorter than others.
-      prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
-      details: whether more than tokens is kept.
+      lengths: int32 [B], of the prompts.
+      sampling: how tokens of the B prompts are drawn; None to take the likeliest.
+      penalties: of the B prompts; None for no penalties.
+      stops: int32 [sequences, W], what ends a row, with -1 before those that are not the longest.
     """
 
-    most: int
-    num_samples: int
-    is_padded: bool
-    prefill_chunk: int | None
-    details: bool
+    lengths: jax.Array
+    sampling: Sampling | None
+    penalties: Penalties | None
+    stops: jax.Array
+
+    def of_samples(self, num_samples: int) -> "Request":
+        """The request of `num_samples` rows for each prompt."""
+        return self._replace(
+            lengths=jnp.repeat(self.lengths, num_samples),
+            sampling=None if self.sampling is None else of_samples(self.sampling, num_samples),
+            penalties=jax.tree.map(lambda array: jnp.repeat(array, num_samples), self.penalties),
+        )
 
 
 class Record(NamedTuple):
@@ -47,15 +55,16 @@ class Record(NamedTuple):
     topk_indices: jax.Array
 
 
-class _Loop(NamedTuple):
+class State(NamedTuple):
     """The state between steps.
 
     Attributes:
       filled: int32 [], how many of the N new tokens of each row are there.
       recent: int32 [R, W], the last of a row's new tokens, as many as the longest stop sequence has; before them -1.
       is_done: bool [R].
-      tokens: int32 [R, N].
+      tokens: int32 [R, N]; behind those that are there, the last of them, again and again.
       lengths: int32 [R], of the new tokens, with the one that ended a row.
+      occurrences: of tokens; None without penalties.
     """
 
     filled: jax.Array
@@ -63,182 +72,141 @@ class _Loop(NamedTuple):
     is_done: jax.Array
     tokens: jax.Array
     lengths: jax.Array
+    occurrences: Occurrences | None
     caches: Caches
     record: Record | None
 
 
+def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
+    """The model as the programs take it, with what makes its forward passes faster."""
+    split = nnx.split(model)
+    return _with_forms(*split) if model.options.batch_invariant else split
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_forms(graphdef: nnx.GraphDef[Decoder], state: Any) -> tuple[nnx.GraphDef[Decoder], Any]:
+    model = nnx.merge(graphdef, state)
+    model.put_forms()
+    return nnx.split(model)
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
-def run(
+def start(graphdef: nnx.GraphDef[Decoder], state: Any, prompts: jax.Array, request: Request, *, plan: Plan) -> State:
+    """The state with the first new token of each row.
+
+    Args:
+      graphdef, state: of the model, as `split_model` gives them.
+      prompts: int32 [B, S].
+    """
+    model = nnx.merge(graphdef, state)
+    logits, caches, choices = prefill(model, prompts, request.lengths, plan)
+    rows = request.of_samples(plan.num_samples)
+    empty = _empty(caches, choices, rows, plan)
+    if request.penalties is not None:
+        of_prompts = penalties.of_prompts(prompts, request.lengths, model.config.vocabulary, plan.num_samples)
+        empty = empty._replace(occurrences=of_prompts)
+    return _settled(_next(empty, logits, rows, _head(model)), model)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="plan", donate_argnames="before")
+def advance(
     graphdef: nnx.GraphDef[Decoder],
     state: Any,
-    prompts: jax.Array,
-    lengths: jax.Array,
-    sampling: Sampling | None,
-    stops: jax.Array,
+    before: State,
+    request: Request,
+    ended: jax.Array,
     new_tokens: jax.Array,
     *,
     plan: Plan,
-) -> tuple[jax.Array, Generated | None]:
-    """The new tokens int32 [R, plan.most], and the same with details if the plan asks for them.
+) -> State:
+    """The state with so many new tokens of each row, or fewer, where all rows have ended.
 
     Args:
-      graphdef, state: of the model.
-      prompts, lengths: int32 [B, S] and [B].
-      sampling: how tokens of the B prompts are drawn; None to take the likeliest.
-      stops: int32 [sequences, W], what ends a row, with -1 before those that are not the longest.
-      new_tokens: int32 [], of `plan.most`, after which generation ends.
+      before: the state of `start` or of this function, which is gone then.
+      request: that of `start`.
+      ended: bool [R], rows that are to end beside those that have.
+      new_tokens: int32 [], of `plan.most`.
     """
-    model = nnx.merge(graphdef, state)
-    if model.options.batch_invariant:
-        model.put_forms()
-        graphdef, state = nnx.split(model)
-    head = dataclasses.replace(model.head, mapped=model.options.mapped)
-    logits, caches, choices = _prefill(model, prompts, lengths, plan)
-    sampling = None if sampling is None else of_samples(sampling, plan.num_samples)
-    starts = jnp.repeat(lengths, plan.num_samples)
+    outside = nnx.merge(graphdef, state)
+    head, rows = _head(outside), request.of_samples(plan.num_samples)
 
-    def goes_on(loop: _Loop) -> jax.Array:
+    def goes_on(loop: State) -> jax.Array:
         return (loop.filled < new_tokens) & ~loop.is_done.all()
 
-    def step(loop: _Loop) -> _Loop:
+    def step(loop: State) -> State:
         model = nnx.merge(graphdef, state)  # of this trace, for what it sows
-        logits, loop = _step(model, loop, starts, stops, plan)
-        return _next(loop, logits, stops, sampling, head)
+        logits, loop = _step(model, loop, rows, plan)
+        return _next(loop, logits, rows, head)
 
-    first = _next(_empty(caches, choices, starts, stops, plan), logits, stops, sampling, head)
-    ended = jax.lax.while_loop(goes_on, step, first)
-    columns = jnp.minimum(jnp.arange(plan.most, dtype=jnp.int32), ended.filled - 1)
-    tokens = ended.tokens[:, columns]
-    return tokens, None if ended.record is None else Generated(tokens, ended.lengths, *ended.record)
+    after = jax.lax.while_loop(goes_on, step, before._replace(is_done=before.is_done | ended))
+    return _settled(after, outside)
 
 
-class _Prefilled(NamedTuple):
-    """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S + N, k]."""
-
-    last: jax.Array
-    caches: Caches
-    choices: jax.Array | None
+def _head(model: Decoder) -> Head:
+    return dataclasses.replace(model.head, mapped=model.options.mapped)
 
 
-def _prefill(
-    model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
-) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """The raw logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
-
-    Chunks of prompts that are as long as each other run in a loop, so that many are compiled as quickly as one.
-    """
-    (batch, longest), config = prompts.shape, model.config
-    shape = config.num_moe_layers, batch, longest + plan.most, config.moe.topk
-    choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
-    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, shape[2])
-    through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
-    done, size = _Prefilled(last, caches, choices), plan.prefill_chunk or longest
-    if size >= longest:
-        done = through(done, prompts, 0)
-    else:
-        rest = longest % size
-
-        def chunk(number: jax.Array, done: _Prefilled) -> _Prefilled:
-            start = number * size
-            return through(done, jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1), start)
-
-        done = jax.lax.fori_loop(jnp.int32(0), jnp.int32(longest // size), chunk, done)
-        done = through(done, prompts[:, longest - rest :], longest - rest) if rest else done
-    sharding, times = model.options.sharding, plan.num_samples
-    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), done.caches)
-    logits = jnp.repeat(model.raw_logits(done.last), times, axis=0)
-    return logits, caches, None if done.choices is None else _repeated(done.choices, times)
+def _settled(loop: State, model: Decoder) -> State:
+    """The state with `tokens` as it says there, and split over devices in one way, so that programs fit each other."""
+    columns = jnp.minimum(jnp.arange(loop.tokens.shape[1], dtype=jnp.int32), loop.filled - 1)
+    loop = loop._replace(tokens=loop.tokens[:, columns])
+    sharding = model.options.sharding
+    if sharding is None:
+        return loop
+    of_rows = functools.partial(split_batch, sharding=sharding)
+    of_layers = functools.partial(split_batch, sharding=sharding, axis=1)
+    record = loop.record
+    if record is not None:
+        record = Record(of_rows(record[0]), of_rows(record[1]), of_layers(record.topk_indices))
+    return loop._replace(
+        recent=of_rows(loop.recent),
+        is_done=of_rows(loop.is_done),
+        tokens=of_rows(loop.tokens),
+        lengths=of_rows(loop.lengths),
+        occurrences=jax.tree.map(of_rows, loop.occurrences),
+        caches=jax.tree.map(of_layers, loop.caches),
+        record=record,
+    )
 
 
-def _run_chunk(
-    graphdef: nnx.GraphDef[Decoder],
-    state: Any,
-    lengths: jax.Array,
-    plan: Plan,
-    done: _Prefilled,
-    tokens: jax.Array,
-    start: jax.Array | int,
-) -> _Prefilled:
-    """What is done after the tokens [B, C] of prompts from `start` on."""
-    model = nnx.merge(graphdef, state)  # of this trace, for what it sows
-    batch, size = tokens.shape
-    positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
-    is_token = positions < lengths[:, None]
-    place = {"lengths": lengths, "mask": is_token} if plan.is_padded else {}
-    x, caches, own = _run_layers(model, tokens, positions, done.caches, is_token, plan, start=start, **place)
-    index = lengths - 1 - start  # of the last token, if that is among these
-    last = x[jnp.arange(batch), jnp.clip(index, 0, size - 1)]
-    last = jnp.where(((index >= 0) & (index < size))[:, None], last, done.last)
-    choices = done.choices
-    if choices is not None and own is not None:
-        choices = jax.lax.dynamic_update_slice_in_dim(choices, own, start, axis=2)
-    return _Prefilled(last, caches, choices)
-
-
-def _repeated(array: jax.Array, times: int) -> jax.Array:
-    """An array [layers, B, ...] with each sequence so many times, [layers, B * times, ...]."""
-    return array if times == 1 else jnp.repeat(array, times, axis=1)
-
-
-def _empty(caches: Caches, choices: jax.Array | None, starts: jax.Array, stops: jax.Array, plan: Plan) -> _Loop:
+def _empty(caches: Caches, choices: jax.Array | None, rows: Request, plan: Plan) -> State:
     """The state before the first new token."""
-    rows = starts.shape[0]
-    none = jnp.zeros((rows, plan.most), jnp.float32)
-    return _Loop(
+    count = len(rows.lengths)
+    none = jnp.zeros((count, plan.most), jnp.float32)
+    return State(
         filled=jnp.int32(0),
-        recent=jnp.full((rows, stops.shape[1]), -1, jnp.int32),
-        is_done=jnp.zeros(rows, bool),
-        tokens=jnp.zeros((rows, plan.most), jnp.int32),
-        lengths=jnp.zeros(rows, jnp.int32),
+        recent=jnp.full((count, rows.stops.shape[1]), -1, jnp.int32),
+        is_done=jnp.zeros(count, bool),
+        tokens=jnp.zeros((count, plan.most), jnp.int32),
+        lengths=jnp.zeros(count, jnp.int32),
+        occurrences=None,
         caches=caches,
         record=None if choices is None else Record(none, none, choices),
     )
 
 
-def _step(model: Decoder, loop: _Loop, starts: jax.Array, stops: jax.Array, plan: Plan) -> tuple[jax.Array, _Loop]:
-    """The raw logits [R, V] after the last token of each row, and the loop with what it adds to caches and record.
-
-    Args:
-      starts: int32 [R], the positions of the first new tokens.
-      stops: what ends rows.
-    """
+def _step(model: Decoder, loop: State, rows: Request, plan: Plan) -> tuple[jax.Array, State]:
+    """The raw logits [R, V] after the last token of each row, and the loop with what it adds to caches and record."""
     # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
-    positions = (starts + loop.filled - 1)[:, None]
+    positions = (rows.lengths + loop.filled - 1)[:, None]
+    count = len(positions)
     is_on = ~loop.is_done[:, None]
-    mask = is_on if len(starts) > 1 and len(stops) else None  # else no row waits for others, unless it is damaged
-    x, caches, choices = _run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan, mask=mask)
+    mask = is_on if count > 1 and len(rows.stops) else None  # else hardly a row waits for others
+    x, caches, choices = run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan, mask=mask)
     record = loop.record
     if record is not None:
-        of_rows = jnp.arange(len(starts))[:, None], positions
+        of_rows = jnp.arange(count)[:, None], positions
         record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
     return model.raw_logits(x[:, 0]), loop._replace(caches=caches, record=record)
 
 
-def _run_layers(
-    model: Decoder,
-    tokens: jax.Array,
-    positions: jax.Array,
-    caches: Caches,
-    is_token: jax.Array,
-    plan: Plan,
-    **place: Any,
-) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """What `Decoder.run_layers` returns, and with details the choices [L, B, S, k], -1 unless `is_token` [B, S]."""
-    if plan.details:
-        captured = nnx.capture(model.run_layers, nnx.Intermediate)
-        (x, after), sown = captured(tokens, positions, caches, **place)
-        choices = jnp.where(is_token[None, :, :, None], nnx.to_pure_dict(sown)["topk_indices"][0], -1)
-    else:
-        x, after = model.run_layers(tokens, positions, caches, **place)
-        choices = None
-    assert after is not None  # as there were caches before
-    return x, after, choices
-
-
-def _next(loop: _Loop, logits: jax.Array, stops: jax.Array, sampling: Sampling | None, head: Head) -> _Loop:
+def _next(loop: State, logits: jax.Array, rows: Request, head: Head) -> State:
     """The loop with one more token of each row, by its raw logits [R, V]."""
-    final = barrier(head.final(logits))  # else other bits might come of the fusions that another batch has
-    drawn = draw(final, sampling, loop.filled, head.of_final)
+    final, occurrences = head.final(logits), loop.occurrences
+    if rows.penalties is not None and occurrences is not None:
+        final = penalties.penalized(final, rows.penalties, occurrences)
+    # behind a barrier, else other bits might come of the fusions that another batch has
+    drawn = draw(barrier(final), rows.sampling, loop.filled, head.of_final)
     tokens = jnp.where(loop.is_done, loop.recent[:, -1], drawn.tokens)
     recent = jnp.concatenate([loop.recent[:, 1:], tokens[:, None]], axis=1)
     is_there = ~loop.is_done & (tokens >= 0)
@@ -253,6 +221,7 @@ def _next(loop: _Loop, logits: jax.Array, stops: jax.Array, sampling: Sampling |
             log_probabilities=put(record.log_probabilities, of_model),
             sampled_log_probabilities=put(record.sampled_log_probabilities, drawn.log_probabilities),
         )
+    stops = rows.stops
     is_stop = ((stops[None] == recent[:, None]) | (stops[None] < 0)).all(axis=-1).any(axis=-1)
     return loop._replace(
         filled=loop.filled + 1,
@@ -260,5 +229,6 @@ def _next(loop: _Loop, logits: jax.Array, stops: jax.Array, sampling: Sampling |
         is_done=loop.is_done | is_stop | (tokens < 0),
         tokens=loop.tokens.at[:, loop.filled].set(tokens),
         lengths=loop.lengths + is_there.astype(jnp.int32),
+        occurrences=None if occurrences is None else penalties.counted(occurrences, tokens),
         record=record,
     )

@@ -24,9 +24,11 @@ class Sampling(NamedTuple):
     Attributes:
       temperatures: float32 [R], what logits are divided by; 0 takes the likeliest token.
       keys: random keys [R].
-      top_k: int32 [], draws among so many of the likeliest tokens, and those that are as likely as the last of them;
+      top_k: int32 [R], draws among so many of the likeliest tokens, and those that are as likely as the last of them;
         None for all.
-      top_p: float32 [], draws among the likeliest of them that together have this part of their probability; None for
+      top_p: float32 [R], draws among the likeliest of them that together have this part of their probability; None for
+        all.
+      min_p: float32 [R], draws among those that have at least this part of the likeliest one's probability; None for
         all.
     """
 
@@ -34,6 +36,7 @@ class Sampling(NamedTuple):
     keys: jax.Array
     top_k: jax.Array | None
     top_p: jax.Array | None
+    min_p: jax.Array | None
 
 
 class Drawn(NamedTuple):
@@ -47,8 +50,9 @@ def of_samples(sampling: Sampling, num_samples: int) -> Sampling:
     """The sampling of `num_samples` rows for each row."""
     of_row = jax.vmap(jax.random.fold_in, (None, 0))
     keys = jax.vmap(of_row, (0, None))(sampling.keys, jnp.arange(num_samples))
-    temperatures = jnp.repeat(sampling.temperatures, num_samples)
-    return sampling._replace(temperatures=temperatures, keys=keys.reshape(temperatures.shape))
+    temperatures, _, *bounds = sampling
+    repeated = (None if bound is None else jnp.repeat(bound, num_samples) for bound in bounds)
+    return Sampling(jnp.repeat(temperatures, num_samples), keys.reshape(-1), *repeated)
 
 
 def normal_temperatures(temperatures: jax.Array) -> jax.Array:
@@ -84,14 +88,18 @@ def _is_kept(scaled: jax.Array, sampling: Sampling, head: Head) -> jax.Array:
     distances = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)  # bits of floats from 0 on have their order
     is_kept = jnp.ones(scaled.shape, bool)
     if sampling.top_k is not None:
-        is_kept = distances <= _threshold(distances, is_kept.astype(jnp.int32), sampling.top_k)
+        is_kept = distances <= _threshold(distances, is_kept.astype(jnp.int32), sampling.top_k[:, None])
     if sampling.top_p is not None:
         log_sums = losses_by(scaled, jnp.zeros(scaled.shape[0], jnp.int32), head).log_sums
         probabilities = jnp.exp(scaled - log_sums[:, None])
         parts = jnp.where(is_kept, jnp.round(probabilities * _UNIT).astype(jnp.int32), 0)
         total = jnp.sum(parts, axis=-1, keepdims=True, dtype=jnp.int32)
-        enough = jnp.ceil(sampling.top_p * total.astype(jnp.float32)).astype(jnp.int32)
-        is_kept &= distances <= _threshold(distances, parts, jnp.maximum(enough, 1))
+        top_p = sampling.top_p[:, None]
+        enough = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.int32)
+        enough = jnp.where(top_p < 1, jnp.maximum(enough, 1), total + 1)  # all of them are never more than all
+        is_kept &= distances <= _threshold(distances, parts, enough)
+    if sampling.min_p is not None:
+        is_kept &= scaled >= jnp.log(sampling.min_p)[:, None]  # the likeliest is at 0
     return is_kept
 
 
@@ -103,7 +111,7 @@ def _threshold(distances: jax.Array, parts: jax.Array, enough: jax.Array) -> jax
     Args:
       distances: int32 [R, V], from 0 on.
       parts: int32 [R, V], from 0 on, whose sums int32 has room for.
-      enough: int32 [] or [R, 1], from 1 on.
+      enough: int32 [R, 1], from 1 on.
     """
     digits = jnp.arange(1, 2**_DIGIT, dtype=jnp.int32)[None]
 

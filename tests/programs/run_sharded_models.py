@@ -24,7 +24,7 @@ import jgg
 import jgg.hf
 import jgg.models
 import jgg.train
-from jgg.models import loss, placement
+from jgg.models import decoding, loss, placement
 from jgg.models.head import Head
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
@@ -202,12 +202,18 @@ def check_generation():
     """Two samples of each of three prompts on four devices that could split sequences."""
     whole, model = loaded("qwen3_moe"), loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL))
     options = {"lengths": [7, 2, 4], "temperature": [0.9, 0.0, 1.5], "top_p": 0.9, "top_k": 40, "seeds": [2, 1, 0]}
-    options |= {"num_samples": 2, "details": True, "prefill_chunk": 4}
+    options |= {"num_samples": 2, "details": True, "prefill_chunk": 4, "frequency_penalty": [0.5, 1.0, 0.0]}
     got, want = (jgg.models.generate(each, TOKENS[:3], 4, **options) for each in (model, whole))
     for name in ("tokens", "lengths", "topk_indices"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     for name in ("log_probabilities", "sampled_log_probabilities"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=1e-5)
+    number = decoding.start._cache_size(), decoding.advance._cache_size()
+    stream = jgg.models.stream(model, TOKENS[:3], 4, **options, chunk=1)
+    assert [new.shape for new in stream] == [(6, 1)] * 4
+    for one, other in zip(stream.result(), got, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (decoding.start._cache_size(), decoding.advance._cache_size()) == number
 
 
 def check_mask_and_choices():

@@ -1,0 +1,43 @@
+"""Turns what can go wrong with files, options and memory into one line."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jgg.cli.options import UsageError
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Raises UsageError for what a folder, a file or an option is found to be wrong by."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ImportError as error:
+        raise SystemExit(f"jgg: {error}: pip install 'jgg[train]'") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
+
+
+@contextlib.contextmanager
+def enough_memory(options: str) -> Iterator[None]:
+    """Ends the process in one line where memory runs out; it names the options that take less."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
+        if isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise SystemExit(f"jgg: memory runs out: take less of {options} ({text})") from error
+
+
+def told[Value](values: Iterator[Value]) -> Iterator[Value]:
+    """The values; what goes wrong in making them, not in what the caller does with them, is told in one line."""
+    while True:
+        with one_line():
+            new = next(values, None)
+        if new is None:
+            return
+        yield new

@@ -1,0 +1,90 @@
+"""What a row of data teaches: its tokens, and which of them are learned."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jgg.data.chat import encode_conversation
+from jgg.data.tokenizers import encode
+
+
+class Example(NamedTuple):
+    """A text to learn from.
+
+    Attributes:
+      tokens: of the text, int32 [size].
+      learned: which of the tokens are learned, bool [size]; the first, which follows nothing, cannot be.
+      weight: how much each learned token counts.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    weight: float
+
+
+def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[Example]:
+    """What a row teaches.
+
+    A row is an object with "prompt" and "completion", which is learned, both tokenized as one text; or with "text", all
+    of which is learned; or with "messages", of which all that assistants say is learned, and maybe "tools", a list or
+    the JSON of one. Any row may have a "weight", a number of at least 0; it is 1 by default. Other keys are ignored.
+
+    Args:
+      row: what a line of a file has.
+      tokenizer: what `load_tokenizer` returned.
+      end_token: the token that is put, and learned, behind texts and completions that do not end with it. Messages end
+        as the chat template says.
+
+    Returns: one example, or of messages maybe more than one: see `encode_conversation`.
+    Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
+    """
+    weight = _weight_of(row)
+    match row:
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            found = [_encode_text(tokenizer, prompt + completion, len(prompt), end_token)]
+        case {"text": str(text)}:
+            found = [_encode_text(tokenizer, text, 0, end_token)]
+        case {"messages": [*messages]} if _has_answer(messages):
+            found = encode_conversation(tokenizer, messages, _tools_of(row))
+        case _:
+            keys = '"prompt" and "completion", "text", or "messages" with an assistant\'s'
+            raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
+    return [Example(np.array(ids, np.int32), np.array(learned, bool), weight) for ids, learned in found]
+
+
+def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -> tuple[list[int], list[bool]]:
+    """The tokens of a text, learned from the character `start` on."""
+    ids, ends = encode(tokenizer, text)
+    learned = [past > start for past in ends]
+    if end_token is not None and ids[-1:] != [end_token]:
+        ids, learned = [*ids, end_token], [*learned, True]
+    return ids, learned
+
+
+def _has_answer(messages: list[Any]) -> bool:
+    """Whether all messages are objects with a role, and one is an assistant's."""
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    return all(isinstance(role, str) for role in roles) and "assistant" in roles
+
+
+def _weight_of(row: Any) -> float:
+    weight = row.get("weight") if isinstance(row, Mapping) else None
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"weight must be a finite number of at least 0, got {json.dumps(weight, default=str)[:80]}")
+    return float(weight)
+
+
+def _tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools of a row; tables have them as JSON, since each may have keys of its own."""
+    tools = row.get("tools")
+    if not isinstance(tools, str):
+        return tools or None
+    try:
+        return json.loads(tools) or None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tools must be a list or the JSON of one, got {tools[:80]}: {error}") from error

@@ -1,0 +1,144 @@
+"""Keeps the tokens of examples in a file without a name, which the system reads in as they are needed."""
+
+import hashlib
+import os
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from jgg.data.examples import Example, examples_of
+from jgg.data.reading import rows
+from jgg.data.tokenizers import end_of
+
+
+class Store(NamedTuple):
+    """The examples of some files that have something to learn.
+
+    Attributes:
+      tokens: of all, one example after the other, int32, in a mapped file; token t as it is where it is learned, else
+        as -1 - t.
+      starts: where in `tokens` each example starts, int64 [examples].
+      sizes: its number of tokens, int64 [examples], at least 2.
+      weights: the weight of each learned token of it, float32 [examples].
+      learned: its number of learned tokens, int64 [examples].
+      num_cut: rows that were longer than a sequence, and lost their end.
+      num_left_out: rows that had nothing to learn, or nothing was left of it.
+      largest_token: the largest of all.
+      end_tokens: the special tokens with which examples end that are not cut, sorted.
+      digest: of the tokens, and of which are learned and how much; of hexadecimal digits.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    weights: np.ndarray
+    learned: np.ndarray
+    num_cut: int
+    num_left_out: int
+    largest_token: int
+    end_tokens: list[int]
+    digest: str
+
+    @property
+    def num_learned(self) -> int:
+        """The number of learned tokens of all examples."""
+        return int(np.sum(self.learned))
+
+    def example(self, number: int) -> Example:
+        """One of the examples."""
+        start = self.starts[number]
+        found = self.tokens[start : start + self.sizes[number]]
+        return Example(np.where(found < 0, ~found, found), found >= 0, float(self.weights[number]))
+
+
+def fill(
+    paths: Sequence[str | os.PathLike[str]],
+    tokenizer: Any,
+    length: int,
+    *,
+    splits: bool = False,
+    end_token: int | None = None,
+) -> Store:
+    """Tokenizes all rows of some files, one at a time.
+
+    Args:
+      paths: the files, as `rows` takes them.
+      tokenizer: what `load_tokenizer` returned.
+      length: tokens of a sequence; examples of more than `length` + 1 tokens are cut, or divided.
+      splits: whether longer examples are divided into several, each of which begins with the last token of the one
+        before.
+      end_token: see `examples_of`.
+
+    Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. Or the folder for
+      temporary files has no room.
+    """
+    with tempfile.TemporaryFile() as file:
+        writer = _Writer(file, length, splits)
+        for name, row in _rows_of(paths):
+            try:
+                examples = examples_of(row, tokenizer, end_token)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            try:
+                writer.add(examples, tokenizer)
+            except OSError as error:
+                where = f"{tempfile.gettempdir()}, the folder of TMPDIR"
+                raise OSError(f"the tokens of the data must have room in {where}: {error.strerror}") from error
+        if not writer.sizes:
+            raise ValueError(f"{', '.join(map(str, paths))} must have an example with tokens to learn, got none")
+        return writer.store()
+
+
+def _rows_of(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Any]]:
+    for path in paths:
+        yield from rows(path)
+
+
+class _Writer:
+    """Writes examples, and notes where they are."""
+
+    def __init__(self, file: IO[bytes], length: int, splits: bool) -> None:
+        self.file, self.length, self.splits = file, length, splits
+        self.sizes, self.weights, self.learned = array("q"), array("f"), array("q")
+        self.num_cut = self.num_left_out = self.largest_token = 0
+        self.ends: set[int] = set()
+        self.digest = hashlib.sha256()
+
+    def add(self, examples: list[Example], tokenizer: Any) -> None:
+        """Writes the examples of a row."""
+        before, is_cut = len(self.sizes), False
+        for tokens, learned, weight in examples:
+            marked = np.where(learned, tokens, ~tokens)
+            if len(tokens) > self.length + 1 and not self.splits:
+                marked, is_cut = marked[: self.length + 1], True
+            elif (end := end_of(tokenizer, tokens)) is not None and weight:
+                self.ends.add(end)
+            for start in range(0, max(len(marked) - 1, 1), self.length):
+                self._add(marked[start : start + self.length + 1], weight)
+        self.num_cut += is_cut
+        self.num_left_out += len(self.sizes) == before
+
+    def _add(self, marked: np.ndarray, weight: float) -> None:
+        num_learned = int(np.sum(marked[1:] >= 0))
+        if not num_learned or not weight:
+            return
+        self.largest_token = max(self.largest_token, int(np.max(np.where(marked < 0, ~marked, marked))))
+        content = marked.astype("<i4").tobytes()
+        self.file.write(content)
+        self.digest.update(np.array([len(marked), weight], "<f8").tobytes())
+        self.digest.update(content)
+        self.sizes.append(len(marked))
+        self.weights.append(weight)
+        self.learned.append(num_learned)
+
+    def store(self) -> Store:
+        """What was written."""
+        self.file.flush()
+        tokens = np.memmap(self.file, "<i4", mode="r")
+        sizes, learned = np.array(self.sizes, np.int64), np.array(self.learned, np.int64)
+        weights, starts = np.array(self.weights, np.float32), np.cumsum(sizes) - sizes
+        counts = self.num_cut, self.num_left_out, self.largest_token
+        return Store(tokens, starts, sizes, weights, learned, *counts, sorted(self.ends), self.digest.hexdigest())

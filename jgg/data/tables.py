@@ -1,0 +1,67 @@
+"""Reads rows of parquet and Arrow files by pyarrow, some at a time."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+KINDS = {"prompt", "completion"}, {"text"}, {"messages"}  # the columns of each kind of row
+COLUMNS = *("prompt", "completion", "text", "messages"), *("tools", "weight")
+ROWS_AT_ONCE = 256
+
+
+def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a table, each with its name, such as "train.parquet:3"; the first is 1.
+
+    Of each row there are the columns that an example may have, and no nulls: columns of objects have all keys in all
+    rows, which templates would take for given.
+
+    Raises: ImportError, OSError, ValueError: see `rows`.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ImportError("parquet and Arrow files need pyarrow: pip install pyarrow") from error
+    number = 0
+    try:
+        with _opened(path) as (names, batches):
+            if not any(kind <= set(names) for kind in KINDS):
+                expected = '"prompt" and "completion", "text" or "messages"'
+                raise ValueError(f"{path} must have the columns {expected}, got {', '.join(names) or 'none'}")
+            own = [name for name in COLUMNS if name in names]
+            for batch in batches(own):
+                for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                    for row in batch.slice(start, ROWS_AT_ONCE).select(own).to_pylist():
+                        number += 1
+                        yield f"{path}:{number}", without_nulls(row)
+    except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for what is cut off too
+        raise ValueError(f"{path} must be a whole parquet or Arrow file: {' '.join(str(error).split())}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A row without the keys whose value is None, in the objects in it too."""
+    if isinstance(value, dict):
+        return {key: without_nulls(own) for key, own in value.items() if own is not None}
+    return [without_nulls(own) for own in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The names of a table's columns, and a function of columns that yields its batches of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as file:
+        start = file.read(6)
+    if start.startswith(b"PAR1"):
+        # buffered: else all of a group of rows is read at once, which may be all of the file
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as table:
+            yield table.schema_arrow.names, lambda own: table.iter_batches(ROWS_AT_ONCE, columns=own)
+        return
+    with pa.memory_map(str(path)) as source:
+        if start == b"ARROW1":
+            with pa.ipc.open_file(source) as table:
+                yield table.schema.names, lambda _: map(table.get_batch, range(table.num_record_batches))
+        else:  # what datasets writes
+            with pa.ipc.open_stream(source) as table:
+                yield table.schema.names, lambda _: table

@@ -1,0 +1,120 @@
+"""Prompts through the model, which fills the caches of the rows that go on from them."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgg.models.decoder import Caches, Decoder
+from jgg.models.placement import split_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the program is compiled for, beside shapes.
+
+    Attributes:
+      most: N, the most new tokens of a row.
+      num_samples: the rows of each prompt.
+      is_padded: whether prompts may be shorter than others.
+      prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
+      details: whether more than tokens is kept.
+    """
+
+    most: int
+    num_samples: int
+    is_padded: bool
+    prefill_chunk: int | None
+    details: bool
+
+
+class _Prefilled(NamedTuple):
+    """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S + N, k]."""
+
+    last: jax.Array
+    caches: Caches
+    choices: jax.Array | None
+
+
+def prefill(
+    model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+    """The raw logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
+
+    Chunks of prompts that are as long as each other run in a loop, so that many are compiled as quickly as one.
+    """
+    (batch, longest), config = prompts.shape, model.config
+    shape = config.num_moe_layers, batch, longest + plan.most, config.moe.topk
+    choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
+    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, shape[2])
+    through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
+    done, size = _Prefilled(last, caches, choices), plan.prefill_chunk or longest
+    if size >= longest:
+        done = through(done, prompts, 0)
+    else:
+        rest = longest % size
+
+        def chunk(number: jax.Array, done: _Prefilled) -> _Prefilled:
+            start = number * size
+            return through(done, jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1), start)
+
+        done = jax.lax.fori_loop(jnp.int32(0), jnp.int32(longest // size), chunk, done)
+        done = through(done, prompts[:, longest - rest :], longest - rest) if rest else done
+    sharding, times = model.options.sharding, plan.num_samples
+    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), done.caches)
+    logits = jnp.repeat(model.raw_logits(done.last), times, axis=0)
+    return logits, caches, None if done.choices is None else _repeated(done.choices, times)
+
+
+def _run_chunk(
+    graphdef: nnx.GraphDef[Decoder],
+    state: Any,
+    lengths: jax.Array,
+    plan: Plan,
+    done: _Prefilled,
+    tokens: jax.Array,
+    start: jax.Array | int,
+) -> _Prefilled:
+    """What is done after the tokens [B, C] of prompts from `start` on."""
+    model = nnx.merge(graphdef, state)  # of this trace, for what it sows
+    batch, size = tokens.shape
+    positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
+    is_token = positions < lengths[:, None]
+    place = {"lengths": lengths, "mask": is_token} if plan.is_padded else {}
+    x, caches, own = run_layers(model, tokens, positions, done.caches, is_token, plan, start=start, **place)
+    index = lengths - 1 - start  # of the last token, if that is among these
+    last = x[jnp.arange(batch), jnp.clip(index, 0, size - 1)]
+    last = jnp.where(((index >= 0) & (index < size))[:, None], last, done.last)
+    choices = done.choices
+    if choices is not None and own is not None:
+        choices = jax.lax.dynamic_update_slice_in_dim(choices, own, start, axis=2)
+    return _Prefilled(last, caches, choices)
+
+
+def _repeated(array: jax.Array, times: int) -> jax.Array:
+    """An array [layers, B, ...] with each sequence so many times, [layers, B * times, ...]."""
+    return array if times == 1 else jnp.repeat(array, times, axis=1)
+
+
+def run_layers(
+    model: Decoder,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: Caches,
+    is_token: jax.Array,
+    plan: Plan,
+    **place: Any,
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+    """What `Decoder.run_layers` returns, and with details the choices [L, B, S, k], -1 unless `is_token` [B, S]."""
+    if plan.details:
+        captured = nnx.capture(model.run_layers, nnx.Intermediate)
+        (x, after), sown = captured(tokens, positions, caches, **place)
+        choices = jnp.where(is_token[None, :, :, None], nnx.to_pure_dict(sown)["topk_indices"][0], -1)
+    else:
+        x, after = model.run_layers(tokens, positions, caches, **place)
+        choices = None
+    assert after is not None  # as there were caches before
+    return x, after, choices
