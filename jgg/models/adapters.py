@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_flag, as_path, check, check_instance
 from jgg.hf import adapters as of_hf
@@ -21,7 +22,7 @@ from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
 from jgg.models.parts import OF_MIXERS, Options
-from jgg.models.placement import place, put
+from jgg.models.placement import on_host, place, put
 from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices
 
@@ -34,6 +35,9 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
     of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
     whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
     leaves them. "base_model_name_or_path" is `model.config.name`.
+
+    If a model is split over the devices of several processes, all of them must call this: process 0 writes, and all
+    return when the folder is there.
 
     Args:
       model: the model, which has a lora_rank.
@@ -51,8 +55,18 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
     check(model.options.lora.rank is not None, "model must have LoRA adapters, of a lora_rank, got a model without.")
     folder = as_path("folder", folder)
     if as_flag("by_expert", by_expert):
-        of_hf.write_adapter(folder, *_by_module(model))
-        return
+        write = functools.partial(of_hf.write_adapter, folder, *_by_module(model))
+    else:
+        write = functools.partial(of_hf.save_adapter, folder, model.config.hf, _by_parameter(model))
+    is_shared = not model.w_embedding[...].is_fully_addressable
+    if not is_shared or jax.process_index() == 0:
+        write()
+    if is_shared:
+        multihost_utils.sync_global_devices("jgg.models.save_adapter: the folder is there")
+
+
+def _by_parameter(model: Decoder) -> of_hf.Adapter:
+    """The adapter whose terms of experts are of parameters, and all others of modules."""
     layers: dict[int, dict[str, LowRank]] = {}
     others: dict[str, np.ndarray] = {}
     of_modules: dict[str, tuple[int, float]] = {}  # rank and alpha by the name of a module or parameter
@@ -70,7 +84,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
             ending = "" if matrix.target in OF_MIXERS else ".weight"
             of_modules |= dict.fromkeys([module + ending for module in modules], own)
     settings = _settings(of_modules, of_experts) | {"base_model_name_or_path": model.config.name}
-    of_hf.save_adapter(folder, model.config.hf, of_hf.Adapter(layers, others, settings))
+    return of_hf.Adapter(layers, others, settings)
 
 
 def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -189,7 +203,7 @@ def _terms(model: Decoder) -> Iterator[tuple[Matrix, int, LowRank]]:
     for matrix in matrices(model):
         if matrix.target in model.options.lora.scales:
             variables = matrix.stack.adapters
-            whole = [np.asarray(variables[name].get_value()) for name in adapter_names(matrix.name)]
+            whole = [on_host(variables[name].get_value()) for name in adapter_names(matrix.name)]
             for index, number in enumerate(matrix.stack.plan.numbers):
                 a, b = (array[index] for array in whole)
                 is_used = np.any(a, tuple(range(a.ndim - 1))) | np.any(b, (*range(b.ndim - 2), b.ndim - 1))

@@ -2,8 +2,22 @@
 
 from jgg.train.checkpoints import TrainingError
 from jgg.train.compiling import compiler_options
+from jgg.train.logs import Log
 from jgg.train.loop import Record, Trainer
+from jgg.train.losses import balance_weight, held_out_loss, next_token_loss
 from jgg.train.masters import MastersState, float32_masters
 from jgg.train.meter import Speed
 
-__all__ = ["MastersState", "Record", "Speed", "Trainer", "TrainingError", "compiler_options", "float32_masters"]
+__all__ = [
+    "Log",
+    "MastersState",
+    "Record",
+    "Speed",
+    "Trainer",
+    "TrainingError",
+    "balance_weight",
+    "compiler_options",
+    "float32_masters",
+    "held_out_loss",
+    "next_token_loss",
+]

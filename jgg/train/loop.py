@@ -49,6 +49,8 @@ class Trainer:
         other to take less memory: the step's loss, gradient and metrics are then the means over the parts.
       lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, by which the speed is
         measured. Without it, a Speed has the time alone.
+      batch_sharding: how devices split each array of a batch. The batches are whole then, of NumPy arrays and the same
+        in all processes, and each device gets its part. By default batches are taken as they are.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Trainer:
         wrt: type[nnx.Variable[Any]] = nnx.Param,
         accumulate: bool = False,
         lengths_of: Callable[[Batch], np.ndarray] = lambda batch: np.zeros(0, int),
+        batch_sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         on_device = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, nnx.state(model))
         nnx.update(model, on_device)
@@ -70,6 +73,7 @@ class Trainer:
         if not jax.tree.leaves(params):
             raise ValueError(f"model must have a variable of type {wrt.__name__} to train, got none")
         self._model, self._meter, self._lengths_of = model, Meter(model, wrt), lengths_of
+        self._batch_sharding = batch_sharding
         state, step = (params, optimizer.init(params)), _step_of(graphdef, optimizer, loss, accumulate)
         everywhere = _replicated(params)
         if everywhere is not None:  # the rest of an optimizer's state is split as the parameters are
@@ -121,15 +125,16 @@ class Trainer:
             start, self._state = restored(manager, self._state)
             if start >= steps:
                 return
-            batch = batch_of(start + 1)
+            batch, lengths = self._next(batch_of, start + 1)
             run = self._step.lower(self._state, self._frozen, batch).compile()
             waiting: list[Any] = []
             self._meter.restart()
             for step in range(start + 1, steps + 1):
-                batch = batch if step == start + 1 else batch_of(step)
+                if step > start + 1:
+                    batch, lengths = self._next(batch_of, step)
                 self._state, measured = run(self._state, self._frozen, batch)
                 waiting.append(measured)
-                self._meter.add(self._lengths_of(batch))
+                self._meter.add(lengths)
                 is_told = step == steps or (first and step == start + 1) or any(step % each == 0 for each in every)
                 is_saved = manager is not None and (step == steps or step % save_every == 0)
                 if not is_told and not is_saved:
@@ -144,6 +149,17 @@ class Trainer:
                     yield Record(step, metrics, speed)
                     waiting = []
                     self._meter.restart()
+
+    def _next(self, batch_of: Callable[[int], Batch], step: int) -> tuple[Batch, np.ndarray]:
+        """The batch of a step, on the devices if a sharding says how, and the lengths of its sequences."""
+        batch, sharding = batch_of(step), self._batch_sharding
+        lengths = self._lengths_of(batch)
+        return batch if sharding is None else on_devices(batch, sharding), lengths
+
+
+def on_devices(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
+    """The arrays of a batch that each process has whole, split over the devices of all processes."""
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 
 
 def _step_of(

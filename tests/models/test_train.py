@@ -227,3 +227,17 @@ def test_a_gpu_does_not_fill_stacks():
     without_fills = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options()).lower(x).compile()
     assert "AllocateBuffer" in without_fills.as_text() and "AllocateBuffer" not in plain.as_text()
     np.testing.assert_array_equal(without_fills(x), plain(x))
+
+
+def test_batches_are_split_over_devices_after_their_lengths_are_counted():
+    seen = []
+
+    def lengths_of(batch):
+        seen.append(type(batch[0]))
+        return np.full(len(batch[0]), 5)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = trainer(lengths_of=lengths_of, batch_sharding=jax.NamedSharding(mesh, jax.P("data")))
+    (got,), (wanted,) = split.fit(batch_of, 3, every=()), trainer().fit(batch_of, 3, every=())
+    np.testing.assert_array_equal(got.metrics["loss"], wanted.metrics["loss"])
+    assert seen == [np.ndarray] * 3 and got.speed.tokens == 3 * 6 * 5

@@ -1,0 +1,107 @@
+"""Writes what a run measures: JSON lines, and TensorBoard or Weights & Biases."""
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from jgg.core.arguments import as_path, check_instance
+from jgg.core.files import replace_text
+
+TRACKERS = ("tensorboard", "wandb")
+
+
+class Log:
+    """The log of a run: a file with one JSON object a line, and what of the same goes to other tools.
+
+        with jgg.train.Log("run.jsonl", trackers=["tensorboard"]) as log:
+            for record in trainer.fit(batch_of, steps):
+                log.write(record.step, {"loss": record.metrics["loss"].mean()})
+
+    A run that goes on from a checkpoint goes on in the same file: lines of steps from the first one that it writes on,
+    which were made before it was stopped, are replaced. A new run replaces all.
+
+    Args:
+      path: the file, in a folder that exists.
+      trackers: "tensorboard" writes events into the folder `path` with the ending .tensorboard, by tensorboardX.
+        "wandb" starts a run of Weights & Biases, which reads its own environment variables: WANDB_PROJECT, and
+        WANDB_RUN_ID with WANDB_RESUME=allow for a run that goes on.
+      settings: what the run was made with, for trackers that show it.
+
+    Raises:
+      ValueError: a tracker is none of these.
+      ImportError: its package is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        trackers: Collection[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self._settings = as_path("path", path), dict(settings or {})
+        check_instance("trackers", trackers, Collection, f"a collection of {', '.join(TRACKERS)}")
+        for name in trackers:
+            if name not in TRACKERS:
+                raise ValueError(f"trackers must be of {', '.join(TRACKERS)}, got {name!r}.")
+        packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+        self._modules = {name: importlib.import_module(packages[name]) for name in trackers}
+        self._trackers: list[tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes what was measured at a step; None is left out.
+
+        Raises: OSError: the file cannot be written.
+        """
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        if self._trackers is None:
+            self._begin(step)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | known) + "\n")
+        for write, _ in self._trackers or ():
+            write(step, known)
+
+    def close(self) -> None:
+        """Writes out what trackers hold back."""
+        for _, close in self._trackers or ():
+            close()
+        self._trackers = None
+
+    def _begin(self, step: int) -> None:
+        """Drops the lines of steps from this one on, and starts the trackers."""
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        replace_text(self.path, "".join(line for line in lines if (_step_of(line) or step) < step))
+        start = {"tensorboard": self._tensorboard, "wandb": self._wandb}
+        self._trackers = [start[name](module, step) for name, module in self._modules.items()]
+
+    def _tensorboard(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
+        writer = module.SummaryWriter(str(self.path.with_suffix(".tensorboard")), purge_step=step)
+
+        def write(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        return write, writer.close
+
+    def _wandb(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
+        run = module.init(name=self.path.stem, config=self._settings)
+        return lambda step, values: run.log(values, step=step), run.finish
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line; None if the line is damaged, as where a process was killed while it wrote."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None

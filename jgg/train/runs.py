@@ -1,0 +1,54 @@
+"""Notes the options of a run in a TOML file, and finds those that changed when it goes on."""
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jgg.core.files import replace_text
+
+
+def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any]) -> None:
+    """Writes the options of a run, which `jgg COMMAND --config` reads, and further values as a table [noted].
+
+    Options that are None are left out. Values are strings, paths, numbers, bools and lists of them.
+    """
+    lines = [f"{name} = {_toml(value)}\n" for name, value in options.items() if value is not None]
+    lines += ["\n[noted]\n", *(f"{name} = {_toml(value)}\n" for name, value in noted.items() if value is not None)]
+    replace_text(path, "".join(lines))
+
+
+def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
+    """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; names in `free` may differ.
+
+    Raises: ValueError: the file is no TOML file.
+    """
+    try:
+        before = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a TOML file: {' '.join(str(error).split())}") from error
+    before_noted = before.pop("noted", {})
+    found = _changes(before, _plain(options), free)
+    return found + _changes(before_noted if isinstance(before_noted, dict) else {}, _plain(noted), free)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> list[str]:
+    names = [name for name in {**now, **before} if name not in free and before.get(name) != now.get(name)]
+    return [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as a file gives them back."""
+    return tomllib.loads("".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, int | float):
+        return repr(value)
+    # JSON's strings are TOML's, but for this character
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
