@@ -31,6 +31,7 @@ from jgg.models import Decoder
 from jgg.models.placement import on_host
 
 _EXPERTS: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+_DRAWING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _LENGTH_KEY, _MAX_LENGTH = "max_position_embeddings", 2048  # the latter of a model that does not say
 _logger = logging.getLogger("jgg")
 
@@ -172,7 +173,8 @@ class JggLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model adds to each context, up to a text of the option "until" or a token that ends a text.
 
-        Of lm-eval's other options it knows max_gen_toks, do_sample, temperature, top_p and top_k.
+        Of lm-eval's other options it knows max_gen_toks, do_sample, temperature, and those of `jgg.models.generate`:
+        top_p, top_k, min_p and penalties.
 
         Raises: ValueError: another option, or more new tokens than max_length leaves.
         """
@@ -197,9 +199,9 @@ class JggLM(TemplateLM):
         until, new = [text for text in options.pop("until") if text], options.pop("max_gen_toks")
         check(new < self.max_length, f"max_gen_toks must be less than max_length, {self.max_length}, got {new}")
         temperature = options.pop("temperature", 0.0) if options.pop("do_sample") else 0.0
-        others = sorted(options.keys() - {"temperature", "top_p", "top_k"})
-        known = "until, max_gen_toks, do_sample, temperature, top_p or top_k"
-        check(not others, f"an option of generation must be {known}, got {', '.join(others)}")
+        unknown = ", ".join(sorted(options.keys() - set(_DRAWING)))
+        known = f"until, max_gen_toks, do_sample, temperature, {', '.join(_DRAWING)}"
+        check(not unknown, f"options of generation must be of {known}, got {unknown}")
         stops = [[token] for token in self._ends]
         stops += [ids for ids in (self.tok_encode(text, add_special_tokens=False) for text in until) if ids]
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
@@ -217,8 +219,7 @@ class JggLM(TemplateLM):
                 seeds=np.array([seeds[index] for index in places]),
                 stop_tokens=stops,
                 temperature=temperature,
-                top_p=options.get("top_p", 1.0),
-                top_k=options.get("top_k"),
+                **options,
             )
             for index, row in zip(batch.indices, on_host(rows).tolist(), strict=False):
                 yield index, self._text(row, stops, until)

@@ -15,11 +15,8 @@ __all__ = [
     "Decoder",
     "Generated",
     "ModelConfig",
-<<<<<<< HEAD
     "Scores",
-=======
     "Stream",
->>>>>>> generation
     "TrainingRows",
     "generate",
     "load",

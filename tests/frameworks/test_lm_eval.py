@@ -156,7 +156,7 @@ def test_generation_is_that_of_each_context_alone(folder):
     drawn = {"do_sample": True, "temperature": 5.0, "top_k": 60, "top_p": 0.99, "max_gen_toks": 5}
     first, second = lm.generate_until(instances("generate_until", *[(words(contexts[0]), drawn)] * 2))
     assert first != second  # each repetition has a seed of its own
-    with pytest.raises(ValueError, match=r"an option of generation must be until, .* or top_k, got num_beams"):
+    with pytest.raises(ValueError, match=r"options of generation must be of until, .*, got num_beams"):
         lm.generate_until(instances("generate_until", ("t3", options | {"num_beams": 2})))
     with pytest.raises(ValueError, match="max_gen_toks must be less than max_length, 32768, got 32768"):
         lm.generate_until(instances("generate_until", ("t3", {"max_gen_toks": 2**15})))
