@@ -48,6 +48,18 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+def share_as_usual(path: Path) -> None:
+    """Gives a file the permissions that `open` gives a new one: safetensors writes files that this user alone may read.
+
+    These depend on the process's umask and, on some file systems, on the folder.
+    """
+    other = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(other, "x") as file:
+        other.unlink()
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    path.chmod(mode)
+
+
 def read_own_text(path: Path) -> str:
     """The text of a file that no other user can have written.
 

@@ -7,15 +7,17 @@
 
 Files need safetensors (`pip install 'jgg[hf]'`). Weights in FP8 with a scale for each block (DeepSeek-V3,
 Kimi-K2) and in MXFP4 (gpt-oss) are read in bfloat16, or kept as `jgg.QuantizedArray`. `load_adapter` and `save_adapter`
-read and write LoRA adapters of experts in PEFT's format.
+read and write LoRA adapters of experts in PEFT's format. `download` fetches a model from the Hugging Face Hub.
 """
 
 from jgg.hf.adapters import Adapter, load_adapter, save_adapter
 from jgg.hf.checkpoints import Checkpoint, family, from_hf, moe_layer, read_config, to_hf
+from jgg.hf.hub import download
 
 __all__ = [
     "Adapter",
     "Checkpoint",
+    "download",
     "family",
     "from_hf",
     "load_adapter",

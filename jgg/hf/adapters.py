@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jgg.core.arguments import as_flag, as_int, as_path, check, check_instance
-from jgg.core.files import replacing
+from jgg.core.files import replacing, share_as_usual
 from jgg.hf.adapter_experts import (
     FUSED,
     PREFIX,
@@ -197,6 +197,7 @@ def write_adapter(folder: Path, settings: Mapping[str, Any], tensors: Mapping[st
             save_file(dict(tensors), of_tensors, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder / TENSORS} could not be written: {error}") from error
+        share_as_usual(of_tensors)
 
 
 def _module_of(name: str) -> str:

@@ -28,7 +28,7 @@ from jgg.hf.tensors import SELECTION_BIAS, Tensor
 from jgg.layers import MoELayer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DOWNLOAD = "huggingface_hub.snapshot_download(NAME) fetches a model from the Hub and returns its folder."
+_DOWNLOAD = "jgg.hf.download(NAME) fetches a model from the Hub and returns its folder."
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
     written for modules ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections
     of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
     whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
-    leaves them. "base_model_name_or_path" is `model.config.name`.
+    leaves them. "base_model_name_or_path", by which `AutoPeftModelForCausalLM` finds the model, is `model.config.name`.
 
     If a model is split over the devices of several processes, all of them must call this: process 0 writes, and all
     return when the folder is there.

@@ -44,10 +44,11 @@ class ModelConfig:
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
       logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
       init_scale: standard deviation of new matrices.
-      left_out: the tensors of the folder that the model was loaded from which the model does not have, and which
-        `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled function
-        that returns a model would else return it with another folder's.
-      name: what transformers finds the model by, a folder or a name of the Hugging Face Hub; None if it is not known.
+      left_out: the tensors and files of the folder that the model was loaded from which the model does not have, and
+        which `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled
+        function that returns a model would else return it with another folder's.
+      name: what transformers finds the model by, the absolute path of a folder or a name of the Hugging Face Hub; None
+        if it is not known.
     """
 
     model_type: str

@@ -1,9 +1,11 @@
-"""`LeftOut`: the tensors of a folder that a model does not have, such as a vision tower's, and how they are copied."""
+"""`LeftOut`: what a folder has that a model does not, such as a tokenizer or a vision tower, and how it is copied."""
 
 import dataclasses
+import os
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,20 +13,48 @@ import numpy as np
 from jgg.core.arguments import check
 from jgg.hf.checkpoints import Checkpoint
 from jgg.hf.files import Header
+from jgg.hf.hub import FILES
 from jgg.hf.quantized import QuantizedTensors, quantization
 
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """The tensors of a folder that `load` left out, though other programs may use them.
+    """What `load` left out of a folder, though other programs may use it.
 
     Attributes:
       folder: the absolute path of the folder, without symbolic links, which may lead elsewhere later.
       names: the names of the tensors there.
+      files: the names of the files there, such as those of the tokenizer.
     """
 
     folder: str
     names: tuple[str, ...]
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path, names: Iterable[str]) -> Self | None:
+        """What is left out of a folder in which these tensors are; None if that is nothing."""
+        place = Path(os.path.realpath(folder))
+        files = {path.name for pattern in FILES for path in place.glob(pattern) if path.is_file()}
+        found = cls(str(place), tuple(names), tuple(sorted(files)))
+        return found if found.names or found.files else None
+
+    def copy_files(self, folder: Path) -> None:
+        """Copies the files into a folder; a warning names those that can no longer be read."""
+        missing = []
+        for name in self.files:
+            try:
+                content = Path(self.folder, name).read_bytes()
+            except OSError:
+                missing.append(name)
+            else:
+                (folder / name).write_bytes(content)
+        if missing:
+            warnings.warn(
+                f"jgg.models.save writes no {', '.join(missing)}: {self.folder}, which the model was loaded from, has "
+                "none any longer.",
+                stacklevel=4,
+            )
 
     def opened(self) -> tuple[Checkpoint, dict[str, Header]] | None:
         """The folder and the headers of its tensors; None, after a warning, unless it still has all of the names."""
@@ -61,8 +91,10 @@ class Copies:
         self._names: list[str] = []
         self._dtype, self._dequantized = dtype, set[str]()
         self._headers: Mapping[str, Header] = {}
-        opened = None if left_out is None else left_out.opened()
-        if left_out is None or opened is None:
+        if left_out is None or not left_out.names:
+            return
+        opened = left_out.opened()
+        if opened is None:
             return
         self._tensors: Mapping[str, np.ndarray] = opened[0]
         self._headers, self._names, how = opened[1], list(left_out.names), quantization(read)

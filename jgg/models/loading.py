@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import as_flag, as_path, check, check_instance
+from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import DTYPES, Header, check_names, errors_with
+from jgg.hf.hub import folder_of
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.lora import adapter_init
@@ -53,17 +54,19 @@ def load(
 ) -> Decoder:
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
+    A name of the Hugging Face Hub, "owner/model", is fetched by `jgg.hf.download`, unless a folder has this path.
+
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
     in transformers, model.safetensors counts where an index is beside it, and the frequencies of rotary embeddings, a
     copy of a tied head, layers that predict further tokens and towers that see or hear are not read; `save` copies the
-    last two. Matrices in FP8 that are not of experts are dequantized to bfloat16.
+    last two, and the files of the tokenizer. Matrices in FP8 that are not of experts are dequantized to bfloat16.
 
     All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
     With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
     of a layer at a time. Of several processes, each reads the whole folder.
 
     Args:
-      folder: the folder.
+      folder: the folder, or the model's name on the Hub.
       dtype: dtype of the computation.
       param_dtype: dtype of the matrices, by default `dtype`. Routers, norms and other vectors keep a wider dtype that
         they are stored in; a router's selection bias is at least float32.
@@ -76,14 +79,15 @@ def load(
       show_progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
-      FileNotFoundError: the folder, config.json or a file of tensors is missing.
+      FileNotFoundError: the folder, config.json or a file of tensors is missing, or the Hub has no such model.
+      PermissionError, ConnectionError, ImportError: the model cannot be fetched, as `jgg.hf.download` says.
       ValueError: config.json is none that `jgg.models.model_config` takes; a file is damaged or is a pipe, or the index
         leads out of the folder; or a tensor is missing, is not expected, has a wrong shape or is not of floats. The
         message names the file and the key or tensor.
     """
     is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)
     check(is_known, f"experts must be 'dense', 'as stored' or a jgg.Fp8, got {experts!r}.")
-    folder = as_path("folder", folder)
+    folder = folder_of(folder)
     checkpoint, content = Checkpoint(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
         config = model_config(content)
@@ -143,7 +147,7 @@ def _name_of(folder: str | Path) -> str:
     *_, repository, kind, _ = "", "", "", *Path(folder).parts
     if kind == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
-    return str(folder)
+    return os.path.abspath(folder)
 
 
 @contextlib.contextmanager
@@ -207,7 +211,7 @@ class _Reader:
         found = [name for name in self.tensors if name not in own and not self._is_copy(name)]
         if self.quantized is not None:
             found = [part for name in found for part in self.quantized.stored_names(name)]
-        return LeftOut(os.path.realpath(self.checkpoint.path), tuple(found)) if found else None
+        return LeftOut.of(self.checkpoint.path, found)
 
     def ends(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields the parameters beside the layers."""

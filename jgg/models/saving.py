@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, as_path, check, check_instance
-from jgg.core.files import filling, is_new_or_empty
+from jgg.core.files import filling, is_new_or_empty, share_as_usual
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
@@ -28,14 +28,17 @@ _CONFIG = "config.json"
 def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
 
+    What else a server or transformers needs is copied from the folder that the model was loaded from: the tokenizer,
+    chat templates, generation_config.json, settings of processors, and Python files for these. A model that was not
+    loaded has none.
+
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
     written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
     when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
-    last. There is no tokenizer: copy those files from the folder that the model came from.
+    last.
 
-    Tensors of that folder that the model does not have, such as a vision tower's, are copied from there, those in FP8
-    dense unless the new folder has experts in the same format. If they are there no longer, a warning says so. A model
-    that was not loaded has none.
+    Tensors of the loaded folder that the model does not have, such as a vision tower's, are copied too, those in FP8
+    dense unless the new folder has experts in the same format. What is there no longer is left out, with a warning.
 
     If a model is split over the devices of several processes, all of them must call this, with the same folder: they
     gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
@@ -92,6 +95,8 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
         how["modules_to_not_convert"] = sorted({*how["modules_to_not_convert"], *copies.dense_modules})
     with filling(folder, last=_CONFIG) as temporary:
         _write_shards(itertools.chain(_tensors(model, config), copies), temporary, limit)
+        if model.config.left_out is not None:
+            model.config.left_out.copy_files(temporary)
         text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
         (temporary / _CONFIG).write_text(text, encoding="utf-8")
 
@@ -212,3 +217,4 @@ def _write(tensors: dict[str, np.ndarray], path: Path) -> None:
         save_file(contiguous, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+    share_as_usual(path)

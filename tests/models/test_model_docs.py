@@ -77,6 +77,17 @@ def test_a_model_and_its_adapters_are_saved_and_loaded(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, saved)
 
 
+def test_folders_for_servers_are_whole(tmp_path):
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    names = run_code("\n".join(code_of("serve.md", "A model") + code_of("serve.md", "A tuned model")))
+    for name in ("served", "merged"):
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert written.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == (tmp_path / "model/tokenizer.json").read_bytes()
+    for name in ("adapter", "adapter-for-servers"):
+        jgg.models.load_adapter(names["model"], tmp_path / name)
+
+
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     (code,) = code_of("fine-tune.md", "Whole models")
