@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jgg.cli import run
         from jgg.cli.info import has_nvidia_gpu
 
-        if not has_nvidia_gpu():
+        # one of several processes must not ask for devices before it has joined the others
+        if getattr(args, "coordinator", None) is None and not has_nvidia_gpu():
             with contextlib.suppress(RuntimeError, AssertionError):  # without any backend, the command says so
                 jax.devices()
                 notes.truncate(0)

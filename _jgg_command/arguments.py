@@ -65,11 +65,18 @@ def prefix(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the list of all options, and takes no part of an option's name for it."""
+    """Says in one line what is wrong, without the list of all options, and takes no part of an option's name for it.
+
+    Attributes:
+      needed: names of the options that must be given on the command line or in the file of --config.
+      where: what the message of a mistake begins with.
+    """
 
     def __init__(self, *args, **settings) -> None:
+        self.needed: tuple[str, ...] = ()
+        self.where = ""
         super().__init__(*args, **{"allow_abbrev": False} | settings)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {self.where}{' '.join(message.split())}\n")

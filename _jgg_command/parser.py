@@ -7,8 +7,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from _jgg_command import generate
+from _jgg_command import finetune, generate, train
 from _jgg_command.arguments import Parser, file, positive_float, positive_int
+from _jgg_command.configuration import with_file
 from _jgg_command.options import DTYPES, SIZES, add_shared
 
 
@@ -106,7 +107,7 @@ class Command(NamedTuple):
     """A command of `jgg`; the module of the same name in jgg.cli runs it."""
 
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[..., None]
 
 
 COMMANDS = {
@@ -116,7 +117,9 @@ COMMANDS = {
         "Time grouped GEMMs on this machine, beside a dense product and jax.lax.ragged_dot, and check every result.",
         _bench,
     ),
+    "finetune": Command(finetune.DESCRIPTION, finetune.add_arguments),
     "generate": Command(generate.DESCRIPTION, generate.add_arguments),
+    "train": Command(train.DESCRIPTION, train.add_arguments),
     "tune": Command("Find fast kernel configurations for this GPU and keep them in a file that jgg reads.", _tune),
 }
 
@@ -135,4 +138,5 @@ def make_parser(version: str) -> Parser:
 
 def parse(version: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Parses arguments. Without any it shows help; after help or a mistake the process ends here."""
-    return make_parser(version).parse_args(arguments or ["--help"])
+    args = make_parser(version).parse_args(arguments or ["--help"])
+    return with_file(args, arguments[1:])

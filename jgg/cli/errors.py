@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
@@ -31,6 +32,15 @@ def enough_memory(options: str) -> Iterator[None]:
         if isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("RESOURCE_EXHAUSTED"):
             raise
         raise SystemExit(f"jgg: memory runs out: take less of {options} ({text})") from error
+
+
+@contextlib.contextmanager
+def writes(path: Path) -> Iterator[None]:
+    """Ends the process in one line where a file or a folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"jgg: could not write {path}: {error.strerror or ' '.join(str(error).split())}") from error
 
 
 def told[Value](values: Iterator[Value]) -> Iterator[Value]:

@@ -1,10 +1,12 @@
 """Keeps the tokens of examples in a file without a name, which the system reads in as they are needed."""
 
 import hashlib
+import itertools
 import os
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,8 @@ import numpy as np
 from jgg.data.examples import Example, examples_of
 from jgg.data.reading import rows
 from jgg.data.tokenizers import end_of
+
+ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
 
 
 class Store(NamedTuple):
@@ -62,7 +66,7 @@ def fill(
     splits: bool = False,
     end_token: int | None = None,
 ) -> Store:
-    """Tokenizes all rows of some files, one at a time.
+    """Tokenizes all rows of some files, some at a time.
 
     Args:
       paths: the files, as `rows` takes them.
@@ -77,11 +81,7 @@ def fill(
     """
     with tempfile.TemporaryFile() as file:
         writer = _Writer(file, length, splits)
-        for name, row in _rows_of(paths):
-            try:
-                examples = examples_of(row, tokenizer, end_token)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        for examples in _examples_of_rows(paths, tokenizer, end_token):
             try:
                 writer.add(examples, tokenizer)
             except OSError as error:
@@ -92,9 +92,21 @@ def fill(
         return writer.store()
 
 
-def _rows_of(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Any]]:
-    for path in paths:
-        yield from rows(path)
+def _examples_of_rows(
+    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, end_token: int | None
+) -> Iterator[list[Example]]:
+    """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
+
+    def named(row: tuple[str, Any]) -> list[Example]:
+        try:
+            return examples_of(row[1], tokenizer, end_token)
+        except ValueError as error:
+            raise ValueError(f"{row[0]}: {error}") from error
+
+    tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, which threads must not do side by side
+    with ThreadPoolExecutor() as pool:
+        for some in itertools.batched(itertools.chain.from_iterable(map(rows, paths)), ROWS_AT_ONCE):
+            yield from pool.map(named, some)
 
 
 class _Writer:

@@ -9,18 +9,19 @@ from typing import Any
 from jgg.core.files import replace_text
 
 
-def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any]) -> None:
+def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], comment: str = "") -> None:
     """Writes the options of a run, which `jgg COMMAND --config` reads, and further values as a table [noted].
 
     Options that are None are left out. Values are strings, paths, numbers, bools and lists of them.
     """
-    lines = [f"{name} = {_toml(value)}\n" for name, value in options.items() if value is not None]
+    lines = [f"# {comment}\n"] if comment else []
+    lines += [f"{name} = {_toml(value)}\n" for name, value in options.items() if value is not None]
     lines += ["\n[noted]\n", *(f"{name} = {_toml(value)}\n" for name, value in noted.items() if value is not None)]
     replace_text(path, "".join(lines))
 
 
 def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
-    """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; names in `free` may differ.
+    """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
 
     Raises: ValueError: the file is no TOML file.
     """
@@ -30,7 +31,7 @@ def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], fr
         raise ValueError(f"{path} must be a TOML file: {' '.join(str(error).split())}") from error
     before_noted = before.pop("noted", {})
     found = _changes(before, _plain(options), free)
-    return found + _changes(before_noted if isinstance(before_noted, dict) else {}, _plain(noted), free)
+    return found + _changes(before_noted if isinstance(before_noted, dict) else {}, _plain(noted), ())
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> list[str]:

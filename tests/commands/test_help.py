@@ -19,6 +19,8 @@ from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.launching import choice
 from jgg.measuring import workloads
+from jgg.models.parts import ALL_TARGETS, REMAT, TARGETS
+from jgg.train.logs import TRACKERS
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX
@@ -91,6 +93,10 @@ def test_options_offer_what_jgg_has():
     own, in_fp8 = map(",".join, (workloads.OPS, tuning.ops_of(gemm_in_fp8)))
     assert f"(default: {own}; in fp8 only {in_fp8}, " in option("tune", "--op").help
     assert f"a multiple of {demo.HEAD_DIM} " in option("demo", "--hidden").help
+    targets = option("finetune", "--targets")
+    assert set(targets.choices) <= set(ALL_TARGETS) and set(targets.default) <= set(TARGETS)
+    assert option("finetune", "--remat").choices == option("train", "--remat").choices == REMAT
+    assert option("finetune", "--log-to").choices == TRACKERS
 
 
 def options_of(kind):

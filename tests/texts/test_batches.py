@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgg.data
-from tests.support import processes
+from tests.support import processes, tokenizers
 from tests.support.texts import folder_of, jsonl
 
 WORDS = "one", "two", "three"  # a token each, and one for the space before
@@ -236,3 +236,18 @@ def test_grain_is_asked_for_by_name(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match="need grain: pip install grain"):
         jgg.data.batches(jsonl(tmp_path, *pairs(3)), tokenizer, length=8, batch_size=1)
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_of_100_megabytes_is_not_copied_into_memory(tmp_path):
+    """Neither its text nor its tokens."""
+    folder_of(tmp_path, tokenizers.words)
+    line = (json.dumps({"text": " ".join(["two", "threefold"] * 100)}) + "\n").encode()
+    path = tmp_path / "data.jsonl"
+    with path.open("wb") as file:
+        while file.tell() < 100e6:
+            file.write(line * 1000)
+    grown, count, tokens = map(int, processes.run_program("read_data", tmp_path, path, JAX_PLATFORMS="cpu").split())
+    assert count == path.stat().st_size // len(line) and tokens > 50e6
+    assert grown < 25e6

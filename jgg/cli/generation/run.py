@@ -1,7 +1,7 @@
 """Runs `jgg generate`: one prompt, or a conversation."""
 
 import argparse
-import contextlib
+import io
 import json
 import sys
 
@@ -16,7 +16,7 @@ CHUNK, LARGE_CHUNK = 4, 32  # new tokens at once: for someone who reads them as 
 def run(args: argparse.Namespace) -> int:
     """Prints what the model writes; returns 0."""
     _check(args)
-    with contextlib.suppress(AttributeError):  # of a stream that a test or a notebook put there
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters
     with enough_memory("--max-new-tokens, --samples or the prompt"):
         with one_line():

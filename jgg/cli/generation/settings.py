@@ -61,7 +61,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> Settings:
     """
     path = folder / "generation_config.json"
     content = read_object(path) if path.is_file() else {}
-    found = {
+    found: dict[str, Any] = {
         name: _number(content, name, path) if getattr(args, name) is None else getattr(args, name) for name in _KEYS
     }
     do_sample = content.get("do_sample")

@@ -16,7 +16,7 @@ from jgg.cli.generation.settings import settings_of
 from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
 from jgg.linear.fp8 import Fp8
 
-_EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+_EXPERTS: dict[str, Any] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
 
 
 class Speaker:
@@ -48,7 +48,10 @@ class Speaker:
 
     def ids_of(self, text: str, where: str, *, is_rendered: bool = False) -> list[int]:
         """The tokens of a prompt, which `where` names; raises ValueError if there is none, or one the model lacks."""
-        ids, _ = encode(self.tokenizer, text, is_rendered=is_rendered)
+        try:
+            ids, _ = encode(self.tokenizer, text, is_rendered=is_rendered)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         if not ids:
             raise ValueError(f"{where} must have a token, got {text!r}")
         check_vocabulary(self.tokenizer, ids, self._config, where)
@@ -70,7 +73,7 @@ class Speaker:
             self.model,
             np.pad(np.asarray([ids], np.int32), ((0, 0), (0, width - len(ids)))),
             self.settings.max_new_tokens,
-            lengths=[len(ids)] if is_padded else None,
+            lengths=np.asarray([len(ids)]) if is_padded else None,
             key=jax.random.fold_in(jax.random.key(self._args.seed), turn),
             num_samples=self._args.samples,
             stop_tokens=self.stop_tokens,

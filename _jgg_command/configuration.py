@@ -1,0 +1,76 @@
+"""Options from a file: `--config run.toml` gives those that the command line does not."""
+
+import argparse
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from _jgg_command.arguments import Parser
+
+
+def add_config(parser: Parser, *needed: str) -> None:
+    """Declares --config, and the names of the options that must be given, there or on the command line."""
+    what = "TOML file of options, such as the run.toml of a run: a key is an option's name without its dashes"
+    parser.add_argument("--config", metavar="FILE", help=what)
+    parser.needed = needed
+
+
+def with_file(args: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command, with those of the file that --config names where the command line has none.
+
+    Ends the process in one line if the file is wrong, or if an option is given neither here nor there.
+
+    Args:
+      args: the parsed arguments of a command, with its parser.
+      arguments: what they were parsed from, without the name of the command.
+    """
+    parser = args.parser
+    if getattr(args, "config", None) is not None:
+        parser.where = f"--config {args.config}: "
+        own = parser.parse_args(list(_arguments_in(args.config, parser)))
+        parser.where = ""
+        args = parser.parse_args(arguments, argparse.Namespace(**vars(own) | {"command": args.command}))
+    missing = [name for name in parser.needed if getattr(args, name, None) is None]
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(_shown(parser, name) for name in missing)}")
+    return args
+
+
+def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
+    """The command line that a file stands for. Its tables, which say more of a run, are no options."""
+    options = {action.dest: action for action in parser._actions}
+    for key, value in _read(path, parser).items():
+        option = options.get(key.replace("-", "_"))
+        if isinstance(value, dict):
+            continue
+        if option is None or option.dest in ("help", "config"):
+            parser.error(f"{key} must be the name of an option, which jgg {_command(parser)} --help lists")
+        name = option.option_strings[0] if option.option_strings else ""
+        if isinstance(option, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                parser.error(f"argument {name}: must be true or false, got {value!r}")
+            yield name if value else f"--no-{name.removeprefix('--')}"
+        elif isinstance(value, list):
+            yield from (name, *map(str, value)) if name else map(str, value)
+        else:
+            yield f"{name}={value}" if name else str(value)
+
+
+def _read(path: str, parser: Parser) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        parser.error(f"must be a file that can be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        parser.error(f"must be a TOML file: {error}")
+
+
+def _command(parser: Parser) -> str:
+    return parser.prog.rpartition(" ")[2]
+
+
+def _shown(parser: Parser, name: str) -> str:
+    """An option as the command line has it, by its name."""
+    (option,) = (action for action in parser._actions if action.dest == name)
+    return option.option_strings[0] if option.option_strings else str(option.metavar)

@@ -1,0 +1,78 @@
+"""The data of a run, by its options."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jgg.data
+from jgg.cli.options import UsageError
+from jgg.core.files import replace_text
+from jgg.hf.files import read_object
+from jgg.models import ModelConfig
+
+_LARGEST_STEP = 2**26  # tokens; a batch lies in memory
+
+
+class Data(NamedTuple):
+    """What a run learns, and what it measures its loss by.
+
+    Attributes:
+      batches: of --data.
+      held_out: of --eval-data, or None.
+      end_tokens: those that end a text: the folder's, and those that end what is learned.
+    """
+
+    batches: jgg.data.Batches
+    held_out: jgg.data.Batches | None
+    end_tokens: list[int]
+
+    def steps(self, args) -> int:
+        """The number of the last step."""
+        steps = args.steps or math.ceil(args.epochs * self.batches.num_sequences / (args.batch_size * args.accumulate))
+        if steps >= 2**31:
+            raise UsageError(f"--epochs must be of less than {2**31} steps, got {args.epochs}")
+        return steps
+
+    def in_words(self) -> str:
+        """What is learned."""
+        own = self.batches
+        cut = f", {own.num_cut} cut to --sequence-length" if own.num_cut else ""
+        left_out = f", {own.num_left_out} rows left out that have nothing to learn" if own.num_left_out else ""
+        return f"{own.num_examples} examples{cut}{left_out}: {own.num_sequences} sequences, {own.fill:.0%} full"
+
+
+def data_of(args, folder: Path, config: ModelConfig) -> Data:
+    """Reads --data and --eval-data by the tokenizer of a folder.
+
+    Raises: UsageError, OSError, ValueError, ImportError: an option, the folder or the data are wrong.
+    """
+    step = args.batch_size * args.accumulate * args.sequence_length
+    if step > _LARGEST_STEP:
+        names = "--batch-size times --accumulate times --sequence-length"
+        raise UsageError(f"{names} must be at most {_LARGEST_STEP} tokens, got {step}")
+    if args.mix is not None and len(args.mix) != len(args.data):
+        raise UsageError(f"--mix must have a share for each of {len(args.data)} files, got {len(args.mix)}")
+    tokenizer, ends = jgg.data.load_tokenizer(folder), jgg.data.stop_tokens(folder)
+    sizes = {"length": args.sequence_length, "batch_size": args.batch_size, "packing": args.packing}
+    sizes |= {"splits": args.split, "end_token": ends[0] if ends else None}
+
+    def read(option: str, files: Any, **options: Any) -> jgg.data.Batches:
+        found = jgg.data.batches(files, tokenizer, **sizes, **options)
+        where = f"{option} {', '.join(map(str, files))}"
+        jgg.data.check_vocabulary(tokenizer, [found.largest_token], config, where)
+        return found
+
+    files = args.data if args.mix is None else dict(zip(args.data, args.mix, strict=True))
+    batches, held_out = read("--data", files, accumulate=args.accumulate, seed=args.seed), None
+    if args.eval_data is not None:
+        held_out = read("--eval-data", args.eval_data, seed=None, normalize=False)
+    return Data(batches, held_out, list(dict.fromkeys([*ends, *batches.end_tokens])))
+
+
+def note_ends(folder: Path, end_tokens: list[int]) -> None:
+    """Notes in a folder's generation_config.json, which may be there, the tokens that end a text."""
+    path = folder / "generation_config.json"
+    if end_tokens:
+        content = (read_object(path) if path.exists() else {}) | {"eos_token_id": end_tokens}
+        replace_text(path, json.dumps(content, indent=2) + "\n")

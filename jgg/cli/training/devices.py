@@ -1,0 +1,62 @@
+"""Joins the processes of a run, and splits a model over their devices as options say."""
+
+import math
+
+import jax
+
+from jgg.cli.options import UsageError
+from jgg.sharding import MoESharding
+
+
+def join(args) -> None:
+    """Connects this process with the others that --coordinator names; must come before anything asks for devices.
+
+    Raises: UsageError: options of processes do not fit together.
+    """
+    own = {"--processes": args.processes, "--process": args.process}
+    given = [name for name, value in own.items() if value is not None]
+    if args.coordinator in (None, "auto"):
+        if given:
+            raise UsageError(f"{given[0]} needs --coordinator HOST:PORT, got {args.coordinator or 'none'}")
+    elif len(given) < len(own):
+        raise UsageError("--coordinator HOST:PORT needs --processes and --process")
+    elif args.process >= args.processes:
+        raise UsageError(f"--process must be less than --processes {args.processes}, got {args.process}")
+    if args.coordinator is None or jax.distributed.is_initialized():
+        return
+    try:
+        if args.coordinator == "auto":
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--coordinator {args.coordinator} does not connect the processes: {reason}") from error
+
+
+def sharding_of(args) -> MoESharding | None:
+    """How the devices split the model and its sequences; None for one device. Sets args.fsdp and args.batch_size.
+
+    Raises: UsageError: the devices are not as many as the options say, or cannot split a batch evenly.
+    """
+    devices = jax.device_count()
+    args.fsdp = args.fsdp or max(1, devices // args.expert)
+    if args.fsdp * args.expert != devices:
+        got = f"{args.fsdp} times {args.expert}"
+        raise UsageError(f"--fsdp times --expert must be {devices}, the number of devices, got {got}")
+    args.batch_size = args.batch_size or math.ceil(4 / devices) * devices
+    if args.batch_size % devices:
+        raise UsageError(f"--batch-size must be a multiple of {devices}, the number of devices, got {args.batch_size}")
+    if devices == 1:
+        return None
+    shape = args.fsdp, args.expert
+    mesh = jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return MoESharding(mesh, fsdp="fsdp", expert="expert")
+
+
+def in_words(args) -> str:
+    """The devices of the run."""
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    split = f", split {args.fsdp} (fsdp) x {args.expert} (expert)" if count > 1 else ""
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{count} x {kind}{processes}{split}"

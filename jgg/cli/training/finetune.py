@@ -1,0 +1,68 @@
+"""Fine-tunes a model of a Hugging Face folder, by adapters or whole."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+import jgg
+import jgg.hf
+import jgg.models
+from jgg.cli.errors import one_line, writes
+from jgg.cli.options import UsageError
+from jgg.cli.training import devices, folders, loop
+from jgg.cli.training.data import note_ends
+from jgg.hf.hub import folder_of
+from jgg.sharding import MoESharding
+
+_EXPERTS: dict[str, str | jgg.Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
+
+
+def run(args) -> int:
+    """Trains and saves; what can be wrong is looked at before the model is loaded."""
+    devices.join(args)
+    with one_line():
+        folder = folder_of(args.model)
+        _check(args, folder)
+        config = jgg.models.model_config(jgg.hf.read_config(folder))
+        training = loop.prepare(args, folder, config)
+        model = _load(args, folder, training.sharding)
+    model = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
+    with writes(args.output):
+        if args.full:
+            jgg.models.save(model, args.output)
+        else:
+            jgg.models.save_adapter(model, args.output)
+        if loop.is_first():
+            note_ends(args.output, training.data.end_tokens)
+    loop.say(args, f"wrote {args.output}")
+    return 0
+
+
+def _check(args, folder: Path) -> None:
+    """Checks and settles options."""
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "which is not there"
+        raise UsageError(f"MODEL must be a model's folder, got {folder}, {kind}")
+    folders.check_writable("--output", args.output, [folder])
+    if args.checkpoints is not None:
+        folders.check_writable("--checkpoints", args.checkpoints, [folder, args.output])
+    if args.full:
+        folders.check_new("--output", args.output)
+        if args.experts != "bfloat16":
+            raise UsageError(f"--full needs --experts bfloat16, got {args.experts}: quantized experts are not trained")
+    args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
+
+
+def _load(args, folder: Path, sharding: MoESharding | None) -> jgg.models.Decoder:
+    adapters = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_targets": tuple(args.targets)}
+    return jgg.models.load(
+        folder,
+        dtype=jnp.bfloat16,
+        experts=_EXPERTS[args.experts],
+        remat=args.remat,
+        sharding=sharding,
+        rngs=nnx.Rngs(args.seed),
+        show_progress=not args.quiet and loop.is_first(),
+        **{} if args.full else adapters,
+    )

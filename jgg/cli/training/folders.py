@@ -1,0 +1,87 @@
+"""The folders of a run: whether they can be written, and whether a checkpoint is of the same run."""
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jgg
+from jgg.cli.options import UsageError
+from jgg.core.files import is_new_or_empty
+from jgg.train import runs
+
+# what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
+FREE = frozenset(("data", "eval_data", "eval_every", "log_every", "log_to"))
+FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat", "fsdp", "expert"))
+_NO_OPTIONS = {"command", "parser", "config", "quiet", "coordinator", "processes", "process"}
+
+
+def check_writable(option: str, folder: Path, others: Iterable[Path]) -> None:
+    """Raises UsageError unless files can be written into a folder, which may be missing, apart from other folders."""
+    nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    reason = None if nearest.is_dir() else f"{nearest} is no folder"
+    if reason is None:
+        try:  # what the system lets a program write, it says only when it is tried
+            with tempfile.TemporaryDirectory(dir=nearest) as trial:
+                (Path(trial) / folder.absolute().relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{nearest} does not take it: {error.strerror}"
+    if reason is not None:
+        raise UsageError(f"{option} must be a folder to write into, got {folder}: {reason}")
+    if folder.resolve() in [other.resolve() for other in others]:
+        raise UsageError(f"{option} must be a folder of its own, got {folder}")
+
+
+def check_new(option: str, folder: Path) -> None:
+    """Raises UsageError unless a folder is new or empty, as a whole model's must be."""
+    if not is_new_or_empty(folder):
+        raise UsageError(f"{option} must be new or an empty folder, got {folder}")
+
+
+def beside(output: Path, ending: str) -> Path:
+    """The name of a file beside the output's folder."""
+    output = output.absolute()
+    return output.with_name(output.name + ending)
+
+
+def settings_of(args) -> dict[str, Any]:
+    """The options of a run, with full paths."""
+    values = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
+    if os.path.exists(values["model"]):  # else it is a name on the Hub
+        values["model"] = Path(values["model"]).resolve()
+    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer"):
+        value = values.get(name)
+        if value is not None:
+            values[name] = [path.resolve() for path in value] if isinstance(value, list) else value.resolve()
+    return values
+
+
+def note(args, steps: int, digest: str) -> None:
+    """Checks that it is the run of the checkpoints, if there are any; then notes it there and beside --output.
+
+    Args:
+      args: the options.
+      steps: number of the run's steps.
+      digest: of the data.
+
+    Raises: UsageError: the checkpoints are of a run with other options, which are named.
+    """
+    settings = settings_of(args)
+    noted = {"steps": steps, "data": digest}
+    places = [beside(args.output, ".toml")]
+    if args.checkpoints is not None:
+        path = args.checkpoints / "run.toml"
+        if path.exists() and any(each.name.isdecimal() for each in args.checkpoints.iterdir()):
+            found = runs.changes(path, settings, noted, FREE)
+            if found:
+                raise UsageError(
+                    f"--checkpoints {args.checkpoints} has a run with other options: {'; '.join(found)}: take another "
+                    f"folder, or change {path} if the run is the same"
+                )
+        places.append(path)
+    for place in places if jax.process_index() == 0 else ():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        runs.note_run(place, settings, noted, f"jgg {args.command} --config FILE reads this; by jgg {jgg.__version__}")

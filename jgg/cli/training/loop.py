@@ -1,0 +1,158 @@
+"""Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jgg.train
+from jgg.cli.console import progress
+from jgg.cli.errors import enough_memory, writes
+from jgg.cli.training import devices, folders
+from jgg.cli.training.data import Data, data_of
+from jgg.data import lengths_of
+from jgg.models import Decoder, ModelConfig
+from jgg.sharding import MoESharding
+
+_CLIP = 1.0  # norm of all gradients
+_LARGEST_EXPONENT = 700.0  # of a float
+_LESS_MEMORY = "--batch-size or --sequence-length, or more of --remat"
+
+
+def say(args, text: str) -> None:
+    """Prints a line, of several processes in the first alone."""
+    if not args.quiet and jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files."""
+    return jax.process_index() == 0
+
+
+def schedule_of(args, steps: int) -> optax.Schedule:
+    """The rate of each step: it rises from a first part, not from 0, so that the first step learns too, and falls."""
+    rate, warmup = args.learning_rate, args.warmup or max(1, steps // 20)
+    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(steps, warmup + 1))
+
+
+def optimizer_of(args, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW behind a bound of the gradients' norm; biases and the scales of norms have no weight decay."""
+
+    def is_matrix(params: Any) -> Any:
+        return jax.tree.map_with_path(
+            lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
+        )
+
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(_CLIP), adamw)
+
+
+class Run(NamedTuple):
+    """What a run has before there is a model.
+
+    Attributes:
+      args: the options, settled.
+      sharding: how the devices split the model; None for one device.
+      data: what is learned, and what is held out.
+      steps: number of the last step.
+      schedule: the rate of each step, from 0.
+      log: where measurements go.
+    """
+
+    args: Any
+    sharding: MoESharding | None
+    data: Data
+    steps: int
+    schedule: optax.Schedule
+    log: jgg.train.Log
+
+
+def prepare(args, tokenizer: Path, config: ModelConfig) -> Run:
+    """Settles options, reads the data, and notes the run; what can be wrong is looked at here.
+
+    Raises: UsageError, OSError, ValueError, ImportError: something is wrong.
+    """
+    jgg.train.balance_weight(config)
+    sharding = devices.sharding_of(args)
+    data = data_of(args, tokenizer, config)
+    steps = data.steps(args)
+    folders.note(args, steps, data.batches.digest)
+    say(args, f"{data.in_words()}, for {steps} steps")
+    settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
+    trackers = args.log_to if args.log_to and is_first() else ()
+    log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
+    return Run(args, sharding, data, steps, schedule_of(args, steps), log)
+
+
+def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
+    """Trains the variables of a type, from the last checkpoint on, and returns the model; tells what is measured."""
+    args, steps, done = run.args, run.steps, 0
+    with enough_memory(_LESS_MEMORY), run.log as log, progress(steps, args.quiet or not is_first()) as tell:
+        trainer = _trainer_of(run, model, wrt)
+        try:
+            for record in _records(run, trainer):
+                values = _measured(run, record, trainer)
+                if is_first():
+                    with writes(log.path):
+                        log.write(record.step, values)
+                say(args, in_words(record, values))
+                tell(f"loss {values['loss']:.3f}", record.step - done)
+                done = record.step
+        except jgg.train.TrainingError as error:
+            raise SystemExit(f"jgg: {error}") from error
+        return trainer.model
+
+
+def _records(run: Run, trainer: jgg.train.Trainer) -> Iterator[jgg.train.Record]:
+    args = run.args
+    every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
+    saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
+    return trainer.fit(run.data.batches.of_step, run.steps, every=every, first=True, **saving)
+
+
+def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
+    args, sharding, optimizer = run.args, run.sharding, optimizer_of(run.args, run.schedule)
+    trained, total = (sum(a.size for a in jax.tree.leaves(nnx.state(model, kind))) for kind in (wrt, nnx.Variable))
+    say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args)}")
+    return jgg.train.Trainer(
+        model,
+        jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer,
+        jgg.train.next_token_loss(packed=args.packing, balance_weight=jgg.train.balance_weight(model.config)),
+        wrt=wrt,
+        accumulate=True,
+        lengths_of=lengths_of,
+        batch_sharding=None if sharding is None else sharding.named(jax.P(None, *sharding.token_spec)),
+    )
+
+
+def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
+    """What a record says, by the names of the log, and now and then the loss of what is held out."""
+    speed, data, args = record.speed, run.data, run.args
+    values = {
+        "loss": float(np.mean(record.metrics["loss"])),
+        "learning_rate": float(run.schedule(record.step - 1)),
+        "epoch": record.step / len(data.batches),
+        "expert_load": float(np.max(record.metrics["load"][-1])),
+        "tokens_per_second": speed.tokens_per_second,
+        "mfu": speed.mfu,
+        "peak_memory_bytes": speed.peak_memory,
+    }
+    if data.held_out and (record.step % args.eval_every == 0 or record.step == run.steps):
+        place = None if run.sharding is None else run.sharding.named(run.sharding.token_spec)
+        loss = jgg.train.held_out_loss(trainer.model, iter(data.held_out), packed=args.packing, batch_sharding=place)
+        values |= {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
+    return values
+
+
+def in_words(record: jgg.train.Record, values: dict[str, float | None]) -> str:
+    """What a step measured, in one line."""
+    line = f"step {record.step}: loss {values['loss']:.4f}, {record.speed}"
+    if "eval_loss" in values:
+        line += f", held out: loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
+    return line

@@ -1,0 +1,65 @@
+"""Trains a new model, as a config.json describes it."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+import jgg
+import jgg.hf
+import jgg.models
+from jgg.cli import options
+from jgg.cli.errors import one_line, writes
+from jgg.cli.options import UsageError
+from jgg.cli.training import devices, folders, loop
+from jgg.cli.training.data import note_ends
+from jgg.models.left_out import LeftOut
+from jgg.sharding import MoESharding
+
+
+def run(args) -> int:
+    """Trains and saves; what can be wrong is looked at before the model is made."""
+    devices.join(args)
+    with one_line():
+        folder = _check(args)
+        config = jgg.models.model_config(jgg.hf.read_config(folder))
+        training = loop.prepare(args, args.tokenizer, config)
+        model = _make(args, config, training.sharding)
+    model = loop.fit(training, model, nnx.Param)
+    with writes(args.output):
+        jgg.models.save(model, args.output)
+        if loop.is_first():
+            note_ends(args.output, training.data.end_tokens)
+    loop.say(args, f"wrote {args.output}")
+    return 0
+
+
+def _check(args) -> Path:
+    """Checks and settles options; returns the folder of config.json."""
+    folder = Path(args.model)
+    if folder.name == "config.json":
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"CONFIG must be a folder with config.json, or that file, got {args.model}")
+    args.tokenizer = args.tokenizer or folder
+    args.learning_rate = args.learning_rate or 1e-3
+    args.dtype = args.dtype or options.default_dtype()
+    folders.check_writable("--output", args.output, [folder, args.tokenizer])
+    folders.check_new("--output", args.output)
+    if args.checkpoints is not None:
+        folders.check_writable("--checkpoints", args.checkpoints, [folder, args.tokenizer, args.output])
+    return folder
+
+
+def _make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None) -> jgg.models.Decoder:
+    # what is saved beside the model
+    config = dataclasses.replace(config, left_out=LeftOut.of(args.tokenizer, ()))
+    return jgg.models.Decoder(
+        config,
+        dtype=jnp.dtype(args.dtype),
+        remat=args.remat,
+        quantization=jgg.Fp8() if args.fp8 else None,
+        sharding=sharding,
+        rngs=nnx.Rngs(args.seed),
+    )

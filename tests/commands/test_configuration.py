@@ -1,0 +1,99 @@
+"""Options from the file of --config, under those of the command line; what is wrong is one line."""
+
+import tomllib
+
+import pytest
+
+from _jgg_command.parser import parse
+from jgg.cli.training import folders
+from jgg.train import runs
+
+NEEDED = "--data", "d.jsonl", "--output", "out"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(text, *arguments, command="finetune"):
+    with open("run.toml", "w") as file:
+        file.write(text)
+    return parse("", [command, *arguments, "--config", "run.toml"])
+
+
+def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
+    text = 'model = "m"\nsteps = 7\nlora-rank = 4\nlearning_rate = 1e-05\npacking = false\ntargets = ["w_q", "w_k"]\n'
+    args = options(text + "[noted]\nsteps = 9\n", "--steps", "8", *NEEDED)
+    assert (args.command, args.model, args.steps, args.lora_rank, args.seed) == ("finetune", "m", 8, 4, 0)
+    assert (args.learning_rate, args.packing, args.targets) == (1e-5, False, ["w_q", "w_k"])
+    args = options(text, "other", "--packing", "--targets", "w_o", *NEEDED)
+    assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
+
+
+def test_what_a_run_writes_is_a_file_of_its_options(folder):
+    (folder / "m").mkdir()
+    arguments = ["train", "m", "--data", "a b.jsonl", 'c"\n\\é😀\x7f', "--output", "o", "--mix", "1", "0.5"]
+    args = parse("", [*arguments, "--weight-decay", "1e-9", "--no-packing", "--log-to", "tensorboard"])
+    settings = folders.settings_of(args)
+    runs.note_run(folder / "out.toml", settings, {"steps": 3, "nothing": None})
+    again = parse("", ["train", "--config", "out.toml"])
+    assert folders.settings_of(again) == settings
+    assert settings["data"] == [folder / "a b.jsonl", folder / 'c"\n\\é😀\x7f']
+    assert tomllib.loads((folder / "out.toml").read_text())["noted"] == {"steps": 3}
+
+
+WRONG = {
+    "steps = 0": "argument --steps: must be 1 or more, got 0",
+    "steps = 1.5": "argument --steps: must be a whole number, got '1.5'",
+    'remat = "some"': "argument --remat: invalid choice: 'some'",
+    "packing = 1": "argument --packing: must be true or false, got 1",
+    "speed = 1": "speed must be the name of an option, which jgg finetune --help lists",
+    'config = "run.toml"': "config must be the name of an option",
+    "steps =": "must be a TOML file: Invalid value",
+    "targets = []": "argument --targets: expected at least one argument",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_file_is_named(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(text, "m", *NEEDED)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"jgg finetune: error: --config run.toml: {WRONG[text]}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["finetune"], "MODEL, --data, --output"),
+        (["train", "--data", "d"], "CONFIG, --output"),
+        (["finetune", "m", "--output", "o"], "--data"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, missing, capsys):
+    with pytest.raises(SystemExit):
+        parse("", arguments)
+    message = f"jgg {arguments[0]}: error: the following arguments are required: {missing}\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_file_that_is_missing_is_named(capsys):
+    with pytest.raises(SystemExit):
+        parse("", ["train", "m", *NEEDED, "--config", "missing.toml"])
+    assert "--config missing.toml: must be a file that can be read: No such file" in capsys.readouterr().err
+
+
+def test_changed_options_are_named(folder):
+    path, before = folder / "run.toml", {"rank": 4, "targets": ["w_q"], "model": folder / "m", "rate": 0.1, "old": 1}
+    runs.note_run(path, before, {"steps": 3})
+    assert runs.changes(path, before, {"steps": 3}) == []
+    now = {"rank": 5, "targets": ("w_q", "w_k"), "model": folder / "m", "rate": None, "new": True}
+    found = runs.changes(path, now, {"steps": 4}, free={"old"})
+    wanted = ["rank is 5, was 4", "targets is ['w_q', 'w_k'], was ['w_q']", "new is True, was None"]
+    assert found == [*wanted, "rate is None, was 0.1", "steps is 4, was 3"]
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"run\.toml must be a TOML file"):
+        runs.changes(path, now, {})
