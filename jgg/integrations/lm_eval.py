@@ -25,6 +25,7 @@ import jgg.models
 from jgg.core.arguments import as_int, check
 from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens
 from jgg.hf import read_config
+from jgg.hf.hub import folder_of
 from jgg.integrations.lm_eval_batches import Batch, Pair, batches, score
 from jgg.linear.fp8 import Fp8
 from jgg.models import Decoder
@@ -44,7 +45,7 @@ class JggLM(TemplateLM):
     token each, as in MMLU, run through it once. With several processes, each has all requests.
 
     Args:
-      pretrained: the folder with config.json, safetensors files and tokenizer.json.
+      pretrained: the folder with config.json, safetensors files and tokenizer.json, or a model's name on the Hub.
       adapter: a folder with a LoRA adapter, for `jgg.models.load_adapter`.
       model: the model, where it is loaded already; `adapter` then only says which tokens end a text.
       experts: "bfloat16", in the dtype of the computation; "as-stored", quantized where the folder has them so; or
@@ -82,7 +83,8 @@ class JggLM(TemplateLM):
         check(experts in _EXPERTS, f"experts must be of {', '.join(_EXPERTS)}, got {experts!r}.")
         is_auto = isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto"
         self.batch_size = None if is_auto else as_int("batch_size", int(batch_size), 1)
-        self.tokenizer, self._pretrained = load_tokenizer(pretrained), str(pretrained)
+        pretrained, self._pretrained = folder_of(pretrained), str(pretrained)
+        self.tokenizer = load_tokenizer(pretrained)
         own_ends = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         self._ends = list(dict.fromkeys([*stop_tokens(pretrained, adapter), *own_ends]))
         self._prefix = prefix_token_id

@@ -13,6 +13,7 @@ from tests.support.models import folder_with_tokenizer, loaded, logits_of
 
 pytestmark = [
     *framework("lm_eval"),
+    pytest.mark.usefixtures("offline"),
     # it makes sockets and files that it leaves to the garbage collector
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -56,13 +57,6 @@ doc_to_target: "{{new}}"
 generation_kwargs: {until: ["t63"], max_gen_toks: 4, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
-
-
-@pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    for name in ("HF_HOME", "HF_DATASETS_CACHE", "LM_HARNESS_CACHE_PATH"):
-        monkeypatch.setenv(name, str(tmp_path / "caches"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
