@@ -13,7 +13,7 @@ import jgg
 from jgg.hf.families import FAMILIES
 from tests.support import processes
 from tests.support.processes import ROOT
-from tools import speed
+from tools import docs_search, speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
@@ -191,6 +191,22 @@ def test_titles_are_those_of_the_navigation():
         assert text.startswith(f"# {title}\n"), path
 
 
+def test_pages_have_titles_and_descriptions_of_their_own():
+    nav = {path: title for title, path in re.findall(r"^ +- (.+?): (\S+\.md)$", SETTINGS, re.MULTILINE)}
+    assert docs_search.TITLES.keys() <= nav.keys()
+    metas = {}
+    for path, title in nav.items():
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_path=path), title=title, meta={})
+        config = types.SimpleNamespace(site_description="all")
+        docs_search.on_page_markdown((DOCS / path).read_text(), page=page, config=config, files=None)
+        metas[path] = page.meta
+    assert metas["changelog.md"]["search"]["boost"] < metas["api/jgg.md"]["search"]["boost"] < 1
+    descriptions = [meta["description"] for meta in metas.values()]
+    assert len(set(descriptions)) == len(descriptions)
+    assert not [text for text in descriptions if re.search(r"[`*\[\]|]|\]\(", text)]
+    assert [text for text in descriptions if text.endswith(": all")] == ["Changelog: all"]
+
+
 def test_examples_has_every_program_and_notebook():
     page = (DOCS / "examples.md").read_text()
     for path in [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
@@ -242,9 +258,10 @@ def test_readme_is_cited_as_the_citation_file_says():
 @pytest.mark.thorough
 def test_programs_of_pages_run():
     """All but README's, which has its own test, in one process; each has names of its own."""
-    first, *programs = PROGRAM.findall((DOCS / "index.md").read_text() + (DOCS / "fp8.md").read_text())
+    pages = "".join((DOCS / name).read_text() for name in ("index.md", "guide.md", "fp8.md"))
+    first, *programs = PROGRAM.findall(pages)
     assert [first] == PROGRAM.findall((ROOT / "README.md").read_text())
-    assert len(programs) == 3
+    assert len(programs) == 4
     run_each = "import sys\nfor program in sys.argv[1:]: exec(program, {})"
     processes.run("-c", run_each, *programs, JAX_PLATFORMS="cpu")
 
