@@ -9,6 +9,7 @@ TITLES = {
     "in-your-model.md": "MoE layers in your own Flax model",
     "models.md": "Hugging Face MoE models in JAX",
     "generate.md": "Generate text with MoE models in JAX",
+    "evaluate.md": "Evaluate MoE models: perplexity and lm-eval's tasks",
     "reinforcement-learning.md": "Reinforcement learning of MoE models in JAX (GRPO)",
     "save.md": "Save, resume and restore MoE models",
     "serve.md": "Serve models and LoRA adapters with vLLM and SGLang",
