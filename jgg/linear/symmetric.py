@@ -67,7 +67,8 @@ def symmetric_product(
     if add is not None:
         y += terms[1] * add.astype(jnp.float32)
     y += jnp.broadcast_to(terms[2] * jnp.eye(size, dtype=jnp.float32), y.shape)
-    return y.astype(dtype)
+    is_own = jnp.broadcast_to(jnp.tri(size, dtype=bool), y.shape)
+    return jnp.where(is_own, y, y.mT).astype(dtype)  # rounding of factors that differ makes it slightly asymmetric
 
 
 def apply(
