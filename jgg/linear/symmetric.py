@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_array, as_dtype, as_precision, check, check_reals
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.core.arguments import as_array, as_dtype, as_precision, check, check_instance, check_reals
+from jgg.core.gpu_target import current_target
 from jgg.core.problem import DTYPES
-from jgg.launching.choice import check_implementation
+from jgg.launching.choice import How, check_implementation, is_plain_jax
+from jgg.products.symmetric import APPLY, SYMMETRIC, Apply, Symmetric
 
 
 def symmetric_product(
@@ -25,6 +28,7 @@ def symmetric_product(
     diagonal: ArrayLike = 0.0,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
+    kernel_config: KernelConfigForward | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes `scale * left @ right^T + add_scale * add + diagonal * I`, where `left @ right^T` is symmetric.
@@ -41,6 +45,9 @@ def symmetric_product(
       add: float [..., N, N], or None for nothing.
       preferred_element_type: dtype of the result; that of left by default.
       precision: for float32, as in `jgg.grouped_gemm`.
+      kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
+        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" runs only where this asks for
+        it.
       implementation: as in `jgg.grouped_gemm`.
 
     Returns: [..., N, N].
@@ -51,24 +58,25 @@ def symmetric_product(
     """
     check_implementation(implementation)
     left = _matrices("left", left)
-    right = left if right is None else _matrices("right", right)
-    _check_like("right", right, left.shape, "left's", left.dtype)
-    size = left.shape[-2]
+    if right is not None:
+        right = _matrices("right", right)
+        _check_like("right", right, left.shape, "left's", left.dtype)
     if add is not None:
         add = _matrices("add", add)
-        _check_like("add", add, (*left.shape[:-1], size), "left's [..., N, N]")
+        _check_like("add", add, (*left.shape[:-1], left.shape[-2]), "left's [..., N, N]")
+    if kernel_config is not None:
+        check_instance("kernel_config", kernel_config, KernelConfigForward, "a jgg.KernelConfigForward or None")
     terms = _scalars(scale=scale, add_scale=add_scale, diagonal=diagonal)
     dtype = left.dtype
     if preferred_element_type is not None:
         dtype = as_dtype("preferred_element_type", preferred_element_type, DTYPES)
-    y = terms[0] * jnp.einsum(
-        "...nk,...mk->...nm", left, right, precision=as_precision(precision), preferred_element_type=jnp.float32
+    return SYMMETRIC(
+        _how(implementation),
+        Symmetric(left, terms, right, add),
+        config=kernel_config,
+        dtype=dtype,
+        precision=as_precision(precision),
     )
-    if add is not None:
-        y += terms[1] * add.astype(jnp.float32)
-    y += jnp.broadcast_to(terms[2] * jnp.eye(size, dtype=jnp.float32), y.shape)
-    is_own = jnp.broadcast_to(jnp.tri(size, dtype=bool), y.shape)
-    return jnp.where(is_own, y, y.mT).astype(dtype)  # rounding of factors that differ makes it slightly asymmetric
 
 
 def apply(
@@ -93,7 +101,11 @@ def apply(
     x = _matrices("x", x)
     p = _matrices("p", p)
     _check_like("p", p, (*x.shape[:-1], x.shape[-2]), "x's [..., N, N]", x.dtype)
-    return jnp.matmul(p, x, precision=as_precision(precision))
+    return APPLY(_how(implementation), Apply(p, x), precision=as_precision(precision))
+
+
+def _how(implementation: str | None) -> How | None:
+    return None if is_plain_jax(implementation) else How(implementation, current_target())
 
 
 def _matrices(name: str, value: ArrayLike) -> jax.Array:
