@@ -153,75 +153,56 @@ class Pending:
             self.store(result, warpgroup, part)
 
 
+@gluon.aggregate
+class Terms:
+    """The factors of the product, of the matrix that is added and of the identity."""
+
+    scale: gl.tensor
+    add_scale: gl.tensor
+    diagonal: gl.tensor
+
+
 @gluon.jit
-def finish_part(
-    value,
-    terms,
-    work,
-    ring,
-    tile,
-    first,
-    stage,
-    phase,
-    dtype: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    PART: gl.constexpr,
-):
-    """A part of a half tile, of which `value` is the product, rounded; and the ring's next stage."""
-    scale = gl.load(terms)
-    value *= scale
-    layout: gl.constexpr = value.type.layout
+def add_part(value, ring, factor, stage, phase, WARPGROUP: gl.constexpr):
+    """A part of a half tile plus that of the matrix that is added, which lies in the ring."""
+    mbarrier.wait(ring.full.index(stage), phase)
+    added = ring.left.index(2 * stage + WARPGROUP).load(value.type.layout)
+    fence_async_shared()  # TMA writes to the block next
+    gl.barrier()
+    ring.hand_back(stage)
+    stage, phase = ring.next(stage, phase)
+    return value + factor * added.to(gl.float32), stage, phase
+
+
+@gluon.jit
+def finish(acc, work, ring, terms, tile, row, stage, phase, WARPGROUP: gl.constexpr):
+    """A half tile that begins at `row`, of which acc is the product, float32. It must take acc's registers.
+
+    For the next tile's product writes over acc, so that acc lives on: registers spill if the result does beside it.
+    """
+    layout: gl.constexpr = acc.type.layout
+    acc *= terms.scale
     if work.HAS_ADD:
-        mbarrier.wait(ring.full.index(stage), phase)
-        added = ring.left.index(2 * stage + WARPGROUP).load(layout)
-        value += gl.load(terms + 1) * added.to(gl.float32)
-        gl.barrier()  # all threads have read the block
-        ring.hand_back(stage)
-        stage, phase = ring.next(stage, phase)
+        part0, part1, part2, part3 = split_parts(acc)
+        part0, stage, phase = add_part(part0, ring, terms.add_scale, stage, phase, WARPGROUP)
+        part1, stage, phase = add_part(part1, ring, terms.add_scale, stage, phase, WARPGROUP)
+        part2, stage, phase = add_part(part2, ring, terms.add_scale, stage, phase, WARPGROUP)
+        part3, stage, phase = add_part(part3, ring, terms.add_scale, stage, phase, WARPGROUP)
+        acc = gl.convert_layout(join_columns(join_columns(part0, part1), join_columns(part2, part3)), layout)
     if not tile.is_mirrored:
-        rows = first + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
-        columns = tile.column + PART * value.shape[1] + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-        value += gl.where(rows[:, None] == columns[None, :], gl.load(terms + 2), 0.0)
-    return value, stage, phase
+        rows = work.row_of_tensor(row) + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
+        columns = tile.column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
+        acc += gl.where(rows[:, None] == columns[None, :], terms.diagonal, 0.0)
+    return acc, stage, phase
 
 
 @gluon.jit
-def multiply_tiles(WARPGROUP: gl.constexpr, work, ring, result, terms):
-    """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
-    dtype: gl.constexpr = result.descriptor.dtype
-    ring = as_matrices(work, ring, True)
-    acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
-    # a tile that is not stored, as it begins past the last row
-    nothing = gl.to_tensor(work.SIZE) + work.cta * WARPGROUP_ROWS
-    part0, part1, part2, part3 = split_parts(acc.to(dtype))
-    first = gl.to_tensor(0)
-    pending = Pending(part0, part1, part2, part3, first, nothing, first, first != first, work.cta)
-    stage = 0
-    phase = 0
-    tile = work.at(gl.program_id(0))
-    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
-        next_index = index + gl.num_programs(0)
-        row = tile.row + WARPGROUP * WARPGROUP_ROWS
-        if row < work.SIZE:
-            own = tile
-            acc, stage, phase, tile = multiply_tile(
-                work, ring, acc, pending, result, work.steps(), stage, phase, next_index, WARPGROUP
-            )
-            part0, part1, part2, part3 = split_parts(acc)
-            first = work.row_of_tensor(row)
-            part0, stage, phase = finish_part(part0, terms, work, ring, own, first, stage, phase, dtype, WARPGROUP, 0)
-            part1, stage, phase = finish_part(part1, terms, work, ring, own, first, stage, phase, dtype, WARPGROUP, 1)
-            part2, stage, phase = finish_part(part2, terms, work, ring, own, first, stage, phase, dtype, WARPGROUP, 2)
-            part3, stage, phase = finish_part(part3, terms, work, ring, own, first, stage, phase, dtype, WARPGROUP, 3)
-            acc = gl.convert_layout(join_columns(join_columns(part0, part1), join_columns(part2, part3)), layout)
-            part0, part1, part2, part3 = split_parts(acc.to(dtype))
-            pending = Pending(part0, part1, part2, part3, own.group, row, own.column, own.is_mirrored, work.cta)
-        else:
-            tile = work.at(next_index)
-            stage, phase = skip_tile(ring, work.steps() + (PARTS if work.HAS_ADD else 0), stage, phase)
-    pending.store_all(result, WARPGROUP)
-    tma.store_wait(0)
+def split_parts(value):
+    """The four quarters of a matrix's columns."""
+    left, right = split_columns(value)
+    part0, part1 = split_columns(left)
+    part2, part3 = split_columns(right)
+    return part0, part1, part2, part3
 
 
 @gluon.jit
@@ -233,12 +214,39 @@ def join_columns(left, right):
 
 
 @gluon.jit
-def split_parts(value):
-    """The four quarters of a matrix's columns."""
-    left, right = split_columns(value)
-    part0, part1 = split_columns(left)
-    part2, part3 = split_columns(right)
-    return part0, part1, part2, part3
+def make_pending(value, group, row, column, is_mirrored, cta):
+    part0, part1, part2, part3 = split_parts(value)
+    return Pending(part0, part1, part2, part3, group, row, column, is_mirrored, cta)
+
+
+@gluon.jit
+def multiply_tiles(WARPGROUP: gl.constexpr, work, ring, result, terms):
+    """Multiplies and stores one half of each of a CTA's tiles; runs on one of its two multiplying warpgroups."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_COLUMNS, 16], [[1, 0]])
+    dtype: gl.constexpr = result.descriptor.dtype
+    terms = Terms(gl.load(terms), gl.load(terms + 1), gl.load(terms + 2))
+    ring = as_matrices(work, ring, True)
+    acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
+    nothing = gl.to_tensor(work.SIZE)  # the row of a tile that TMA leaves out
+    pending = make_pending(acc.to(dtype), gl.to_tensor(0), nothing, nothing, nothing != nothing, work.cta)
+    stage = 0
+    phase = 0
+    tile = work.at(gl.program_id(0))
+    for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
+        next_index = index + gl.num_programs(0)
+        row = tile.row + WARPGROUP * WARPGROUP_ROWS
+        if row < work.SIZE:
+            own = tile
+            acc, stage, phase, tile = multiply_tile(
+                work, ring, acc, pending, result, work.steps(), stage, phase, next_index, WARPGROUP
+            )
+            acc, stage, phase = finish(acc, work, ring, terms, own, row, stage, phase, WARPGROUP)
+            pending = make_pending(acc.to(dtype), own.group, row, own.column, own.is_mirrored, work.cta)
+        else:
+            tile = work.at(next_index)
+            stage, phase = skip_tile(ring, work.steps() + (PARTS if work.HAS_ADD else 0), stage, phase)
+    pending.store_all(result, WARPGROUP)
+    tma.store_wait(0)
 
 
 @gluon.jit
