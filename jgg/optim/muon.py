@@ -17,6 +17,7 @@ from jgg.optim.coefficients import Coefficients, CoefficientsLike, coefficients_
 from jgg.optim.newton_schulz import checked_method, iterate, scaled
 from jgg.optim.parameters import matrices, matrix_axes, of_leaves, shape_factor
 from jgg.optim.split import map_stacks, placed
+from jgg.primitives.barrier import barrier
 
 Schedule = ArrayLike | Callable[[Any], Any]
 
@@ -200,6 +201,7 @@ def _updated(
     axes = matrix_axes(gradient.shape, numbers)
     beta, g = jnp.asarray(options.beta, jnp.float32), gradient.astype(jnp.float32)
     mu = placed((beta * mu.astype(jnp.float32) + (1 - beta) * g).astype(mu.dtype), sharding)
+    mu = barrier(mu)  # else a kernel that transposes matrices computes it too, and cannot write over the former one
     mean, steps = mu.astype(jnp.float32), count.astype(jnp.float32)
     if options.nesterov:
         mean = beta * mean / (1 - beta ** (steps + 1)) + (1 - beta) * g / (1 - beta**steps)
