@@ -42,15 +42,20 @@ def of_leaves(tree: Any, params: Any) -> list[Any]:
     """
     tree = tree(params) if callable(tree) else tree
     is_leaf = lambda value: value is None or isinstance(value, MuonDimensionNumbers)  # noqa: E731
-    values = dict(jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0])
+    values = {_keys(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
     found = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path in (_keys(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]):
         own = next((values[path[:length]] for length in range(len(path), -1, -1) if path[:length] in values), values)
         check(
             own is not values, f"a pytree must have a value for the parameter {jax.tree_util.keystr(path)}, got none."
         )
         found.append(own)
     return found
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path without the variables of Flax NNX, which states have and optimizers take away."""
+    return tuple(key for key in path if key != jax.tree_util.GetAttrKey("value"))
 
 
 def matrix_axes(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,6 +16,7 @@ import jgg.nnx
 import jgg.optim
 import jgg.train
 from tests.support import processes
+from tests.support.documents import code_of, run_code
 from tests.support.models import config_of
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -174,3 +175,9 @@ def test_what_it_refuses(options, params, message):
 @pytest.mark.thorough
 def test_eight_devices_make_the_same_updates():
     assert processes.run_program("run_sharded_optim", timeout=400).splitlines()[-1] == "all right"
+
+
+def test_the_code_of_its_page(as_a_reader_runs_it):
+    names = run_code("\n".join(code_of("optimizers.md", "Muon") + code_of("optimizers.md", "Several GPUs")))
+    assert names["losses"][-1] < 0.98 * names["losses"][0]
+    names["step"](names["layer"], names["optimizer"], names["x"])  # with shardings, of one device
