@@ -15,6 +15,7 @@ from jgg.core.versions import WARP_SPECIALIZED, unlike
 from tests.programs.lower_kernels import (
     DELTA_RULE_KERNELS,
     FP8_KERNELS,
+    HOPPER_KERNELS,
     KERNELS,
     LAYER_KERNELS,
     MODES,
@@ -27,6 +28,7 @@ from tests.support import processes
 # test_defaults_fit.py compiles for these too, and in float32, what the defaults choose for random problems
 SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]
 TARGETS = [80, 90, *SWEPT]
+WARP_SPECIALIZED_KERNELS = (*HOPPER_KERNELS, "hopper_symmetric_kernel")
 
 
 def lowered(folder, compute_capability, *options):
@@ -63,7 +65,8 @@ def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
         if kernel["spills"] > (of_packed if kernel["problem"][0] == "packed" else allowed).get(kernel["kernel"], 0)
     ]
     assert not spilling, f"registers spill: {table(spilling)}"
-    storing = [kernel for kernel in kernels if kernel["kernel"] == "hopper_kernel" and kernel["stores"]]
+    by_tma = ("hopper_kernel", "hopper_symmetric_kernel")
+    storing = [kernel for kernel in kernels if kernel["kernel"] in by_tma and kernel["stores"]]
     assert not storing, f"stores by threads, not TMA: {table(storing)}"
     assert {kernel["kernel"] for kernel in kernels} == {
         *KERNELS,
@@ -71,7 +74,7 @@ def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
         "group_sums_kernel",
         *LAYER_KERNELS,
         *(FP8_KERNELS if compute_capability >= 89 else ()),
-        *(["hopper_kernel", "hopper_fp8_kernel"] if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else []),
+        *(WARP_SPECIALIZED_KERNELS if compute_capability == 90 and not unlike(WARP_SPECIALIZED) else ()),
     }
 
 

@@ -24,8 +24,9 @@ import triton
 import jgg
 from jgg.activations import ACTIVATIONS
 from jgg.configs import tuned_files
-from jgg.configs.heuristic import heuristic_config
+from jgg.configs.heuristic import heuristic_config, hopper_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import check_problem
 from jgg.core.schedule import group_bounds
@@ -46,6 +47,7 @@ from jgg.products.losses import LOSSES, Scored
 from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.project_few import PROJECT_FEW, ProjectFew
 from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
+from jgg.products.symmetric import SYMMETRIC, Symmetric
 from jgg.products.up import UP
 
 EXPERTS = 4
@@ -92,6 +94,7 @@ LAYER_KERNELS = (
     "unpack_kernel",
     "project_few_kernel",
     "losses_kernel",
+    "symmetric_kernel",
 )
 FP8_KERNELS = (
     "quantize_rows_kernel",
@@ -430,6 +433,17 @@ def lower_project_few(compute_capability, rows, features, dtype):
         jax.jit(project).trace(ProjectFew(x, *matrices, *biases)).lower(lowering_platforms=("cuda",))
 
 
+def lower_symmetric(compute_capability, groups, size, reduced, dtype, out_dtype, precision=None, kernel="plain"):
+    """A symmetric product with another matrix added."""
+    left, add = (jax.ShapeDtypeStruct((*groups, size, columns), dtype) for columns in (reduced, size))
+    config = None if kernel == "plain" else hopper_config(CONFIG_TYPES["forward"], "enk")
+    with jgg.target(compute_capability):
+        compute = functools.partial(SYMMETRIC, How("triton", current_target()), config=config)
+        compute = functools.partial(compute, dtype=jnp.dtype(out_dtype), precision=as_precision(precision))
+        operands = Symmetric(left, jax.ShapeDtypeStruct((3,), "float32"), left, add)
+        jax.jit(compute).trace(operands).lower(lowering_platforms=("cuda",))
+
+
 def lower_stored(compute_capability, kind, w_layout, rows):
     """A product that gathers few rows, or many, of weights in MXFP4 or FP8 that is not multiplied in FP8."""
     in_features, out_features = 2880, 5760
@@ -506,6 +520,11 @@ def layer_kernels(compute_capability, takes_all):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
         yield ["packed", *case], functools.partial(lower_stored, compute_capability, "packed", *case)
+    symmetric = [((EXPERTS,), 1536, 2048, "bfloat16", "bfloat16"), ((2, EXPERTS), 1536, 1536, "bfloat16", "float32")]
+    symmetric += [((), 513, 513, "float16", "float16"), ((EXPERTS,), 64, 2048, "bfloat16", "bfloat16")]
+    symmetric += [((EXPERTS,), 768, 2048, "float32", "float32", precision) for precision in (None, "high", "highest")]
+    for case in symmetric if takes_all else symmetric[:1]:
+        yield ["symmetric", *case], functools.partial(lower_symmetric, compute_capability, *case)
     if compute_capability >= 89:
         for case in (("ekn", 4), ("enk", 32)):
             yield ["stored", *case], functools.partial(lower_stored, compute_capability, "fp8", *case)
@@ -518,6 +537,10 @@ def layer_kernels(compute_capability, takes_all):
         cases += [("swiglu", False, "enk", False), ("ungated_relu_squared", False, "ekn", False)]
         for case in cases if takes_all else cases[:1]:
             yield ["up", *case], functools.partial(lower_up, compute_capability, *case)
+        cases = [((EXPERTS,), 1536, 2048, "bfloat16", "bfloat16"), ((), 136, 72, "float16", "bfloat16")]
+        for case in cases if takes_all else cases[:1]:
+            symmetric = functools.partial(lower_symmetric, compute_capability, *case, kernel="hopper")
+            yield ["symmetric", *case, "hopper"], symmetric
 
 
 def kind(name, launch, takes_all):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from jgg.linear.symmetric import apply, symmetric_product
 from tests.support import split_tokens
 from tests.support.closeness import assert_close, distance
 
@@ -335,6 +336,40 @@ def check_fp8():
             assert error < 0.05, f"fp8 {specs}: {error}"
 
 
+def check_symmetric():
+    """Matrices stay where they are if axes in front of them are split; a matrix that is split itself is gathered."""
+    x = np.random.default_rng(0).normal(size=(2, EXPERTS, FEATURES, 2 * OUT)).astype(np.float32)
+    gram = x @ np.swapaxes(x, -1, -2)
+    want = (2 * gram - 0.5 * gram @ gram + 3 * np.eye(FEATURES, dtype=np.float32)) @ x
+
+    def step(x):
+        gram = symmetric_product(x, precision="highest")
+        p = symmetric_product(gram, add=gram, scale=-0.5, add_scale=2.0, diagonal=3.0, precision="highest")
+        return apply(p, x, precision="highest")
+
+    mesh = mesh_of()
+    on_each = jax.shard_map(step, mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a"))
+    by_layer = functools.partial(jax.lax.map, step)
+    for name, compute, spec in (
+        ("whole", step, P()),
+        ("experts", step, P(None, ("a", "c"))),
+        ("layers and experts", step, P("b", "a")),
+        ("experts, under vmap", jax.vmap(step), P(None, "a")),
+        ("experts, layer by layer", by_layer, P(None, "a")),
+        ("experts, in shard_map", on_each, P(None, "a")),
+        ("rows", step, P(None, "a", "b")),
+        ("columns", by_layer, P(None, "a", None, "b")),
+        ("rows and columns, unevenly", step, P(None, None, "c", ("a", "b"))),
+    ):
+        split = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        compiled = jax.jit(compute).lower(split).compile()
+        got = compiled(split)
+        assert_close(got, want, name=f"symmetric: {name}")
+        if not spec[2:]:
+            assert got.sharding.is_equivalent_to(split.sharding, x.ndim), f"symmetric: {name}: {got.sharding}"
+            assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text()), f"symmetric: {name}"
+
+
 def main(which="all"):
     assert jax.device_count() == 8
     for name, (specs, implementation) in LOCAL.items():
@@ -359,6 +394,7 @@ def check_all_else():
     check_scan()
     check_moe_mlp({"up": P("b", "a"), "down": P("b", None, "a")}, mesh_of())  # experts and hidden features
     check_fp8()
+    check_symmetric()
     split_tokens.check_router()
     split_tokens.check_reads_and_writes()
     split_tokens.check_parts_of_an_axis()

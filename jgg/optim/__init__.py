@@ -1,0 +1,7 @@
+"""Optimizers of optax for stacks of matrices: Muon, and the orthogonalization that it is made of."""
+
+from jgg.optim.muon import MuonState, muon
+from jgg.optim.newton_schulz import orthogonalize
+from jgg.optim.parameters import matrices
+
+__all__ = ["MuonState", "matrices", "muon", "orthogonalize"]

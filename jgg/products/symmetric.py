@@ -1,0 +1,162 @@
+"""Products of pairs of matrices: symmetric ones, of which half is computed, and those with a symmetric matrix."""
+
+import string
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.schedule import GroupBounds
+from jgg.launching.choice import How, Launcher
+from jgg.primitives.partitioning import WHOLE, Letters
+from jgg.primitives.product import Product, array_type
+from jgg.products.forward import FORWARD, Forward
+from jgg.products.launches import symmetric
+
+
+class Symmetric(NamedTuple):
+    """The matrices of a symmetric product.
+
+    Attributes:
+      left: [..., N, K].
+      terms: float32 [3], the factors of left @ right^T, of `add` and of the identity.
+      right: like left; None for left.
+      add: [..., N, N] or None, in any float dtype.
+    """
+
+    left: jax.Array
+    terms: jax.Array
+    right: jax.Array | None = None
+    add: jax.Array | None = None
+
+
+class Apply(NamedTuple):
+    """p [..., N, N] and x [..., N, K], which it is multiplied with."""
+
+    p: jax.Array
+    x: jax.Array
+
+
+def _plain(operands: Symmetric, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+    left, terms, right, add = operands
+    right, size = left if right is None else right, left.shape[-2]
+    product = jnp.einsum("...nk,...mk->...nm", left, right, precision=precision, preferred_element_type=jnp.float32)
+    y = terms[0] * product
+    if add is not None:
+        y += terms[1] * add.astype(jnp.float32)
+    y += jnp.broadcast_to(terms[2] * jnp.eye(size, dtype=jnp.float32), y.shape)
+    is_own = jnp.broadcast_to(jnp.tri(size, dtype=bool), y.shape)
+    return jnp.where(is_own, y, y.mT).astype(dtype)  # with a right, rounding makes the product slightly asymmetric
+
+
+def _launch(
+    launcher: Launcher,
+    operands: Symmetric,
+    dtype: Any,
+    precision: jax.lax.Precision,
+    config: KernelConfigForward | None = None,
+) -> jax.Array:
+    left, right, add = (None if a is None else _one_axis(a) for a in (operands.left, operands.right, operands.add))
+    assert left is not None
+    product = symmetric.SymmetricProduct(
+        _problem(left, left.shape[1], dtype, precision), left, left if right is None else right, add, operands.terms
+    )
+    return symmetric.multiply(launcher, product, config).reshape(*operands.left.shape[:-1], left.shape[1])
+
+
+def _one_axis(matrices: jax.Array) -> jax.Array:
+    """Matrices [..., N, K] as [G, N, K]."""
+    return matrices.reshape(-1, *matrices.shape[-2:])
+
+
+def _problem(
+    rows: jax.Array, columns: int, dtype: Any, precision: jax.lax.Precision, w_layout: str = "enk"
+) -> GroupedGemmProblem:
+    """The product of each group's rows [G, N, K] and its own matrix, as a grouped GEMM of groups of N rows."""
+    num_groups, size, reduced = rows.shape
+    return GroupedGemmProblem(
+        num_rows=num_groups * size,
+        num_experts=num_groups,
+        in_features=reduced,
+        out_features=columns,
+        topk=1,
+        dtype=rows.dtype,
+        out_dtype=jnp.dtype(dtype),
+        w_layout=w_layout,
+        permute_x=False,
+        permute_y=False,
+        has_topk_weights=False,
+        has_bias=False,
+        precision=precision,
+        is_dense=num_groups == 1,
+    )
+
+
+def _apply_plain(operands: Apply, precision: jax.lax.Precision) -> jax.Array:
+    return jnp.matmul(operands.p, operands.x, precision=precision)
+
+
+def _apply_launch(launcher: Launcher, operands: Apply, precision: jax.lax.Precision) -> jax.Array:
+    p, x = map(_one_axis, operands)
+    num_groups, rows, size = p.shape
+    starts = jnp.arange(num_groups, dtype=jnp.int32) * rows
+    bounds = GroupBounds(starts, starts + rows, jnp.full(num_groups, rows, jnp.int32))
+    problem = _problem(p, x.shape[2], x.dtype, precision, "ekn")
+    y = FORWARD.launch(launcher, Forward(p.reshape(-1, size), x, bounds), problem=problem)
+    return y.reshape(*operands.p.shape[:-1], x.shape[2])
+
+
+def _leading(matrices: jax.Array) -> str:
+    """Letters of the axes in front of the matrices, which may be split over devices, alike in all arrays."""
+    return string.ascii_lowercase[: matrices.ndim - 2]
+
+
+def _letters(operands: Symmetric, **_: Any) -> Letters:
+    matrices = _leading(operands.left) + 2 * WHOLE
+    return Letters(dict.fromkeys(("left", "right", "add"), matrices) | {"terms": WHOLE}, (matrices,), ("",))
+
+
+def _letters_of_apply(operands: Apply, **_: Any) -> Letters:
+    leading = _leading(operands.x)
+    return Letters({"p": f"{leading}n{WHOLE}", "x": f"{leading}{WHOLE}k"}, (f"{leading}nk",), ("",))
+
+
+def _merge_batch(how: How, operands: Symmetric, batched: Symmetric, **parameters: Any) -> jax.Array | None:
+    """The batch axis is one more in front of the matrices."""
+    terms_batched, *matrices_batched = batched.terms, batched.left, batched.right, batched.add
+    if terms_batched or False in matrices_batched:
+        return None
+    return SYMMETRIC(how, operands, **parameters)
+
+
+def _merge_batch_of_apply(how: How, operands: Apply, batched: Apply, **parameters: Any) -> jax.Array | None:
+    return APPLY(how, operands, **parameters) if all(batched) else None
+
+
+SYMMETRIC: Product[jax.Array] = Product(
+    "symmetric",
+    Symmetric,
+    result_types=lambda operands, dtype, precision: array_type(
+        (*operands.left.shape[:-1], operands.left.shape[-2]), dtype
+    ),
+    plain=_plain,
+    launch=_launch,
+    letters=_letters,
+    merge_batch=_merge_batch,
+)
+"""terms[0] * left @ right^T + terms[1] * add + terms[2] * I, in `dtype`; `precision` is that of float32 products."""
+
+APPLY: Product[jax.Array] = Product(
+    "apply",
+    Apply,
+    result_types=lambda operands, precision: array_type(
+        (*operands.p.shape[:-1], operands.x.shape[-1]), operands.x.dtype
+    ),
+    plain=_apply_plain,
+    launch=_apply_launch,
+    letters=_letters_of_apply,
+    merge_batch=_merge_batch_of_apply,
+)
+"""p @ x, in the dtype of both; the parameter is the precision of float32 products."""
