@@ -82,7 +82,7 @@ def prepare(args, tokenizer: Path, config: ModelConfig) -> Run:
     sharding = devices.sharding_of(args)
     data = data_of(args, tokenizer, config)
     steps = data.steps(args)
-    folders.note(args, steps, data.batches.digest)
+    folders.note(args, steps, data.batches.digest, data.date)
     say(args, f"{data.in_words()}, for {steps} steps")
     settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
