@@ -1,6 +1,7 @@
 """Options from a file: `--config run.toml` gives those that the command line does not."""
 
 import argparse
+import itertools
 import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,17 +40,26 @@ def with_file(args: argparse.Namespace, arguments: Sequence[str]) -> argparse.Na
 def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
     """The command line that a file stands for. Its tables, which say more of a run, are no options."""
     options = {action.dest: action for action in parser._actions}
-    for key, value in _read(path, parser).items():
+    content = {key.replace("-", "_"): (key, value) for key, value in _read(path, parser).items()}
+    places = [name for name, option in options.items() if not option.option_strings]  # known by their order alone
+    for before, name in itertools.pairwise(places):
+        if name in content and before not in content:
+            parser.error(f"{name} must be given with {before}, got it alone")
+    in_order = sorted(content, key=lambda name: places.index(name) if name in places else len(places))
+    for key, value in map(content.__getitem__, in_order):
         option = options.get(key.replace("-", "_"))
         if isinstance(value, dict):
             continue
         if option is None or option.dest in ("help", "config"):
             parser.error(f"{key} must be the name of an option, which jgg {_command(parser)} --help lists")
         name = option.option_strings[0] if option.option_strings else ""
-        if isinstance(option, argparse.BooleanOptionalAction):
+        if isinstance(option, argparse.BooleanOptionalAction | argparse._StoreTrueAction):
             if not isinstance(value, bool):
                 parser.error(f"argument {name}: must be true or false, got {value!r}")
-            yield name if value else f"--no-{name.removeprefix('--')}"
+            if value or isinstance(option, argparse.BooleanOptionalAction):
+                yield name if value else f"--no-{name.removeprefix('--')}"
+        elif isinstance(option, argparse._AppendAction) and isinstance(value, list):
+            yield from (f"{name}={each}" for each in value)
         elif isinstance(value, list):
             yield from (name, *map(str, value)) if name else map(str, value)
         else:

@@ -4,17 +4,22 @@ import argparse
 import math
 from pathlib import Path
 
-from _jgg_command.arguments import number, positive_float, positive_int, seed, whole
+from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
+from _jgg_command.configuration import add_config
 from _jgg_command.options import add_shared
 
 DESCRIPTION = "Continue a prompt with a model of a Hugging Face folder, and an adapter, or talk with it."
 EXPERTS = ("bfloat16", "as-stored", "fp8")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("model", metavar="MODEL", help="the model's folder, with tokenizer.json")
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", help="the folder of a LoRA adapter in PEFT's format")
+    # without defaults, which would take the place of what a file says
+    what = "the model's folder, with tokenizer.json, or its name on the Hugging Face Hub"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
+    what = "the folder of a LoRA adapter in PEFT's format"
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default=argparse.SUPPRESS, help=what)
+    add_config(parser, "model")
     _add_prompt(parser)
     _add_drawing(parser)
     what = "ends a text, and is left out of it; may be repeated (default: stop_strings of generation_config.json)"
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, json={"help": "print one JSON document in the end, in the place of text"})
 
 
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
+def _add_prompt(parser: Parser) -> None:
     """Declares where the prompt comes from; without any of these it is standard input."""
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt, taken as it is (default: standard input)")
@@ -42,7 +47,7 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the system says first in a --chat")
 
 
-def _add_drawing(parser: argparse.ArgumentParser) -> None:
+def _add_drawing(parser: Parser) -> None:
     """Declares how tokens are drawn."""
     part = number("at least 0 and at most 1", lambda value: 0 <= value <= 1)
     positive_part = number("greater than 0 and at most 1", lambda value: 0 < value <= 1)

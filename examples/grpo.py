@@ -14,7 +14,7 @@ become likelier, the others less likely. LoRA adapters learn; the model without 
 What the gradient needs of the sampler, the log-probabilities of the tokens that it drew, is right if the trainer
 computes the same. With --batch-invariant it does on a GPU, bit for bit; the program prints the largest difference. With
 --replay the trainer takes the experts that the sampler chose, which removes the largest part of the difference where
-bits are not the same. Needs `pip install '.[flax,hf]' transformers jinja2`, and the files beside it that it imports.
+bits are not the same. Needs `pip install '.[train]'`.
 
 Sources: GRPO, https://arxiv.org/abs/2402.03300; the mean over all tokens of a batch, two bounds of the ratio and no KL
 term by default, as in DAPO, https://arxiv.org/abs/2503.14476; replay, https://arxiv.org/abs/2510.11370.
@@ -31,14 +31,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from arguments import Parser, enough_memory, number, positive, whole
-from finetune_options import EXPERTS, LARGEST_RANK, check_folder
 from flax import nnx
-from folders import check_vocabulary, encode, load_tokenizer, one_line, read_config, stop_tokens
 
+import jgg.cli
+import jgg.hf
 import jgg.models
 import jgg.train
+from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
+from jgg.cli.errors import enough_memory, one_line
+from jgg.cli.training.folders import check_writable
+from jgg.data import check_vocabulary, encode, load_tokenizer, stop_tokens
 
+EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 LONGEST_PROMPT = 12  # tokens; programs are compiled for this length
 KINDS = {"digits": string.digits, "letters": string.ascii_lowercase, "capitals": string.ascii_uppercase}
 
@@ -114,7 +118,8 @@ class Sampler:
         lengths = np.array([len(own) for own in ids], np.int32)
         if not 0 < lengths.min() <= lengths.max() <= LONGEST_PROMPT:
             raise SystemExit(f"prompts must have 1 to {LONGEST_PROMPT} tokens, got {lengths.min()} to {lengths.max()}")
-        check_vocabulary(self.tokenizer, np.concatenate(ids), self.config, "the prompts")
+        with one_line():
+            check_vocabulary(self.tokenizer, np.concatenate(ids), self.config, "the prompts")
         return np.array([own + [0] * (LONGEST_PROMPT - len(own)) for own in ids], np.int32), lengths
 
     def _rewards(self, problems: list[Problem], drawn: Any) -> np.ndarray:
@@ -201,10 +206,10 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 
 def train(options: argparse.Namespace) -> None:
     """Trains, prints and writes the adapter; what can be wrong is looked at before the model is loaded."""
-    check_folder("--output", options.output, [options.folder])
-    config, tokenizer = read_config(options.folder), load_tokenizer(options.folder)
-    sampler = Sampler(options, tokenizer, config)
     with one_line():
+        check_writable("--output", options.output, [options.folder])
+        config = jgg.models.model_config(jgg.hf.read_config(options.folder))
+        sampler = Sampler(options, load_tokenizer(options.folder), config)
         model = load(options)
     optimizer = make_optimizer(options)
     sampler.trainer = jgg.train.Trainer(model, optimizer, loss_of(options), wrt=nnx.LoRAParam, accumulate=True)
@@ -230,7 +235,7 @@ def train(options: argparse.Namespace) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of a command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, share = whole(1), number("a number of at least 0", lambda value: value >= 0)
+    count, positive, share = positive_int, positive_float, number("0 or more", lambda value: value >= 0)
     parser.add_argument("folder", type=Path, help="the model's folder")
     parser.add_argument("--output", type=Path, required=True, help="the adapter's folder")
     parser.add_argument("--steps", type=count, default=400, help="batches of answers (%(default)s)")
@@ -240,7 +245,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=count, default=1, help="steps of the optimizer for a batch (%(default)s)")
     parser.add_argument("--accumulate", type=count, default=1, help="parts in which a batch is learned (%(default)s)")
     parser.add_argument("--learning-rate", type=positive, default=2e-3, help="the highest (%(default)s)")
-    parser.add_argument("--lora-rank", type=whole(1, LARGEST_RANK), default=16, help="(%(default)s)")
+    parser.add_argument("--lora-rank", type=whole(1, 2**16), default=16, help="(%(default)s)")
     parser.add_argument("--clip", type=share, nargs=2, default=(0.2, 0.28), help="bounds of the ratio: 1 - a, 1 + b")
     parser.add_argument("--kl", type=share, default=0.0, help="weight of the distance from the model without adapters")
     parser.add_argument("--batch-invariant", action="store_true", help="the trainer computes the sampler's bits")
@@ -250,7 +255,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--remat", choices=("none", "attention", "names", "all"), default="none", help="(%(default)s)")
     parser.add_argument("--save-every", type=count, default=100, help="steps (%(default)s)")
     parser.add_argument("--log-every", type=count, default=10, help="steps (%(default)s)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
+    parser.set_defaults(parser=parser)
     options = parser.parse_args(arguments)
     if options.problems * options.samples % options.accumulate:
         parser.error("--accumulate must divide --problems times --samples")
@@ -258,9 +264,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    with enough_memory("--problems, --samples or --lora-rank, or more of --accumulate or --remat"):
-        train(options)
+    def run(options: argparse.Namespace) -> int:
+        with enough_memory("--problems, --samples or --lora-rank, or more of --accumulate or --remat"):
+            train(options)
+        return 0
+
+    if code := jgg.cli.run(parse(arguments), run):  # which tells mistakes in one line
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

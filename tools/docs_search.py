@@ -10,6 +10,7 @@ TITLES = {
     "models.md": "Hugging Face MoE models in JAX",
     "train.md": "Train a new MoE model in JAX",
     "generate.md": "Generate text with MoE models in JAX",
+    "evaluate.md": "Evaluate MoE models: perplexity and lm-eval's tasks",
     "reinforcement-learning.md": "Reinforcement learning of MoE models in JAX (GRPO)",
     "save.md": "Save, resume and restore MoE models",
     "serve.md": "Serve models and LoRA adapters with vLLM and SGLang",

@@ -129,8 +129,8 @@ def batches(
       splits: whether examples longer than a sequence are divided rather than cut.
       seed: of the order, at least 0 and below 2**32; None for one pass in the order of the plan.
       normalize: False leaves the weights as the rows have them.
-      end_token: the token that is put behind texts and completions that do not end with it, such as the first of
-        `stop_tokens(folder)`; the tokenizer's own if it is None. -1 for none.
+      end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; the
+        tokenizer's own if it is None, -1 for none.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.

@@ -1,14 +1,15 @@
 """What a row of data teaches: its tokens, and which of them are learned."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jgg.data.chat import encode_conversation
-from jgg.data.tokenizers import encode
+from jgg.data.tokenizers import encode, end_of
+
+WEIGHTS = 1e-30, 1e30  # within float32's range, and so are their products and sums
 
 
 class Example(NamedTuple):
@@ -30,13 +31,13 @@ def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[
 
     A row is an object with "prompt" and "completion", which is learned, both tokenized as one text; or with "text", all
     of which is learned; or with "messages", of which all that assistants say is learned, and maybe "tools", a list or
-    the JSON of one. Any row may have a "weight", a number of at least 0; it is 1 by default. Other keys are ignored.
+    the JSON of one. Any row may have a "weight", 0 or from 1e-30 to 1e30; it is 1 by default. Other keys are ignored.
 
     Args:
       row: what a line of a file has.
       tokenizer: what `load_tokenizer` returned.
-      end_token: the token that is put, and learned, behind texts and completions that do not end with it. Messages end
-        as the chat template says.
+      end_token: the token that is put, and learned, behind texts and completions that do not end with it, and behind
+        conversations that the chat template ends with no special token, as GLM-4.5's does.
 
     Returns: one example, or of messages maybe more than one: see `encode_conversation`.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
@@ -48,7 +49,10 @@ def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[
         case {"text": str(text)}:
             found = [_encode_text(tokenizer, text, 0, end_token)]
         case {"messages": [*messages]} if _has_answer(messages):
-            found = encode_conversation(tokenizer, messages, _tools_of(row))
+            found = [
+                _ended(tokenizer, *tokens, end_token)
+                for tokens in encode_conversation(tokenizer, messages, _tools_of(row))
+            ]
         case _:
             keys = '"prompt" and "completion", "text", or "messages" with an assistant\'s'
             raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
@@ -64,6 +68,13 @@ def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -
     return ids, learned
 
 
+def _ended(tokenizer: Any, ids: list[int], learned: list[bool], end_token: int | None) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation; a model that learns them learns to end."""
+    if end_token is None or end_of(tokenizer, ids) is not None:
+        return ids, learned
+    return [*ids, end_token], [*learned, True]
+
+
 def _has_answer(messages: list[Any]) -> bool:
     """Whether all messages are objects with a role, and one is an assistant's."""
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
@@ -74,8 +85,10 @@ def _weight_of(row: Any) -> float:
     weight = row.get("weight") if isinstance(row, Mapping) else None
     if weight is None:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise ValueError(f"weight must be a finite number of at least 0, got {json.dumps(weight, default=str)[:80]}")
+    least, most = WEIGHTS
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not (weight == 0 or least <= weight <= most):
+        raise ValueError(f"weight must be 0 or from {least} to {most}, got {json.dumps(weight, default=str)[:80]}")
     return float(weight)
 
 

@@ -14,7 +14,7 @@ from jgg.core.versions import REQUIREMENTS
 from jgg.hf.families import FAMILIES
 from tests.support import processes
 from tests.support.processes import ROOT
-from tools import docs_search, speed
+from tools import docs_search, frameworks, speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
@@ -215,6 +215,17 @@ def test_pages_have_titles_and_descriptions_of_their_own():
     assert len(set(descriptions)) == len(descriptions)
     assert not [text for text in descriptions if re.search(r"[`*\[\]|]|\]\(", text)]
     assert [text for text in descriptions if text.endswith(": all")] == ["Changelog: all"]
+
+
+def test_frameworks_are_installed_and_tested_by_the_lines_of_their_page():
+    workflow = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert f"framework: [{', '.join(frameworks.NAMES)}]" in workflow
+    for name in frameworks.NAMES:
+        assert (ROOT / f"tests/frameworks/test_{name}.py").is_file()
+        assert frameworks.lines_of(name).startswith(f"pip install -e '{ROOT}[dev]'")
+    named = {test.stem.removeprefix("test_") for test in ROOT.glob("tests/frameworks/test_*.py")}
+    assert named == {*frameworks.NAMES, "lm_eval"}  # which is among the packages that all tests need
+    assert "marin-levanter==$VERSION" in frameworks.lines_of("levanter")
 
 
 def test_examples_has_every_program_and_notebook():

@@ -26,11 +26,11 @@ def test_training_begins(tmp_path):
 
 @pytest.mark.sweep
 def test_training_goes_on_from_a_checkpoint_on_other_devices(tmp_path):
-    first = train(tmp_path, "--steps", 30, "--warmup", 5)
+    first = train(tmp_path, "--steps", 30)
     assert list(first) == [1, 10, 20, 30]
     assert first[30] < 4.5
     four_devices = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"}
-    sizes = "--batch", 2, "--expert-parallel", 2, "--remat", "names", "--unroll", 2, "--fp8"
+    sizes = "--batch", 2, "--expert-parallel", 2, "--remat", "names", "--fp8"
     then = train(tmp_path, "--steps", 32, *sizes, **four_devices)
     assert list(then) == [31, 32]
     assert max(then.values()) < 4.5

@@ -201,6 +201,21 @@ def test_a_text_is_printed_as_it_comes(folder, generate, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("prefill: ")
 
 
+def test_options_come_from_a_file(folder, generate, tmp_path):
+    path, adapter = tmp_path / "run.toml", str(ROOT / "tests/data/model_adapters/qwen3_moe")
+    given = {"adapter": adapter, "max-new-tokens": 5, "prompt": "t5 t6 t7", "json": True, "stop": ["x", "y"]}
+    path.write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in given.items()))
+    with pytest.raises(SystemExit):
+        main(["generate", "--config", str(path)])
+    path.write_text(path.read_text() + f"\nmodel = {json.dumps(str(folder))}")
+    document = json.loads(generate("--config", path, "--seed", "1"))
+    assert (document["model"], document["adapter"]) == (str(folder), adapter)
+    assert len(document["samples"][0]["tokens"]) == 5
+    assert settings(folder, "--config", str(path), "--max-new-tokens", "3").stop == ("x", "y")
+    path.write_text("json = false")
+    assert not generate(folder, "--config", path, "--prompt", "t5", "--max-new-tokens", "1").startswith("{")
+
+
 def standard_input(monkeypatch, content):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 

@@ -131,8 +131,8 @@ def test_a_model_learns_what_it_is_rewarded_for(options, tmp_path, capsys, monke
 
 WRONG = {
     "--accumulate must divide --problems times --samples": ["--problems", "3", "--samples", "5", "--accumulate", "2"],
-    "argument --samples: must be a whole number from 2 to": ["--samples", "1"],
-    "argument --clip: must be a number of at least 0, got '-1'": ["--clip", "0.2", "-1"],
+    "argument --samples: must be 2 or more, got 1": ["--samples", "1"],
+    "argument --clip: must be 0 or more, got -1.0": ["--clip", "0.2", "-1"],
 }
 
 

@@ -1,5 +1,6 @@
 """The code of the pages on models, generating, saving and fine-tuning runs, and does what they say."""
 
+import json
 import shutil
 
 import jax
@@ -27,11 +28,8 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
 @pytest.mark.thorough
 def test_text_is_generated(tmp_path, capsys):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    names = run_code(
-        "\n".join(
-            code_of("generate.md", "In code") + code_of("generate.md", "Draw") + code_of("generate.md", "Details")
-        )
-    )
+    sections = ("In code", "Draw", "Details", "As it comes")
+    names = run_code("\n".join(code for section in sections for code in code_of("generate.md", section)))
     assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
     assert names["lengths"] == [4, 1]
     assert names["new"].shape == names["drawn"].shape == (2, 16)
@@ -40,7 +38,13 @@ def test_text_is_generated(tmp_path, capsys):
     np.testing.assert_allclose(-names["losses"][new], names["rows"].log_probabilities[new], atol=0.1)  # bfloat16
     alone = jgg.models.generate(names["model"], [names["prompts"][1][:1]], 16, stop_tokens=[2])
     np.testing.assert_array_equal(names["new"][1:], alone)
-    assert capsys.readouterr().out.count("t") >= 2 * 16  # words of the vocabulary
+    printed = capsys.readouterr().out
+    *_, last = printed.splitlines()
+    tokens = names["stream"].tokens[0, : names["stream"].lengths[0]]
+    assert last.split() == [f"t{token}" for token in tokens if token != 2]  # words of the vocabulary
+    assert printed.count("t") >= 2 * 16
+    streamed = [json.loads(line) for line in printed.splitlines() if line.startswith("[[")]
+    np.testing.assert_array_equal(np.concatenate(streamed, axis=1), names["new"])
 
 
 @pytest.mark.sweep
@@ -54,6 +58,16 @@ def test_text_is_generated_with_an_adapter(tmp_path):
     np.testing.assert_array_equal(names["new"], jgg.models.generate(model, prompts, 16, lengths=lengths))
     without = jgg.models.generate(jgg.models.load("model"), prompts, 16, lengths=lengths)
     assert np.any(names["new"] != without)
+
+
+def test_targets_are_scored(tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    (code,) = code_of("evaluate.md", "In code")
+    names = run_code(code)
+    losses = names["model"].losses(names["tokens"][:, :-1], names["tokens"][:, 1:])
+    np.testing.assert_allclose(names["log_probability"], -losses.sum(), rtol=1e-3)
+    np.testing.assert_allclose(names["perplexity"], np.exp(losses.mean()), rtol=1e-3)
+    assert not names["is_likeliest"]
 
 
 def test_a_run_is_saved_and_restored():

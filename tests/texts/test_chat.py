@@ -6,7 +6,7 @@ import pytest
 
 import jgg.data
 from tests.support import tokenizers
-from tests.support.texts import ASSISTANT, LOOP, USER, WHOLE, examples, folder_of, spans
+from tests.support.texts import ASSISTANT, LOOP, USER, WHOLE, examples, folder_of, jsonl, spans
 
 # name: the template, and the text before and in what is learned of the messages above
 TEMPLATES = {
@@ -39,7 +39,7 @@ TEMPLATES = {
         "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}",
         "user:one\nassistant:",
-        "two\n",
+        "two\n</s>",  # no special token ends it
     ),
     # as Phi-3's, which ends all but a prompt
     "an end behind all": (
@@ -56,7 +56,7 @@ def test_messages_are_written_as_transformers_writes_them(name, tmp_path):
     folder = folder_of(tmp_path, template=template)
     assert spans(folder, {"messages": [USER, ASSISTANT]}) == [(before, learned)]
     text = jgg.data.load_tokenizer(folder).apply_chat_template([USER, ASSISTANT], tokenize=False)
-    assert text == before + learned
+    assert before + learned in (text, f"{text}</s>")
 
 
 def test_named_templates_and_tools(tmp_path):
@@ -161,6 +161,9 @@ def test_a_turn_that_later_loses_its_thoughts_is_a_text_of_its_own(tmp_path):
     thought = "<think>\n\n</think>\n\n"
     assert first[1:] == (f"{thought}two<|im_end|>\n",) and second[1:] == (f"{thought}three two<|im_end|>\n",)
     assert second[0].startswith(first[0] + "two<|im_end|>\n")  # and is not learned there
+    tokenizer, data = jgg.data.load_tokenizer(folder), jsonl(folder, {"messages": TALK})
+    found = jgg.data.batches(data, tokenizer, length=256, batch_size=1, seed=None)
+    assert (found.num_examples, found.num_sequences, found.end_tokens) == (2, 1, [4])
 
 
 def test_an_end_that_only_the_last_turn_has_is_learned_there(tmp_path):

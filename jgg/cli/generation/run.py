@@ -68,7 +68,7 @@ def _answer(speaker: Speaker, args: argparse.Namespace) -> None:
             }
             for row, each in enumerate(texts)
         ]
-        document = {"model": args.model, "adapter": args.adapter, "prompt": text, "prompt_tokens": len(ids)}
+        document = {"model": args.model, "adapter": speaker.adapter, "prompt": text, "prompt_tokens": len(ids)}
         print(json.dumps(document | {"samples": samples} | ({"speed": speeds} if speeds else {})))
         return
     if not prints:

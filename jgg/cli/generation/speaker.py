@@ -4,7 +4,6 @@ import argparse
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jgg.hf
 import jgg.models
 from jgg.cli.generation.settings import settings_of
 from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
+from jgg.hf.hub import folder_of
 from jgg.linear.fp8 import Fp8
 
 _EXPERTS: dict[str, Any] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
@@ -26,24 +26,26 @@ class Speaker:
 
     Attributes:
       settings: how tokens are drawn.
-      tokenizer: that of the folder.
+      adapter: the adapter's folder, or None.
+      tokenizer: that of the model's folder.
       stop_tokens: tokens that end a text: those of folder and adapter, and the tokenizer's end.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._folder = args, Path(args.model)
+        self._args, self._folder = args, folder_of(args.model)
+        self.adapter = getattr(args, "adapter", None)  # as an option of a file may give it
         self._config = jgg.models.model_config(jgg.hf.read_config(self._folder))
         self.tokenizer = load_tokenizer(self._folder)
         self.settings = settings_of(args, self._folder)
-        ends = [*stop_tokens(self._folder, args.adapter), self.tokenizer.eos_token_id]
+        ends = [*stop_tokens(self._folder, self.adapter), self.tokenizer.eos_token_id]
         self.stop_tokens = list(dict.fromkeys(token for token in ends if token is not None))
 
     @functools.cached_property
     def model(self) -> jgg.models.Decoder:
         """The model, with the adapter if there is one."""
         model = jgg.models.load(self._folder, experts=_EXPERTS[self._args.experts])
-        if self._args.adapter is not None:
-            jgg.models.load_adapter(model, self._args.adapter)
+        if self.adapter is not None:
+            jgg.models.load_adapter(model, self.adapter)
         return model
 
     def ids_of(self, text: str, where: str, *, is_rendered: bool = False) -> list[int]:

@@ -1,0 +1,173 @@
+"""`jgg finetune` and `jgg train`: what they learn, measure, write, and that a run goes on as if it was not stopped."""
+
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgg.models
+from _jgg_command import main
+from tests.support.models import config_of, folder_with_tokenizer
+
+PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 14]), ([15, 16, 17, 18, 19, 20], [21])]
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Users have not forbidden it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def words(tokens):
+    return " ".join(f"t{token}" for token in tokens)
+
+
+ROWS = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model's folder in the working folder, and data, whose texts token 1 ends."""
+    monkeypatch.chdir(tmp_path)
+    write("data.jsonl", ROWS)
+    folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_k": 3}))
+    return folder
+
+
+def write(name, rows):
+    with open(name, "w") as file:
+        file.write("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def run(command, *arguments):
+    """Runs a command; the lines of its log."""
+    values = [*map(str, arguments)]
+    assert main([command, "model", "--data", "data.jsonl", "--log-every", "1", *values]) == 0
+    with open(f"{values[values.index('--output') + 1]}.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def losses(lines):
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.mark.thorough
+def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
+    options = "--steps", 24, "--save-every", 12, "--checkpoints", "run", "--lora-rank", 2
+    options += "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 2e-2
+    unbroken = losses(run("finetune", *options, "--output", "unbroken"))
+    assert list(unbroken) == list(range(1, 25))
+    shutil.rmtree(folder.parent / "run" / "24")
+    assert losses(run("finetune", *options, "--output", "resumed")) == {s: unbroken[s] for s in range(13, 25)}
+    adapters = [(folder.parent / name / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "resumed")]
+    assert adapters[0] == adapters[1]
+    # the log of the run that was stopped goes on in its own file
+    shutil.rmtree(folder.parent / "run" / "24")
+    assert losses(run("finetune", *options, "--output", "unbroken")) == unbroken
+    model = jgg.models.load(folder)
+    jgg.models.load_adapter(model, "resumed")
+    prompt, completion = PAIRS[0]
+    assert jgg.models.generate(model, [prompt], len(completion) + 1).tolist() == [[*completion, 1]]
+    assert json.loads((folder.parent / "resumed/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
+    with pytest.raises(SystemExit):
+        run("finetune", *options, "--output", "x", "--seed", 1)
+    assert "run has a run with other options: seed is 1, was 0" in capsys.readouterr().err
+
+
+def mean_loss(rows, folder="model"):
+    """The mean loss of the tokens that are learned, by whole logits."""
+    examples = [(prompt, [*prompt, *completion, 1]) for prompt, completion in rows]
+    padded = np.array([tokens + [0] * (11 - len(tokens)) for _, tokens in examples])
+    logits = nnx.jit(lambda model, tokens: model(tokens))(jgg.models.load(folder), padded[:, :-1])
+    losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, padded[:, 1:]))
+    own = [
+        row[max(len(prompt) - 1, 0) : len(tokens) - 1] for row, (prompt, tokens) in zip(losses, examples, strict=True)
+    ]
+    return float(np.mean(np.concatenate(own)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--batch-size", 2],
+        pytest.param(["--no-packing", "--batch-size", 2, "--accumulate", 2], marks=pytest.mark.sweep),
+    ],
+)
+def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, folder):
+    write("data.jsonl", [*ROWS, {"text": words(range(30, 40))}])
+    write("held.jsonl", ROWS)
+    arguments = "--steps", 1, "--sequence-length", 14, "--eval-data", "held.jsonl", "--learning-rate", 1e-9
+    (line,) = run("finetune", *options, *arguments, "--output", "adapter")
+    assert line["loss"] == pytest.approx(mean_loss([*PAIRS, ([], list(range(30, 40)))]), abs=5e-3)  # in bfloat16
+    assert line["eval_loss"] == pytest.approx(mean_loss(PAIRS), abs=5e-3)
+    assert line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
+    assert line["tokens_per_second"] > 0 and 1 <= line["expert_load"] <= 4 and line["learning_rate"] > 0
+
+
+@pytest.mark.sweep
+def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(folder):
+    messages = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6 t7"}]
+    write("data.jsonl", [{"messages": messages}])
+    template = (
+        "{{ bos_token }}{% for message in messages %} {{ 't2' if message.role == 'user' else 't3' }} "
+        "{{ message.content }} t1{% endfor %}{% if add_generation_prompt %} t3 {% endif %}"
+    )
+    settings = {"chat_template": template, "bos_token": "t4"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    options = "--experts", "fp8", "--targets", "w_q", "w_down", "--steps", 8, "--learning-rate", 2e-2
+    options += "--sequence-length", 16, "--batch-size", 1, "--output", "out"
+    found = list(losses(run("finetune", *options)).values())
+    assert found[-1] < found[0] / 2
+    settings = json.loads((folder.parent / "out/adapter_config.json").read_text())
+    assert {name.rpartition(".")[2] for name in settings["target_modules"]} == {"q_proj"}
+
+
+SIZES = "--sequence-length", 16, "--batch-size", 2, "--learning-rate", 1e-2
+
+
+@pytest.mark.thorough
+def test_a_whole_model_is_fine_tuned_and_saved_with_its_tokenizer(folder):
+    before = jgg.models.load(folder, dtype=jnp.float32)
+    found = losses(run("finetune", "--full", "--steps", 12, *SIZES, "--output", "out"))
+    assert found[12] < found[1] / 2
+    after = jgg.models.load("out", dtype=jnp.float32)
+    assert all(
+        bool(jnp.any(a != b)) for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (before, after)), strict=True)
+    )
+    assert (folder.parent / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    generation = json.loads((folder.parent / "out/generation_config.json").read_text())
+    assert generation == {"eos_token_id": [1, 2], "top_k": 3}
+
+
+@pytest.mark.thorough
+def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
+    """From the config alone; long texts are divided, and the options are those of a file."""
+    shutil.rmtree(folder.parent / "model")
+    tokenizer = folder_with_tokenizer("qwen3_moe", folder.parent / "tokenizer")
+    for path in tokenizer.glob("*.safetensors"):
+        path.unlink()
+    (folder.parent / "model").mkdir()
+    config = config_of("qwen3_moe") | {"num_hidden_layers": 1, "initializer_range": 0.2, "vocab_size": 64}
+    (folder.parent / "model/config.json").write_text(json.dumps(config))
+    write("data.jsonl", [{"text": words([5 + n % 20 for n in range(start, start + 100)])} for start in range(3)])
+    options = "--tokenizer", "tokenizer", "--eval-data", "data.jsonl", "--eval-every", 10, "--dtype", "float32"
+    lines = run("train", *SIZES, *options, "--steps", 30, "--output", "out")
+    assert lines[0]["loss"] > 3 and lines[-1]["loss"] < lines[0]["loss"] / 3
+    assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20, 30]
+    assert lines[-1]["eval_loss"] < lines[-1]["loss"] * 1.5
+    assert lines[-1]["epoch"] == pytest.approx(30 / 11, abs=0.4)  # 3 texts of 101 tokens in sequences of 16
+    model = jgg.models.load("out", dtype=jnp.float32)
+    assert jgg.models.generate(model, [[5, 6, 7]], 5).tolist() == [[8, 9, 10, 11, 12]]
+    assert (folder.parent / "out/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    assert main(["train", "--config", "out.toml", "--steps", "1", "--output", "again", "--quiet"]) == 0
+    with open("again.jsonl") as file:
+        assert json.loads(file.readline())["loss"] == pytest.approx(lines[0]["loss"], rel=1e-6)
